@@ -29,9 +29,9 @@ pub type BlasTable = Table;
 /// An address that a kernel cannot use because of its alignment.
 const MISALIGNED_ADDRESS: Code = Code(716);
 
-/// Runs a call of the table; a panic in it becomes a code.
+/// Runs a call of the table. A panic becomes a code.
 fn guarded(call: impl FnOnce() -> Answer<()>) -> u32 {
-    // Unwind safety: what a panicking call leaves half done is behind locks and atomics of the engine.
+    // Unwind safety: locks and atomics of the engine protect the state that a panicking call leaves half done.
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code.0,
@@ -67,7 +67,7 @@ fn size(value: u64) -> Answer<usize> {
     usize::try_from(value).map_err(|_| Code::INVALID_VALUE)
 }
 
-/// The sizes of a product, with those of D in place of C's where `of_d`.
+/// Returns the sizes of a product; with `of_d`, those of D in place of C's.
 fn shape(product: &Product, of_d: bool) -> Answer<GemmShape> {
     let transpose = |transposed| if transposed == 0 { Transpose::No } else { Transpose::Yes };
     let (ldc, stride_c) = if of_d { (product.ldd, product.stride_d) } else { (product.ldc, product.stride_c) };
@@ -126,7 +126,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
     }
     simulation.before_enqueue(&stream)?;
     if stream.device != product.device {
-        // The kernel runs on the stream's device and finds nothing at the addresses of the handle's.
+        // The kernel runs on the stream's device, and finds nothing at the addresses of the handle's device.
         simulation.lose_contexts(Code::ILLEGAL_ADDRESS);
         return Ok(());
     }
@@ -159,7 +159,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
 /// Returns the ranges that a kernel reads and writes: first address, elements, and bytes of each.
 fn operands(raw: &RawProduct) -> Vec<(DevicePtr, usize, usize)> {
     let (input, output) = (raw.shape.data_type.bytes(), raw.shape.output.bytes());
-    // The sizes were checked before.
+    // The sizes were checked earlier.
     let Ok(extents) = raw.shape.extents("launch") else { return Vec::new() };
     let (last, one) =
         (raw.shape.batch_count().saturating_sub(1), raw.shape.n.saturating_sub(1) * raw.ldd + raw.shape.m);
@@ -179,7 +179,7 @@ fn operands(raw: &RawProduct) -> Vec<(DevicePtr, usize, usize)> {
     operands
 }
 
-/// Whether something that a kernel uses begins where no memory of a device lies, and no page-locked memory.
+/// Returns whether an operand begins outside all device memory and page-locked memory.
 fn is_nowhere(simulation: &Simulation, product: &Product, raw: &RawProduct) -> bool {
     let workspace = (product.workspace_bytes > 0).then_some(product.workspace);
     let mut addresses = operands(raw).into_iter().map(|(address, ..)| address.get()).chain(workspace);
@@ -200,7 +200,7 @@ fn is_reachable(simulation: &Simulation, product: &Product, raw: &RawProduct) ->
     ranges.all(|(address, bytes)| reaches(address, bytes))
 }
 
-/// Whether a kernel would meet an element that does not lie at a multiple of its size.
+/// Returns whether a kernel would access an element whose address is not a multiple of its size.
 fn is_misaligned(product: &Product, raw: &RawProduct) -> bool {
     let workspace = product.workspace_bytes > 0 && !product.workspace.is_multiple_of(8);
     workspace || operands(raw).iter().any(|(address, _, bytes)| !address.is_aligned_to(*bytes))
@@ -209,7 +209,7 @@ fn is_misaligned(product: &Product, raw: &RawProduct) -> bool {
 static TABLE: BlasTable =
     Table { version: table::VERSION, product_bytes: size_of::<Product>() as u64, current_device, launch };
 
-/// The table.
+/// Returns the table.
 #[must_use]
 pub fn table() -> &'static BlasTable {
     &TABLE

@@ -1,8 +1,8 @@
 //! The address space: allocations, mappings and page-locked memory by address.
 //!
-//! All memory shares one address space, as with the vendor: an address tells whether it belongs to a device, to page-locked
-//! host memory, or to pageable host memory. The device's memory is mapped into the process. An unallocated address in
-//! that mapping would pass for pageable memory, so it is recognized by its range.
+//! All memory shares one address space, as with the vendor. An address shows whether it belongs to a device, to page-locked
+//! host memory, or to pageable host memory. The device's memory is mapped into the process. An unallocated address in that
+//! mapping would look like pageable memory, so its range identifies it.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::code::{Answer, Code};
 use crate::handles::new_number;
 use crate::process::{Simulation, simulation};
 
-/// How far apart a registered address of the host and that of the devices are. No memory of the host lies there.
+/// The distance between the host's and the devices' address of registered memory. No memory of the host is at that distance.
 pub(crate) const MOVED: u64 = 1 << 50;
 
 /// Addresses from here on are never the host's.
@@ -40,7 +40,7 @@ pub(crate) struct Block {
     pub(crate) bytes: u64,
     pub(crate) device: u32,
     pub(crate) kind: Kind,
-    /// No other block of the process has it.
+    /// Unique among the blocks of the process.
     pub(crate) number: u64,
 }
 
@@ -51,9 +51,9 @@ pub(crate) struct HostBlock {
     /// The device whose context was current.
     pub(crate) device: u32,
     pub(crate) is_registered: bool,
-    /// Whether devices know it at another address: at [`crate::hip::MOVED`] more.
+    /// True if devices use another address: [`crate::hip::MOVED`] more than the host's.
     pub(crate) is_moved: bool,
-    /// What it was made with.
+    /// The flags of the allocation.
     pub(crate) flags: u32,
     pub(crate) number: u64,
 }
@@ -102,7 +102,7 @@ impl Memory {
         Some(block)
     }
 
-    /// Bytes that were allocated in stream order on a device.
+    /// Returns the bytes that were allocated in stream order on a device.
     pub(crate) fn ordered_bytes(&self, device: u32) -> u64 {
         let blocks = self.blocks.read();
         let ordered = blocks.values().filter(|block| block.device == device && block.kind == Kind::Ordered);
@@ -114,7 +114,7 @@ impl Simulation {
     /// Returns the owner of an address, and how many contiguous bytes begin there.
     ///
     /// # Errors
-    /// 1 for addresses of a device at which nothing lies, or nothing that a device has access to.
+    /// 1 for unallocated addresses of a device, and for memory to which no device has access.
     pub(crate) fn piece(&self, address: u64) -> Answer<(Place, u64)> {
         if address == 0 {
             return Err(Code::INVALID_VALUE);
@@ -144,7 +144,7 @@ impl Simulation {
     /// Returns the owner of a range.
     ///
     /// # Errors
-    /// 1 where it leaves the block or the registration that it begins in; mapped blocks that touch are one.
+    /// 1 if the range leaves the block or the registration in which it begins. Adjacent mapped blocks count as one.
     pub(crate) fn place(&self, address: u64, bytes: u64) -> Answer<Place> {
         let (place, mut reached) = self.piece(address)?;
         while reached < bytes {
@@ -160,13 +160,13 @@ impl Simulation {
 }
 
 impl Simulation {
-    /// The address of the host of what devices know at another one; every other address as it is.
+    /// Returns the host's address of memory that devices know at another address. Returns every other address unchanged.
     pub(crate) fn on_host(&self, address: u64) -> u64 {
         let host = address & !MOVED;
         if host != address && self.registered(host).is_some_and(|(_, block)| block.is_moved) { host } else { address }
     }
 
-    /// Whether a device reaches page-locked memory by this address.
+    /// Returns whether a device reaches page-locked memory by this address.
     pub(crate) fn is_of_devices(&self, address: u64) -> bool {
         address & MOVED != 0 || !self.registered(address).is_some_and(|(_, block)| block.is_moved)
     }

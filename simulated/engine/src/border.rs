@@ -19,7 +19,7 @@ pub fn guarded(body: impl FnOnce() -> Answer<()>) -> u32 {
 /// Runs a call, unless the variants have a code for the function.
 ///
 /// # Errors
-/// That code, or what the call fails with.
+/// That code, or the error of the call.
 pub fn unless_injected<T>(function: &str, body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     match process::injected(function) {
         Some(code) => Err(code),
@@ -27,7 +27,7 @@ pub fn unless_injected<T>(function: &str, body: impl FnOnce() -> Answer<T>) -> A
     }
 }
 
-/// Refuses a missing place before anything is made for it.
+/// Refuses a null address for a result, before the result is created.
 ///
 /// # Errors
 /// 1 for null.
@@ -41,19 +41,19 @@ pub fn expect_place<T>(place: *const T) -> Answer<()> {
 /// 1 for null.
 ///
 /// # Safety
-/// `place` is null or valid for a write.
+/// `place` must be null or valid for a write.
 pub unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
     // SAFETY: forwarded to the caller.
     unsafe { border::put(place, value, Code::INVALID_VALUE) }
 }
 
-/// Makes what a call answers with, and writes it. Nothing is made where there is no place for it.
+/// Creates the result of a call, and writes it. Creates nothing if `place` is null.
 ///
 /// # Errors
-/// 1 for null, or what the making fails with.
+/// 1 for null, or the error of `make`.
 ///
 /// # Safety
-/// `place` is null or valid for a write.
+/// `place` must be null or valid for a write.
 pub unsafe fn put_new<T>(place: *mut T, make: impl FnOnce() -> Answer<T>) -> Answer<()> {
     expect_place(place)?;
     let made = make()?;
@@ -61,7 +61,7 @@ pub unsafe fn put_new<T>(place: *mut T, make: impl FnOnce() -> Answer<T>) -> Ans
     unsafe { put(place, made) }
 }
 
-/// Writes the value of an expression to the place that an exported function was given for it; 1 for null.
+/// Writes the value of an expression to the address that the caller of an exported function passed; 1 for null.
 #[macro_export]
 macro_rules! answer {
     ($place:ident = $value:expr) => {{
@@ -80,10 +80,10 @@ macro_rules! create {
     };
 }
 
-/// Writes an answer that not every caller wants.
+/// Writes a result that is optional for the caller.
 ///
 /// # Safety
-/// `place` is null or valid for a write.
+/// `place` must be null or valid for a write.
 pub unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
     if !place.is_null() {
         // SAFETY: the caller says that the place is valid when it is not null.
@@ -91,13 +91,13 @@ pub unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
     }
 }
 
-/// Writes a text with its zero byte, cut to the room that there is.
+/// Writes a text with its terminating zero byte, cut to the available space.
 ///
 /// # Errors
-/// 1 for null, and where there is no room for the zero byte.
+/// 1 for null, and if there is no space for the zero byte.
 ///
 /// # Safety
-/// `place` is null or valid for `room` bytes.
+/// `place` must be null or valid for `room` bytes.
 pub unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> {
     let room = usize::try_from(room).ok().filter(|&room| room > 0 && !place.is_null()).ok_or(Code::INVALID_VALUE)?;
     let length = text.len().min(room - 1);
@@ -109,13 +109,13 @@ pub unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> 
     Ok(())
 }
 
-/// Writes an attribute, as wide as it is.
+/// Writes an attribute in its own width.
 ///
 /// # Errors
 /// 1 for null.
 ///
 /// # Safety
-/// `place` is null or valid for a write of the attribute.
+/// `place` must be null or valid for a write of the attribute.
 pub unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> {
     // SAFETY: the caller says so.
     unsafe {
@@ -126,14 +126,14 @@ pub unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> 
     }
 }
 
-/// Writes handles into the room that there is, null where there is none left, and how many were written. Without a place for
-/// them, writes how many there are.
+/// Writes handles into the available space, null into unused entries, and the number of handles written. If `places` is null,
+/// writes the number of handles instead.
 ///
 /// # Errors
-/// 1 where `count` is null.
+/// 1 if `count` is null.
 ///
 /// # Safety
-/// `count` is null or valid for a read and a write, and `places` is null or valid for as many writes as `count` says.
+/// `count` must be null or valid for a read and a write. `places` must be null or valid for `*count` writes.
 pub unsafe fn put_handles(places: *mut Handle, count: *mut usize, found: &[u64]) -> Answer<()> {
     if places.is_null() {
         // SAFETY: the caller gives a place for the count, or null.
@@ -150,48 +150,48 @@ pub unsafe fn put_handles(places: *mut Handle, count: *mut usize, found: &[u64])
     unsafe { put(count, found.len().min(room)) }
 }
 
-/// Reads an argument that is given by its address.
+/// Reads an argument that is passed by address.
 ///
 /// # Errors
 /// 1 for null.
 ///
 /// # Safety
-/// `place` is null or valid for a read.
+/// `place` must be null or valid for a read.
 pub unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
     expect_place(place)?;
     // SAFETY: the caller says that the place is valid when it is not null.
     Ok(unsafe { place.read() })
 }
 
-/// Reads an attribute of a memory pool, which is as wide as its number says.
+/// Reads an attribute of a memory pool. The attribute's number determines its width.
 ///
 /// # Errors
-/// 1 for an attribute that there is not, and for null.
+/// 1 for an unknown attribute, and for null.
 ///
 /// # Safety
-/// `place` is null or valid for a read of the attribute.
+/// `place` must be null or valid for a read of the attribute.
 pub unsafe fn get_pool_attribute(attribute: u32, place: *const c_void) -> Answer<Attribute> {
     let is_wide = pools::attribute_is_wide(attribute)?;
     // SAFETY: the caller gives the attribute, which has 64 or 32 bits, or null.
     unsafe { if is_wide { get(place.cast()).map(Attribute::Wide) } else { get(place.cast()).map(Attribute::Narrow) } }
 }
 
-/// Handles, which are numbers to the engine, are pointers in the vendors' headers.
+/// A handle. The engine treats it as a number; the vendors' headers declare a pointer.
 pub type Handle = *mut c_void;
 
-/// The number of a handle.
+/// Returns the number of a handle.
 #[must_use]
 pub fn number(handle: Handle) -> u64 {
     handle.addr() as u64
 }
 
-/// The handle of a number.
+/// Returns the handle of a number.
 #[must_use]
 pub fn handle(number: u64) -> Handle {
     std::ptr::without_provenance_mut(number as usize)
 }
 
-/// The address of memory, as a number.
+/// Returns the address of memory as a number.
 #[must_use]
 pub fn address<T>(pointer: *const T) -> u64 {
     pointer.expose_provenance() as u64
@@ -210,14 +210,14 @@ pub struct Uuid(pub [u8; 16]);
 #[repr(C)]
 pub struct IpcHandle(pub [u8; 64]);
 
-/// Answers a caller that asks for a function by its name: its address, or null; and for the status, which may have no place, 0
-/// where it was found, else 1.
+/// Looks up a function by name. Writes its address, or null. Writes the status if its address is not null: 0 if the function
+/// was found, else 1.
 ///
 /// # Errors
-/// 1 for a name or a place of a function that is null, 500 where there is no such function.
+/// 1 if the name or the address for the function is null, 500 if there is no such function.
 ///
 /// # Safety
-/// The pointers are null or valid: the name for a read up to its zero byte, the places for a write.
+/// The pointers must be null or valid: the name for a read up to its zero byte, the others for a write.
 pub unsafe fn put_function(
     name: *const c_char,
     function: *mut *mut c_void,

@@ -71,10 +71,10 @@ pub(crate) struct Capture {
     ended: AtomicBool,
     /// Whether another capture was begun on one of its dead streams.
     pub(crate) begun_again: AtomicBool,
-    /// No other capture of the process has it.
+    /// Unique among the captures of the process.
     pub(crate) number: u64,
     pub(crate) nodes: Mutex<Vec<u32>>,
-    /// The memory that was allocated in it.
+    /// The memory that was allocated in the capture.
     pub(crate) memory: Arc<GraphMemory>,
 }
 
@@ -212,7 +212,7 @@ impl Simulation {
     /// Checks a query of a stream or a wait for it.
     ///
     /// # Errors
-    /// 900 when the stream takes part in a capture, which is lost then; 901 when that was lost before (HIP: 900).
+    /// 900 if the stream takes part in a capture, which is then invalidated; 901 if it was already invalidated (HIP: 900).
     pub(crate) fn check_not_capturing(&self, stream: &Stream) -> Answer<()> {
         match CAPTURES.of(stream.id) {
             None => Ok(()),
@@ -263,7 +263,7 @@ impl Simulation {
     /// Returns whether a stream takes part in a capture, which records its work.
     ///
     /// # Errors
-    /// 901 when the capture was lost; 1 when another was begun on a stream that died with it (HIP).
+    /// 901 if the capture was invalidated; 1 if another capture was begun on a stream that died with it (HIP).
     pub fn is_recording(&self, stream: &Stream) -> Answer<bool> {
         match CAPTURES.of(stream.id) {
             None => Ok(false),
@@ -279,8 +279,8 @@ impl Simulation {
         }
     }
 
-    /// Notes what a capture recorded as `count` nodes of a kind; to be called after something was enqueued. Does
-    /// nothing where the stream takes part in no capture.
+    /// Records that the last operation added `count` nodes of a kind to a capture. Call it after the operation was enqueued.
+    /// Does nothing if the stream takes part in no capture.
     pub fn note_nodes(&self, stream: &Stream, kind: u32, count: usize) {
         if let Some(capture) = CAPTURES.of(stream.id) {
             capture.nodes.lock().extend(std::iter::repeat_n(kind, count));

@@ -15,8 +15,8 @@ use crate::variants::{Vendor, vendor};
 /// `cuStreamBeginCapture_v2`.
 ///
 /// # Errors
-/// 1 for an unknown mode, 900 for the legacy default stream, 401 when the stream takes part in a capture. On a dead stream
-/// it succeeds, and nothing that follows does (HIP).
+/// 1 for an unknown mode, 900 for the legacy default stream, 401 if the stream takes part in a capture. On a dead stream (HIP)
+/// it succeeds, but no later call on the stream does.
 pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
     let simulation = simulation()?;
     if capture_mode > mode::RELAXED {
@@ -32,7 +32,7 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
         dead.ok_or(Code::ILLEGAL_STATE)?.begun_again.store(true, Ordering::Release);
         return Ok(());
     }
-    // The rules are this module's; the mock only records.
+    // This module implements the rules; the mock only records.
     simulation.gpu.begin_capture(stream.id, CaptureMode::Relaxed).map_err(|error| {
         CAPTURES.end(&capture, false);
         simulation.code_of(error)
@@ -42,9 +42,9 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
 /// `cuStreamEndCapture`.
 ///
 /// # Errors
-/// 401 when nothing is captured, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 when the capture
-/// was lost, 904 when a stream that joined was not waited for. After 903 the capture is lost, after 901, 904 and 908 it has
-/// ended. On a dead stream (HIP) 901 again, and 904 when a capture was begun on it.
+/// 401 if there is no capture, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 if the capture was
+/// invalidated, 904 if a stream that joined was not waited for. 903 invalidates the capture; 901, 904 and 908 end it. On a dead
+/// stream (HIP) 901 again, and 904 if a capture was begun on it.
 pub fn end(raw: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
@@ -80,7 +80,7 @@ pub fn end(raw: u64) -> Answer<u64> {
 /// `cuStreamIsCapturing`: one of [`status`].
 ///
 /// # Errors
-/// 400 for an unknown stream, 906 for the legacy default stream while a blocking one is captured, which goes on.
+/// 400 for an unknown stream. 906 for the legacy default stream while a blocking stream is captured; that capture continues.
 pub fn is_capturing(raw: u64) -> Answer<u32> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
@@ -97,7 +97,7 @@ pub fn is_capturing(raw: u64) -> Answer<u32> {
     })
 }
 
-/// `hipStreamGetCaptureInfo`: what [`is_capturing`] gives, and the number of the capture, 0 where there is none.
+/// `hipStreamGetCaptureInfo`: the result of [`is_capturing`] and the number of the capture, or 0 if there is none.
 ///
 /// # Errors
 /// As [`is_capturing`].

@@ -23,11 +23,11 @@ const QUEUED_SOURCE: usize = 64 << 10;
 pub enum Direction {
     /// Neither: the addresses decide.
     Any,
-    /// The destination is.
+    /// The destination.
     ToDevice,
-    /// The source is.
+    /// The source.
     ToHost,
-    /// Both are.
+    /// Both.
     OnDevices,
 }
 
@@ -104,12 +104,12 @@ impl Simulation {
 /// `cuMemcpyAsync` and its relatives.
 ///
 /// # Errors
-/// 1 for ranges that leave the block they begin in and for memory that is not what the direction says; 901 in a lost
+/// 1 for ranges that leave the block in which they begin and for memory that contradicts the direction; 901 in an invalidated
 /// capture; the code of a lost context.
 ///
 /// # Safety
-/// Pageable memory is valid during the call (in a capture until the graph's last launch is done), page-locked and device
-/// memory until the copy has been executed, and what is read is not written meanwhile.
+/// Pageable memory must be valid during the call (in a capture until the graph's last launch is done). Page-locked and device
+/// memory must be valid until the copy has been executed. No other code may write the source in the meantime.
 pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction: Direction) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
@@ -127,13 +127,13 @@ pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction:
     Ok(())
 }
 
-/// `cuMemcpyHtoD_v2` and its relatives: on the legacy default stream, and done when the call returns.
+/// `cuMemcpyHtoD_v2` and its relatives. The copy runs on the legacy default stream and is done when the call returns.
 ///
 /// # Errors
 /// As [`copy`], 201 without a context, 900 and 906 while a capture is open.
 ///
 /// # Safety
-/// All memory is valid during the call, and what is read is not written meanwhile.
+/// All memory must be valid during the call, and no other code may write the source in the meantime.
 pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, direction: Direction) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(LEGACY)?;
@@ -147,7 +147,7 @@ pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, direction: Direction) -
 /// `cuMemcpyPeerAsync`.
 ///
 /// # Errors
-/// As [`copy`]; 201 for an unknown context, 900 in a capture, which is lost then.
+/// As [`copy`]; 201 for an unknown context, 900 in a capture, which is then invalidated.
 ///
 /// # Safety
 /// As [`copy`].
@@ -173,11 +173,11 @@ pub unsafe fn copy_peer(
 /// `cuMemsetD8Async` and its relatives: `count` elements of `width` bytes, each with the low bytes of `value`.
 ///
 /// # Errors
-/// 1 for an address that is no multiple of the width and for ranges that leave their block or are pageable memory; 901
-/// in an invalidated capture; the code of a lost context.
+/// 1 for an address that is not a multiple of the width, and for ranges that leave their block or are pageable memory; 901 in
+/// an invalidated capture; the code of a lost context.
 ///
 /// # Safety
-/// Page-locked memory is valid until the fill has been executed.
+/// Page-locked memory must be valid until the fill has been executed.
 pub unsafe fn fill(dst: u64, value: u32, width: usize, count: usize, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;

@@ -110,7 +110,7 @@ pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
         33 => device as i32 + 1,
         36 => 3_201_000,
         40 => 3,
-        // One address for all.
+        // One address space for all.
         41 | 91 => 1,
         75 => 9,
         76 => 0,
@@ -118,7 +118,7 @@ pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
         99 | 113 => i32::from(capabilities.host_register),
         102 | 103 => i32::from(shares),
         115 => i32::from(capabilities.stream_ordered_memory),
-        // Descriptors and fabric handles, as the device has it, which refuses the latter.
+        // Descriptors and fabric handles, as on the device, which refuses the latter.
         119 => i32::from(capabilities.stream_ordered_memory) * 9,
         125 => i32::from(capabilities.interprocess_events),
         110 | 116 | 128 => 1,

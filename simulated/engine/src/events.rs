@@ -21,7 +21,7 @@ pub mod flags {
     pub const DISABLE_TIMING: u32 = 2;
     /// `CU_EVENT_INTERPROCESS`.
     pub const INTERPROCESS: u32 = 4;
-    /// Flags of `hipEventCreateWithFlags` that say up to where a record makes writes visible.
+    /// Flags of `hipEventCreateWithFlags` that set how far a record makes writes visible.
     pub const HIP_RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Event {
     pub(crate) id: EventId,
     pub(crate) device: u32,
     pub(crate) flags: u32,
-    /// Whether it was opened by a handle of another process.
+    /// True if it was opened by a handle of another process.
     pub(crate) is_import: bool,
     /// The capture in which it was recorded last.
     captured: Mutex<Option<Arc<Capture>>>,
@@ -64,7 +64,7 @@ impl Simulation {
     pub(crate) fn end_events(&self, device: u32) {
         let ended: Vec<_> = EVENTS.write().extract_if(.., |_, event| event.device == device).collect();
         for (_, event) in ended {
-            // The mock's table holds it as long as this one does.
+            // The mock's table holds it as long as this table does.
             let _ = self.gpu.destroy_event(event.id);
         }
     }
@@ -90,7 +90,7 @@ pub fn create(wanted: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     let known = flags::BLOCKING_SYNC | flags::DISABLE_TIMING | flags::INTERPROCESS;
     let releases = if vendor() == Vendor::Hip { wanted & flags::HIP_RELEASES } else { 0 };
-    // HIP: one kind of release at most.
+    // HIP: at most one kind of release.
     if wanted & !(known | releases) != 0 || releases.count_ones() > 1 {
         return Err(Code::INVALID_VALUE);
     }
@@ -108,7 +108,7 @@ pub fn create(wanted: u32) -> Answer<u64> {
     Ok(simulation.insert_event(id, device, wanted, false))
 }
 
-/// `cuEventDestroy_v2`. Waits that are queued go on.
+/// `cuEventDestroy_v2`. Queued waits continue.
 ///
 /// # Errors
 /// 400 for an unknown event, the code of a lost context.
@@ -124,8 +124,8 @@ pub fn destroy(raw: u64) -> Answer<()> {
 /// `cuEventRecord`.
 ///
 /// # Errors
-/// 400 when the event belongs to another device than the stream, 900 for an interprocess event in a capture, 901 in a
-/// lost capture.
+/// 400 if the event belongs to another device than the stream, 900 for an interprocess event in a capture, 901 in an
+/// invalidated capture.
 pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -145,8 +145,8 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
 /// `cuEventQuery`.
 ///
 /// # Errors
-/// 600 while it is not reached; when it was recorded in a capture last, 907 until that ends (the capture is lost) and 1 after
-/// that; 900 as [`Simulation::check_unsafe_call`].
+/// 600 until the event is reached. If it was last recorded in a capture, 907 until the end of the capture, which is
+/// invalidated, and 1 after that. 900 as [`Simulation::check_unsafe_call`].
 pub fn query(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -160,7 +160,7 @@ pub fn query(raw: u64) -> Answer<()> {
 /// `cuEventSynchronize`.
 ///
 /// # Errors
-/// As [`query`], 600 apart.
+/// As [`query`], except 600.
 pub fn synchronize(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -171,8 +171,8 @@ pub fn synchronize(raw: u64) -> Answer<()> {
 /// `cuEventElapsedTime`, in milliseconds.
 ///
 /// # Errors
-/// 400 for events without timing, of two devices, or never recorded; 600 when one is not reached; 907 when one was
-/// recorded in a capture last.
+/// 400 for events without timing, of two devices, or never recorded; 600 if one is not reached; 907 if one was last recorded in
+/// a capture.
 pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
     let simulation = simulation()?;
     let (start, end) = (simulation.event(raw_start)?, simulation.event(raw_end)?);
@@ -201,8 +201,7 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
     if elapsed > 0 {
         return Ok(elapsed as f32 / 1e6);
     }
-    // The mock takes the time between two points for at least nothing; the vendor's is negative where they are turned
-    // around.
+    // For two points in reverse order, the mock returns zero and the vendor a negative time.
     let back = simulation.gpu.event_elapsed_ns(end.id, start.id).map_err(|error| simulation.code_of(error))?;
     Ok(-(back as f32) / 1e6)
 }
@@ -210,8 +209,8 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
 /// `cuStreamWaitEvent`.
 ///
 /// # Errors
-/// 1 for unknown flags; 905 when a stream in a capture is to wait for a record outside of it; 902 for one of another
-/// capture; 906 when the legacy default stream would join; 901 in an invalidated capture. All of these lose the captures.
+/// 1 for unknown flags; 905 if a stream in a capture would wait for a record outside of it; 902 for a record of another
+/// capture; 906 if the legacy default stream would join; 901 in an invalidated capture. Each of these invalidates the captures.
 pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;

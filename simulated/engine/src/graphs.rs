@@ -47,7 +47,7 @@ impl Simulation {
         let executables: Vec<_> =
             EXECUTABLES.write().extract_if(.., |_, graph| graph.recorded.device == device).collect();
         for (_, (id, _)) in graphs {
-            // The mock's table holds them as long as this one does.
+            // The mock's table holds them as long as this table does.
             let _ = self.gpu.destroy_graph(id);
         }
         for (_, executable) in executables {
@@ -101,7 +101,7 @@ pub fn launch(raw: u64, raw_stream: u64) -> Answer<()> {
     unsafe { simulation.gpu.launch_graph(executable.id, stream.id) }.map_err(|error| simulation.code_of(error))
 }
 
-/// `cuGraphDestroy`. Executable graphs that were made of it live on.
+/// `cuGraphDestroy`. Executable graphs that were instantiated from it continue to exist.
 ///
 /// # Errors
 /// 400 for an unknown graph, the code of a lost context.
@@ -115,7 +115,7 @@ pub fn destroy_graph(raw: u64) -> Answer<()> {
     simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error))
 }
 
-/// `cuGraphExecDestroy`. Launches that were made are still executed.
+/// `cuGraphExecDestroy`. Enqueued launches are still executed.
 ///
 /// # Errors
 /// 400 for an unknown executable graph, the code of a lost context.

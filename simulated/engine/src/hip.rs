@@ -5,7 +5,7 @@
 //! CUDA: 907 and 1 for events of a capture, 904 that ends it,
 //! what default streams wait for, and what the legacy one may not do beside a capture.
 //!
-//! # How it differs from the vendor's
+//! # Differences from the vendor
 //! - A stale handle of an event, a graph or a pool answers 400 or 1; the real runtime crashes.
 //! - A device that is lost answers 700 to every call; the real runtime ends the process when a kernel faults.
 //! - HIP 5 exists only to be refused: it has its version and its answer of `hipInit`, and otherwise behaves as HIP 6.
@@ -34,7 +34,7 @@ pub mod host_flags {
     pub const COHERENT: u32 = 0x4000_0000;
     /// `hipHostMallocNonCoherent`.
     pub const NON_COHERENT: u32 = 0x8000_0000;
-    /// All that `hipHostRegister` knows: portable, mapped, of a device, read-only, uncached.
+    /// All flags that `hipHostRegister` knows: portable, mapped, of a device, read-only, uncached.
     pub const REGISTER: u32 = 0x8000_000f;
 }
 
@@ -44,14 +44,14 @@ pub mod memory_type {
     pub const UNREGISTERED: i32 = 0;
     /// Page-locked memory.
     pub const HOST: i32 = 1;
-    /// A device's.
+    /// Memory of a device.
     pub const DEVICE: i32 = 2;
 }
 
-/// What the environment says the library is like.
+/// Reads the settings of the library from the environment.
 ///
 /// # Errors
-/// 1, with a message on standard error, when it cannot be read.
+/// 1, with a message on standard error, if they cannot be parsed.
 pub fn settings() -> Answer<&'static HipVariants> {
     follow_hip();
     variants().map(|variants| &variants.hip)
@@ -66,7 +66,7 @@ thread_local! {
 /// Starts the runtime if needed, as every call does, and makes the first device current in a thread without one.
 ///
 /// # Errors
-/// 100 without a device (HIP 5: 101, from `hipInit`), 3 in a forked child, 4 at exit, 1 when a variable cannot be read.
+/// 100 without a device (HIP 5: 101, from `hipInit`), 3 in a forked child, 4 at exit, 1 if a variable cannot be parsed.
 pub fn enter() -> Answer<()> {
     follow_hip();
     process::initialize()?;
@@ -123,14 +123,14 @@ pub fn set_device(ordinal: i32) -> Answer<()> {
 /// `hipGetDevice`.
 ///
 /// # Errors
-/// 101 when the thread has none.
+/// 101 if the thread has none.
 pub fn device() -> Answer<i32> {
     devices::ordinal(current::device().ok_or(Code::INVALID_DEVICE)?)
 }
 
 // ---------------------------------------------------------------------- devices
 
-/// `hipDeviceGetAttribute`, with the values of an AMD Instinct MI300X where the simulation has none of its own.
+/// `hipDeviceGetAttribute`, with an AMD Instinct MI300X's value unless the simulation has its own.
 ///
 /// # Errors
 /// 1 for an unknown attribute, 101 if no such device exists.
@@ -172,7 +172,7 @@ fn bus_of(device: u32) -> i32 {
     device as i32 + 1
 }
 
-/// Major and minor version of an architecture: 9 and 4 of `gfx942:sramecc+`.
+/// Returns the major and minor version of an architecture: 9 and 4 for `gfx942:sramecc+`.
 fn compute_capability(arch: &str) -> (i32, i32) {
     let digits = arch.trim_start_matches("gfx").split(':').next().unwrap_or_default();
     let major = digits.get(..digits.len().saturating_sub(2)).and_then(|major| major.parse().ok());
@@ -180,12 +180,12 @@ fn compute_capability(arch: &str) -> (i32, i32) {
     (major.unwrap_or(9), minor.map_or(0, |minor| minor as i32))
 }
 
-/// What `hipGetDeviceProperties` and `hipGetDevicePropertiesR0600` tell in two layouts.
+/// The results of `hipGetDeviceProperties` and `hipGetDevicePropertiesR0600`, which have two layouts.
 #[derive(Debug)]
 pub struct Properties {
     /// The device's name.
     pub name: String,
-    /// 16 bytes that no other device has.
+    /// 16 bytes that are unique to the device.
     pub uuid: [u8; 16],
     /// Bytes of memory.
     pub memory_bytes: u64,
@@ -199,7 +199,7 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Of a device.
+    /// Returns the properties of a device.
     ///
     /// # Errors
     /// 101 if no such device exists.
@@ -216,7 +216,7 @@ impl Properties {
         })
     }
 
-    /// The attribute of the same device.
+    /// Returns an attribute of the same device.
     ///
     /// # Errors
     /// As [`attribute`].
@@ -228,8 +228,8 @@ impl Properties {
 /// `hipDeviceEnablePeerAccess`: from the current device to another.
 ///
 /// # Errors
-/// 101 for an unknown device and for the current one, 1 for flags, 217 where devices cannot reach each other, 704 the second
-/// time.
+/// 101 for an unknown device and for the current one, 1 for flags, 217 between devices without peer access, 704 for the second
+/// call.
 pub fn enable_peer_access(peer: i32, flags: u32) -> Answer<()> {
     devices::enable_peer_access(current::handle_of(devices::get(peer)?), flags)
 }
@@ -237,7 +237,7 @@ pub fn enable_peer_access(peer: i32, flags: u32) -> Answer<()> {
 /// `hipDeviceDisablePeerAccess`.
 ///
 /// # Errors
-/// 101 for an unknown device, 705 where access is not enabled.
+/// 101 for an unknown device, 705 if access is not enabled.
 pub fn disable_peer_access(peer: i32) -> Answer<()> {
     let peer = devices::get(peer)?;
     let (simulation, device) = with_context()?;
@@ -269,7 +269,7 @@ pub fn stream_device(raw: u64) -> Answer<i32> {
 
 // ---------------------------------------------------------------------- memory
 
-/// `hipMalloc`; of no bytes, it gives null.
+/// `hipMalloc`. Returns null for 0 bytes.
 ///
 /// # Errors
 /// 900 while a capture is open, 2 if memory is exhausted.
@@ -277,8 +277,8 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
     if bytes == 0 { Ok(0) } else { memory::allocate(bytes) }
 }
 
-/// `hipFree` and `hipHostFree`, which free what the other allocates as well, and the whole of it by any address in it.
-/// Wait for work that may use it.
+/// `hipFree` and `hipHostFree`. Either frees memory of both allocators, the whole allocation by any address in it. Waits for
+/// work that may use the memory.
 ///
 /// # Errors
 /// 900 while a capture is open, 1 for other memory.
@@ -320,7 +320,7 @@ pub struct Pointer {
     pub on_device: u64,
     /// The address that the host uses.
     pub on_host: u64,
-    /// What the memory was made with.
+    /// The flags of the allocation.
     pub flags: u32,
 }
 
@@ -349,21 +349,21 @@ pub fn pointer(address: u64) -> Answer<Pointer> {
 
 // ---------------------------------------------------------------------- page-locked memory
 
-/// `hipHostMalloc`; of no bytes, it gives null. Unknown flags are taken.
+/// `hipHostMalloc`. Returns null for 0 bytes. Accepts unknown flags.
 ///
 /// # Errors
-/// 1 for memory that is to be coherent and not, 900 while a capture is open, 2 if memory is exhausted.
+/// 1 if the flags request both coherent and non-coherent memory, 900 while a capture is open, 2 if memory is exhausted.
 pub fn allocate_host(bytes: usize, flags: u32) -> Answer<u64> {
     if flags & host_flags::COHERENT != 0 && flags & host_flags::NON_COHERENT != 0 {
         return Err(Code::INVALID_VALUE);
     }
-    // Devices cache only what was asked for so.
+    // Devices cache memory only on request.
     let kind = if flags & host_flags::NON_COHERENT == 0 { host_flags::COHERENT } else { 0 };
     host::allocate(bytes, flags | kind)
 }
 
-/// `hipHostGetFlags`: what the memory was made with. Of memory of `hipHostMalloc` it has one of the two flags that say
-/// whether devices cache it, whichever way it was asked for.
+/// `hipHostGetFlags`: the flags of the allocation. For memory of `hipHostMalloc`, the result always has one of the two flags
+/// that state whether devices cache it.
 ///
 /// # Errors
 /// 1 for memory that is not page-locked.
@@ -371,14 +371,14 @@ pub fn host_flags(address: u64) -> Answer<u32> {
     simulation()?.registered(address).map(|(_, block)| block.flags).ok_or(Code::INVALID_VALUE)
 }
 
-/// First address and bytes of what was registered over a part of other registrations.
+/// First address and bytes of memory that was registered over a part of other registrations.
 static OVERLAPS: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
 
 /// `hipHostRegister`. Registering memory again succeeds, and changes nothing if it begins at the same
 /// address.
 ///
 /// # Errors
-/// As [`host::register`], 712 apart.
+/// As [`host::register`], except 712.
 pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     let (simulation, _) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -401,7 +401,7 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     }
 }
 
-/// `hipHostUnregister`. Waits for work that may use the memory. An address inside of a registration ends the process.
+/// `hipHostUnregister`. Waits for work that may use the memory. An address inside a registration ends the process.
 ///
 /// # Errors
 /// 900 while a capture is open, 713 for unregistered memory.
@@ -420,7 +420,7 @@ pub fn unregister(address: u64) -> Answer<()> {
     }
 }
 
-/// `hipHostGetDevicePointer`: of registered memory another address than the host's, unless the settings say otherwise.
+/// `hipHostGetDevicePointer`: for registered memory, an address other than the host's, unless the settings say otherwise.
 ///
 /// # Errors
 /// 1 for flags and for memory that is not page-locked.
@@ -432,18 +432,18 @@ pub fn device_address(address: u64, flags: u32) -> Answer<u64> {
 
 // ---------------------------------------------------------------------- copies
 
-/// Checks `hipMemcpyKind`. The addresses tell the direction, whatever it says.
+/// Checks `hipMemcpyKind`. The addresses alone decide the direction.
 ///
 /// # Errors
-/// 21 for a kind that is none.
+/// 21 for an unknown kind.
 pub fn check_kind(kind: i32) -> Answer<()> {
     if (0..=4).contains(&kind) { Ok(()) } else { Err(INVALID_COPY_DIRECTION) }
 }
 
-/// `hipMemcpy`: on the legacy default stream, and done when the call returns.
+/// `hipMemcpy`. The copy runs on the legacy default stream and is done when the call returns.
 ///
 /// # Errors
-/// 906 while a capture is open, which is lost then; else as [`copies::copy`].
+/// 906 while a capture is open, which is then invalidated; otherwise as [`copies::copy`].
 ///
 /// # Safety
 /// As [`copies::copy_now`].
@@ -480,7 +480,7 @@ pub unsafe fn copy_peer(
 /// As [`copies::fill`].
 ///
 /// # Safety
-/// As there.
+/// As [`copies::fill`].
 pub unsafe fn fill(dst: u64, value: i32, bytes: usize, raw_stream: u64) -> Answer<()> {
     // SAFETY: forwarded to the caller.
     unsafe { copies::fill(dst, value as u32 & 0xff, 1, bytes, raw_stream) }
@@ -491,7 +491,7 @@ pub unsafe fn fill(dst: u64, value: i32, bytes: usize, raw_stream: u64) -> Answe
 /// `hipIpcGetEventHandle`.
 ///
 /// # Errors
-/// 9 for an event that was not made for other processes, or was opened here; 400 for an unknown event.
+/// 9 for an event that was not created for other processes, or was opened here; 400 for an unknown event.
 pub fn export_event(raw: u64) -> Answer<ipc::Handle> {
     let event = simulation()?.event(raw)?;
     if event.flags & events::flags::INTERPROCESS == 0 || event.is_import {

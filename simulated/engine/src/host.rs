@@ -38,14 +38,14 @@ impl Simulation {
     }
 }
 
-/// `cuMemHostAlloc`; of no bytes, it gives null.
+/// `cuMemHostAlloc`. Returns null for 0 bytes.
 ///
 /// # Errors
 /// 201 without a context, 900 while a capture is open, 1 for unknown flags, 2 if memory is exhausted.
 pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
-    // HIP takes flags that it does not know.
+    // HIP accepts flags that it does not know.
     if flags & !allocate_flags::KNOWN != 0 && vendor() == Vendor::Cuda {
         return Err(Code::INVALID_VALUE);
     }
@@ -89,9 +89,9 @@ pub fn free(address: u64) -> Answer<()> {
 /// `cuMemHostRegister_v2`.
 ///
 /// # Errors
-/// 201 without a context, 900 while a capture is open, 712 when a part is registered already, 1 for no bytes, unknown
-/// flags, memory that `cuMemHostAlloc` gave, and memory that is not mapped, or not writable (unless registered as
-/// read-only); 801 where the device cannot.
+/// 201 without a context, 900 while a capture is open, 712 if a part is already registered, 801 if the device cannot register
+/// memory. 1 for 0 bytes, unknown flags, memory of `cuMemHostAlloc`, and memory that is not mapped, or not writable (unless
+/// registered as read-only).
 pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -125,7 +125,7 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     Ok(())
 }
 
-/// Faults the pages in, as locking them does.
+/// Faults the pages in, as a lock of the pages does.
 fn touch(address: u64, bytes: usize, read_only: bool) -> Answer<()> {
     let page = highwater_mock::simulated::page_size();
     let start = address / page * page;
@@ -138,7 +138,7 @@ fn touch(address: u64, bytes: usize, read_only: bool) -> Answer<()> {
         return Ok(());
     }
     match std::io::Error::last_os_error().raw_os_error() {
-        // Memory that may not be touched so, or a kernel before 5.14, which does not know the advice.
+        // Memory that cannot be faulted in this way, or a kernel before 5.14, which does not know the advice.
         Some(libc::EINVAL) if may_touch(start.addr() as u64, length as u64, read_only) => Ok(()),
         Some(libc::EAGAIN) => Err(Code::OUT_OF_MEMORY),
         _ => Err(Code::INVALID_VALUE),
@@ -167,8 +167,8 @@ fn may_touch(start: u64, length: u64, read_only: bool) -> bool {
 /// `cuMemHostUnregister`. Waits for work that may use the memory.
 ///
 /// # Errors
-/// 900 while a capture is open, 1 for an address inside of page-locked memory that is not where a registration
-/// begins, 713 for one that is in none, the code of a lost context.
+/// 900 while a capture is open, 1 for an address inside page-locked memory at which no registration begins, 713 for an address
+/// in none, the code of a lost context.
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;

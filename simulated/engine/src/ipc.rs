@@ -1,19 +1,19 @@
-//! Legacy handles of memory and events: 64 bytes that name something in another process.
+//! Legacy handles of memory and events: 64 bytes that name an object in another process.
 //!
 //! The bytes carry no descriptor, so an importer opens the exporter's memory file through `/proc/PID/fd/N`. They are
 //! little-endian:
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
-//! | 0..8 | what it is of |
+//! | 0..8 | the kind of the object |
 //! | 8..16 | the exporter: process and the low half of its start time |
 //! | 16..24 | the descriptor in that process, and the device's ordinal |
 //! | 24..32 | the file's inode |
 //! | 32..56 | memory: offset (in pages, 30 bits) and number of the allocation, bytes, offset in it; event: first and last word of the mock's payload |
 //! | 56..64 | a checksum of the above |
 //!
-//! A handle is stale if its process has ended or its descriptor names another file. The freeing of an allocation is not
-//! noticed; opening it then is undefined, as with the vendor.
+//! A handle is stale if its process has ended or its descriptor names another file. A free of the allocation is not detected.
+//! Opening it then is undefined, as with the vendor.
 
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -28,7 +28,7 @@ use crate::events::flags;
 use crate::process::simulation;
 use crate::variants::{Vendor, vendor};
 
-/// A handle as it travels.
+/// A handle in its binary format.
 pub type Handle = [u8; 64];
 
 const OF_MEMORY: u64 = u64::from_le_bytes(*b"HWSIMMEM");
@@ -75,7 +75,7 @@ impl Words {
         handle
     }
 
-    /// `None` for bytes that `seal` did not make.
+    /// Returns `None` for bytes that `seal` did not create.
     fn open(handle: &Handle) -> Option<Self> {
         let mut words = [0; 8];
         for (word, place) in words.iter_mut().zip(handle.chunks_exact(8)) {
@@ -128,10 +128,10 @@ fn place_and_serial(offset: u64, serial: u64) -> Answer<u64> {
     if fits { Ok(serial << PAGE_BITS | page) } else { Err(Code::UNKNOWN) }
 }
 
-/// `cuIpcGetMemHandle`: of the whole allocation that an address lies in. HIP's opens at that address again.
+/// `cuIpcGetMemHandle`: a handle of the whole allocation that contains an address. HIP's handle opens at that address again.
 ///
 /// # Errors
-/// 1 for memory that `cuMemAlloc` did not give; 801 where nothing is shared.
+/// 1 for memory that `cuMemAlloc` did not return; 801 if the device shares no memory.
 pub fn export_memory(address: u64) -> Answer<Handle> {
     let simulation = simulation()?;
     let (start, block) = MEMORY.around(address).ok_or(Code::INVALID_VALUE)?;
@@ -149,11 +149,12 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
     Ok(Words::own(OF_MEMORY, file, block.device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
 }
 
-/// `cuIpcOpenMemHandle_v2`, for the current context's device. The same memory again gives the same address, and counts.
+/// `cuIpcOpenMemHandle_v2`, for the current context's device. Another open of the same memory returns the same address, and is
+/// counted.
 ///
 /// # Errors
-/// 201 without a context and in the process that exported it, 1 for other flags and for an unknown handle, 400 when the
-/// exporter has ended.
+/// 201 without a context and in the process that exported it, 1 for other flags and for an unknown handle, 400 if the exporter
+/// has ended.
 pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -177,10 +178,10 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     Ok(ptr.get() + inside)
 }
 
-/// `cuIpcCloseMemHandle`. The last close waits for the device's work. HIP takes any address of the memory.
+/// `cuIpcCloseMemHandle`. The last close waits for the device's work. HIP accepts any address of the memory.
 ///
 /// # Errors
-/// 1 for what `cuIpcOpenMemHandle` did not give, the code of a lost context.
+/// 1 for an address that `cuIpcOpenMemHandle` did not return, the code of a lost context.
 pub fn close_memory(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -208,7 +209,7 @@ pub fn close_memory(address: u64) -> Answer<()> {
 /// `cuIpcGetEventHandle`.
 ///
 /// # Errors
-/// 400 for an event that was not made for other processes, or was opened here.
+/// 400 for an event that was not created for other processes, or was opened here.
 pub fn export_event(raw: u64) -> Answer<Handle> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -229,8 +230,8 @@ pub fn export_event(raw: u64) -> Answer<Handle> {
 /// `cuIpcOpenEventHandle`, for the current context's device.
 ///
 /// # Errors
-/// 201 without a context and in the process that exported it, 1 for an unknown handle and for an event of another
-/// device, 400 when the exporter has ended.
+/// 201 without a context and in the process that exported it, 1 for an unknown handle and for an event of another device, 400
+/// if the exporter has ended.
 pub fn open_event(handle: &Handle) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     let words = Words::open(handle).filter(|words| words.what == OF_EVENT).ok_or(Code::INVALID_VALUE)?;

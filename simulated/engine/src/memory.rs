@@ -12,7 +12,7 @@ use crate::pools;
 use crate::process::{Simulation, simulation};
 
 impl Simulation {
-    /// Frees what belongs to a context that ends.
+    /// Frees the memory of a context that ends.
     pub(crate) fn end_memory(&self, device: u32) {
         let own = |block: &Block| block.device == device && matches!(block.kind, Kind::Plain | Kind::Ordered);
         let addresses: Vec<u64> =
@@ -23,7 +23,7 @@ impl Simulation {
         }
     }
 
-    /// Frees a block of a device at once; the device's work is waited for before.
+    /// Frees a block of a device, after the device's work.
     pub(crate) fn free_block(&self, address: u64) -> Answer<()> {
         let ours = |kind| matches!(kind, Kind::Plain | Kind::Ordered);
         let block = MEMORY.remove_if(address, ours).ok_or(Code::INVALID_VALUE)?;
@@ -42,7 +42,7 @@ impl Simulation {
 /// `cuMemAlloc_v2`.
 ///
 /// # Errors
-/// 201 without a context, 900 while a capture is open, 1 for no bytes, 2 if memory is exhausted.
+/// 201 without a context, 900 while a capture is open, 1 for 0 bytes, 2 if memory is exhausted.
 pub fn allocate(bytes: usize) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -52,7 +52,7 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
     let capabilities = simulation.capabilities(device)?;
     let mut options = AllocateOptions::new(bytes);
     if capabilities.shareable_memory && capabilities.ipc_transports.contains(Transport::Descriptor) {
-        // Pages of its own, so that it can be mapped by other processes.
+        // Pages of its own, so that other processes can map it.
         options = options.with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
     }
     let ptr = simulation.gpu.allocate(device, &options).map_err(|error| simulation.code_of(error))?;
@@ -60,10 +60,10 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
     Ok(ptr.get())
 }
 
-/// `cuMemFree_v2`. Waits until the device has executed what was enqueued on any stream.
+/// `cuMemFree_v2`. Waits until the device has executed the queued work of every stream.
 ///
 /// # Errors
-/// 900 while a capture is open, 1 for an address that starts no allocation, the code of a lost context.
+/// 900 while a capture is open, 1 for an address at which no allocation starts, the code of a lost context.
 pub fn free(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -76,10 +76,10 @@ pub fn free(address: u64) -> Answer<()> {
     simulation.free_block(address)
 }
 
-/// `cuMemAllocAsync`, from the default pool of the stream's device; of no bytes, it gives null.
+/// `cuMemAllocAsync`, from the default pool of the stream's device. Returns null for 0 bytes.
 ///
 /// # Errors
-/// 2 if memory is exhausted, 801 where the device has no pools, 901 in an invalidated capture.
+/// 2 if memory is exhausted, 801 if the device has no pools, 901 in an invalidated capture.
 pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
@@ -102,10 +102,11 @@ pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     Ok(ptr.get())
 }
 
-/// `cuMemFreeAsync`, also of memory of `cuMemAlloc`.
+/// `cuMemFreeAsync`, also for memory of `cuMemAlloc`.
 ///
 /// # Errors
-/// 1 for an address that starts no allocation, and in a capture for what was not allocated in it; 901 in an invalidated capture.
+/// 1 for an address at which no allocation starts, and in a capture for memory that was not allocated in it; 901 in an
+/// invalidated capture.
 pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
@@ -114,7 +115,7 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
         if !capture.memory.addresses.lock().contains(&address) {
             return Err(Code::INVALID_VALUE);
         }
-        // The memory itself stays as long as the graph does.
+        // The memory itself lives as long as the graph.
         simulation.note_nodes(&stream, node::FREE, 1);
         return Ok(());
     }
@@ -126,7 +127,7 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     }
     MEMORY.remove_if(address, |kind| kind == block.kind).ok_or(Code::INVALID_VALUE)?;
     if block.kind == Kind::Plain {
-        // The mock frees such memory at once, so that is done when its turn in the stream comes.
+        // The mock frees such memory at once, so the free runs in the order of the stream.
         let free = Call::new(move || {
             // SAFETY: as below; the work before this point of the stream is done.
             let _ = unsafe { simulation.gpu.free(block.device, DevicePtr::new(address), None) };
@@ -139,7 +140,7 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
         .map_err(|error| simulation.code_of(error))
 }
 
-/// `cuMemGetInfo_v2`: bytes that are free, and all.
+/// `cuMemGetInfo_v2`: the free bytes and all bytes.
 ///
 /// # Errors
 /// 201 without a context.
@@ -149,10 +150,10 @@ pub fn info() -> Answer<(u64, u64)> {
     Ok((info.free, info.total))
 }
 
-/// `cuMemGetAddressRange_v2`: where the allocation that an address lies in begins, and its length.
+/// `cuMemGetAddressRange_v2`: the start and the length of the allocation that contains an address.
 ///
 /// # Errors
-/// 201 without a context, 500 when it lies in none.
+/// 201 without a context, 500 if no allocation contains the address.
 pub fn address_range(address: u64) -> Answer<(u64, u64)> {
     with_context()?;
     if let Some((start, block)) = MEMORY.around(address) {

@@ -9,7 +9,7 @@ use crate::code::{Answer, Code};
 use crate::devices;
 use crate::process::simulation;
 
-/// The value of an attribute of a pool or a pointer, as wide as C has it.
+/// The value of an attribute of a pool or a pointer, in its width in C.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attribute {
     /// A number or a flag of 32 bits.
@@ -21,27 +21,27 @@ pub enum Attribute {
 const HANDLES: u64 = 0x00d0_0000_0000;
 const STEP: u64 = 0x1000;
 
-/// The settings and high-water marks of a device's default pool. The pool reports as reserved what its threshold lets it
-/// keep. The memory itself goes back to the device at once, so no allocation fails because of it.
+/// The settings and high-water marks of a device's default pool. The pool reports as reserved the bytes that its threshold lets
+/// it keep. The memory itself returns to the device at once, so no allocation fails because of it.
 #[derive(Debug, Clone, Copy)]
 struct Pool {
     reuse: [u32; 3],
     threshold: u64,
-    /// An upper bound: the threshold limits it when it is read.
+    /// An upper bound; a read applies the threshold.
     reserved: u64,
     highest_reserved: u64,
     highest: u64,
 }
 
 impl Pool {
-    /// The bytes that are used or kept, if `used` bytes are used.
+    /// Returns the bytes that are used or kept if `used` bytes are used.
     fn reserved(&mut self, used: u64) -> u64 {
         self.reserved = self.reserved.min(self.threshold).max(used);
         self.reserved
     }
 }
 
-/// The pools that are not as a process finds them, by device.
+/// The pools whose settings differ from the initial ones, by device.
 static POOLS: Mutex<BTreeMap<u32, Pool>> = Mutex::new(BTreeMap::new());
 
 /// Runs `body` on a device's pool, with the bytes that are allocated from it.
@@ -51,12 +51,12 @@ fn with<R>(device: u32, body: impl FnOnce(&mut Pool, u64) -> R) -> R {
     body(POOLS.lock().entry(device).or_insert(initial), used)
 }
 
-/// The handle of a device's default pool.
+/// Returns the handle of a device's default pool.
 pub(crate) fn handle_of(device: u32) -> u64 {
     HANDLES + u64::from(device) * STEP
 }
 
-/// The device of a pool's handle.
+/// Returns the device of a pool's handle.
 fn device_of(raw: u64) -> Answer<u32> {
     let simulation = simulation()?;
     let device = raw.checked_sub(HANDLES).filter(|offset| offset.is_multiple_of(STEP)).map(|offset| offset / STEP);
@@ -65,7 +65,7 @@ fn device_of(raw: u64) -> Answer<u32> {
     Ok(device)
 }
 
-/// Raises the high-water marks of a pool that has just given memory.
+/// Raises the high-water marks of a pool after an allocation.
 pub(crate) fn note_use(device: u32) {
     with(device, |pool, used| {
         pool.highest = pool.highest.max(used);
@@ -76,7 +76,7 @@ pub(crate) fn note_use(device: u32) {
 /// `cuDeviceGetDefaultMemPool`.
 ///
 /// # Errors
-/// 101 if no such device exists, 801 where it has no pools.
+/// 101 if no such device exists, 801 if it has no pools.
 pub fn default(device: u32) -> Answer<u64> {
     let simulation = simulation()?;
     simulation.check_device(device)?;
@@ -102,10 +102,10 @@ pub fn attribute(raw: u64, attribute: u32) -> Answer<Attribute> {
     })
 }
 
-/// Whether `cuMemPoolSetAttribute` reads 64 bits for this attribute, or 32.
+/// Returns whether `cuMemPoolSetAttribute` reads 64 bits for this attribute, instead of 32.
 ///
 /// # Errors
-/// 1 for one that cannot be set.
+/// 1 for an attribute that cannot be set.
 pub fn attribute_is_wide(attribute: u32) -> Answer<bool> {
     match attribute {
         1..=3 => Ok(false),
@@ -147,8 +147,8 @@ pub fn trim(raw: u64, keep: usize) -> Answer<()> {
 /// `cuMemPoolSetAccess` for one device. Copies reach the memory of every device in any case.
 ///
 /// # Errors
-/// 1 for an unknown pool or device, and for taking the pool's own device its access; 217 where devices cannot reach
-/// each other.
+/// 1 for an unknown pool or device, and for removing the access of the pool's own device; 217 between devices without peer
+/// access.
 pub fn set_access(raw: u64, device: i32, flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let own = device_of(raw)?;

@@ -20,11 +20,11 @@ use crate::visible;
 pub struct Simulation {
     /// The devices.
     pub gpu: Arc<MockGpu>,
-    /// Access to the inside of the devices.
+    /// Access to the internals of the devices.
     pub hooks: Hooks,
     pub(crate) tag: BackendTag,
     pub(crate) devices: Vec<DeviceState>,
-    /// The mock's devices by the ordinals that the process knows them by.
+    /// The mock's devices, by their ordinals in this process.
     pub(crate) visible: Vec<u32>,
 }
 
@@ -65,7 +65,7 @@ extern "C" fn end() {
 /// Begins the simulation. Later calls do nothing.
 ///
 /// # Errors
-/// 34, 100 or 1 as the variants say; 3 in a forked child of a process that called it; 4 at exit.
+/// 34, 100 or 1 as the variants specify; 3 in a forked child of a process that called it; 4 at exit.
 pub fn initialize() -> Answer<()> {
     let variants = variants()?;
     if variants.stub {

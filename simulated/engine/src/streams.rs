@@ -68,9 +68,8 @@ impl Simulation {
     /// Orders the next work of a stream behind the streams that it implicitly waits for: the legacy default stream and the
     /// blocking streams wait for each other. Every call that enqueues work must call this first, also in a capture.
     ///
-    /// # Errors
-    /// 901 when the stream's capture was lost, 906 when the legacy default stream would depend on a capture, the code of
-    /// a lost context.
+    /// 901 if the stream's capture was invalidated, 906 if the legacy default stream would depend on a capture, the code of a
+    /// lost context.
     pub fn before_enqueue(&self, stream: &Stream) -> Answer<()> {
         if self.is_recording(stream)? {
             return Ok(());
@@ -96,7 +95,7 @@ impl Simulation {
     pub(crate) fn end_streams(&self, device: u32) {
         let ended: Vec<_> = STREAMS.write().extract_if(.., |_, stream| stream.device == device).collect();
         for (_, stream) in ended {
-            // The mock's table holds it as long as this one does.
+            // The mock's table holds it as long as this table does.
             let _ = self.gpu.destroy_stream(stream.id);
         }
     }
@@ -216,8 +215,8 @@ impl HostFunction {
 /// 1 for a null function, 901 in an invalidated capture.
 ///
 /// # Safety
-/// The caller must keep the function and its argument valid until the work was executed, in a graph until its last launch
-/// was.
+/// The caller must keep the function and its argument valid until the work has been executed. In a graph, they must stay valid
+/// until its last launch is done.
 pub unsafe fn launch_host_function(
     raw: u64,
     function: Option<unsafe extern "C" fn(*mut std::ffi::c_void)>,

@@ -2,25 +2,25 @@
 //!
 //! | key | value |
 //! | --- | --- |
-//! | `devices` | `none`: `cuInit` and every HIP call that needs a device answer 100 |
-//! | `unknown-code` | a function's name: its next call answers 921, which no header knows; with `NAME:NTH` the nth one |
-//! | `lose-context` | a function's name, or `NAME:NTH`: that call answers 700, and the contexts of the process are lost |
+//! | `devices` | `none`: `cuInit` and every HIP call that needs a device return 100 |
+//! | `unknown-code` | a function's name: its next call returns 921, which no header knows; with `NAME:NTH` the nth one |
+//! | `lose-context` | a function's name, or `NAME:NTH`: that call returns 700, and the contexts of the process are lost |
 //!
-//! CUDA's alone:
-//!
-//! | key | value |
-//! | --- | --- |
-//! | `driver-version` | what `cuDriverGetVersion` gives, 13000 unless set |
-//! | `library` | `stub`: `cuInit` answers 34 |
-//!
-//! HIP's alone:
+//! Only for CUDA:
 //!
 //! | key | value |
 //! | --- | --- |
-//! | `version` | which version's rules hold: `7.2` (the default), `6.4`, `5.7`, or another `MAJOR.MINOR` |
+//! | `driver-version` | the result of `cuDriverGetVersion`, 13000 unless set |
+//! | `library` | `stub`: `cuInit` returns 34 |
+//!
+//! Only for HIP:
+//!
+//! | key | value |
+//! | --- | --- |
+//! | `version` | the version whose rules apply: `7.2` (the default), `6.4`, `5.7`, or another `MAJOR.MINOR` |
 //! | `hipblas` | the major version of hipBLAS: unless set, 3 with HIP 7 and 2 before |
-//! | `arch` | what the devices say they are, `gfx942:sramecc+:xnack-` unless set |
-//! | `kernels` | `none`: the first product ends the process, as that of a rocBLAS does that has no kernels for the devices |
+//! | `arch` | the architecture that the devices report, `gfx942:sramecc+:xnack-` unless set |
+//! | `kernels` | `none`: the first product ends the process, as with a rocBLAS that has no kernels for the devices |
 //! | `registered-address` | `same`: registered host memory has its own address on the device; `other`, the default, another |
 //!
 //! `HIGHWATER_MOCK` sets the number, memory and speed of the devices, and which calls of the mock fail.
@@ -40,7 +40,7 @@ pub enum Vendor {
 }
 
 impl Vendor {
-    /// The variable.
+    /// The environment variable.
     #[must_use]
     pub const fn variable(self) -> &'static str {
         match self {
@@ -58,7 +58,7 @@ impl Vendor {
         }
     }
 
-    /// What its functions' names begin with.
+    /// The prefix of the library's function names.
     const fn prefix(self) -> &'static str {
         match self {
             Self::Cuda => "cu",
@@ -87,21 +87,21 @@ pub struct Variants {
     pub no_device: bool,
     /// Whether the library is a stub.
     pub stub: bool,
-    /// What only AMD's library can be.
+    /// Settings of AMD's library only.
     pub hip: HipVariants,
     injections: Vec<Injection>,
 }
 
-/// What only AMD's library can be.
+/// Settings of AMD's library only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HipVariants {
     /// Major and minor version.
     pub version: (i32, i32),
-    /// The major version of hipBLAS, where it is not the one that belongs to `version`.
+    /// The major version of hipBLAS, if it is not the one that belongs to `version`.
     hipblas: Option<u32>,
-    /// What the devices say they are.
+    /// The architecture that the devices report.
     pub arch: String,
-    /// Whether rocBLAS has kernels for that.
+    /// True if rocBLAS has kernels for that architecture.
     pub has_kernels: bool,
     /// Whether registered host memory has another address on the device than on the host.
     pub moves_registered: bool,
@@ -115,7 +115,7 @@ impl Default for HipVariants {
 }
 
 impl HipVariants {
-    /// What `hipRuntimeGetVersion` gives.
+    /// Returns the result of `hipRuntimeGetVersion`.
     #[must_use]
     pub fn runtime_version(&self) -> i32 {
         match self.version {
@@ -126,13 +126,13 @@ impl HipVariants {
         }
     }
 
-    /// The major version of hipBLAS.
+    /// Returns the major version of hipBLAS.
     #[must_use]
     pub fn hipblas(&self) -> u32 {
         self.hipblas.unwrap_or(if self.version.0 >= 7 { 3 } else { 2 })
     }
 
-    /// Reads one setting; `None` for a key that is not HIP's.
+    /// Reads one setting. Returns `None` for a key that is not HIP's.
     fn set(&mut self, key: &str, value: &str) -> Option<Result<(), &'static str>> {
         match (key, value) {
             ("version", _) => {
@@ -168,10 +168,10 @@ impl Default for Variants {
 }
 
 impl Variants {
-    /// Reads the variable's text; the error says what was expected.
+    /// Parses the variable's text. The error states the expected format.
     ///
     /// # Errors
-    /// A sentence about the first entry that cannot be read.
+    /// A sentence about the first entry that cannot be parsed.
     pub fn parse(vendor: Vendor, text: &str) -> Result<Self, String> {
         let mut variants = Self::default();
         for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
@@ -214,10 +214,10 @@ impl Variants {
         Ok(variants)
     }
 
-    /// The code that this call of a function is to answer, if it was chosen.
+    /// Returns the code prescribed for this call of a function, if any.
     pub(crate) fn due(&self, function: &str) -> Option<u32> {
         let injection = self.injections.iter().find(|injection| injection.function == function)?;
-        // Relaxed: a countdown, which orders nothing.
+        // Relaxed: the countdown orders nothing.
         let left = injection.calls_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         (left == Ok(1)).then_some(injection.code)
     }
@@ -229,7 +229,7 @@ static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
 /// Makes the engine follow AMD's rules. The library must call this first.
 #[inline]
 pub fn follow_hip() {
-    // Relaxed: it is set before a thread's first call and never taken back.
+    // Relaxed: it is set before a thread's first call and never reset.
     if !IS_HIP.load(Ordering::Relaxed) {
         IS_HIP.store(true, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`: the devices that the process sees, in their order.
+//! `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`: the devices that are visible to the process, in their order.
 //!
 //! Entries are ordinals or prefixes of UUIDs (`GPU-...`), separated by commas. The list ends before the first entry that is
 //! unknown or repeated, as with the vendor. An empty variable hides all devices.
@@ -23,7 +23,7 @@ fn written(uuid: [u8; 16]) -> String {
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }
 
-/// The mock's ordinals of the devices that `text` names among those with these UUIDs.
+/// Returns the mock's ordinals of the devices that `text` names among those with these UUIDs.
 fn choose(text: &str, uuids: &[String]) -> Vec<u32> {
     let mut chosen = Vec::new();
     for entry in text.split(',').map(str::trim) {
@@ -40,7 +40,7 @@ fn choose(text: &str, uuids: &[String]) -> Vec<u32> {
     chosen
 }
 
-/// The mock's devices that the process sees.
+/// Returns the mock's devices that are visible to the process.
 pub(crate) fn devices(gpu: &MockGpu) -> Answer<Vec<u32>> {
     let Ok(text) = std::env::var(variable()) else { return Ok((0..gpu.device_count()).collect()) };
     let uuid = |device| gpu.device_info(device).map(|info| written(info.uuid));

@@ -20,7 +20,7 @@ use crate::devices;
 use crate::handles::{new_handles, new_number};
 use crate::process::{Simulation, simulation};
 
-/// Sizes and addresses are multiples of this.
+/// The unit of sizes and addresses.
 pub const GRANULARITY: u64 = 2 << 20;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub const DESCRIPTOR: u32 = 1;
@@ -31,11 +31,11 @@ const NAME: &str = "highwater-simulated-vmm-";
 /// The arguments of `cuMemCreate`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Properties {
-    /// `CU_MEM_ALLOCATION_TYPE_PINNED` is 1, and all there is.
+    /// 1, `CU_MEM_ALLOCATION_TYPE_PINNED`, is the only type.
     pub kind: u32,
     /// [`DESCRIPTOR`], [`FABRIC`], both, or 0 for none.
     pub handle_types: u32,
-    /// 1 is a device.
+    /// 1 for a device.
     pub location_kind: u32,
     /// The device's ordinal.
     pub location: i32,
@@ -87,7 +87,8 @@ static VIRTUAL: Mutex<Virtual> =
     Mutex::new(Virtual { handles: BTreeMap::new(), reserved: BTreeMap::new(), mappings: BTreeMap::new() });
 
 impl Virtual {
-    /// Begin and length of the mappings that make up a range exactly; `None` when it cuts one or has a gap.
+    /// Returns the start and the length of the mappings that form a range exactly. Returns `None` if the range cuts a mapping
+    /// or has a gap.
     fn whole(&self, address: u64, bytes: u64) -> Option<Vec<u64>> {
         let end = address.checked_add(bytes)?;
         let mut next = address;
@@ -106,7 +107,7 @@ fn check_properties(properties: &Properties) -> Answer<u32> {
     }
     match properties.location_kind {
         1 => {}
-        // Host memory, which the simulation lacks.
+        // Host memory is not simulated.
         2..=4 => return Err(Code::NOT_SUPPORTED),
         _ => return Err(Code::INVALID_VALUE),
     }
@@ -116,7 +117,7 @@ fn check_properties(properties: &Properties) -> Answer<u32> {
 /// `cuMemGetAllocationGranularity`.
 ///
 /// # Errors
-/// 1 and 101 for properties that nothing can have.
+/// 1 and 101 for impossible properties.
 pub fn granularity(properties: &Properties) -> Answer<u64> {
     simulation()?;
     check_properties(properties).map(|_| GRANULARITY)
@@ -125,8 +126,8 @@ pub fn granularity(properties: &Properties) -> Answer<u64> {
 /// `cuMemCreate`.
 ///
 /// # Errors
-/// 1 for a size that is 0 or no multiple of [`GRANULARITY`], for flags and properties that nothing can have; 101, 2; 800
-/// for fabric handles, 801 for memory of the host.
+/// 1 for a size that is 0 or not a multiple of [`GRANULARITY`], and for flags and impossible properties; 101, 2; 800 for fabric
+/// handles, 801 for memory of the host.
 pub fn create(bytes: usize, properties: &Properties, flags: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let device = check_properties(properties)?;
@@ -198,10 +199,10 @@ pub fn release(raw: u64) -> Answer<()> {
     Ok(())
 }
 
-/// `cuMemRetainAllocationHandle`: the handle of what is mapped at an address.
+/// `cuMemRetainAllocationHandle`: the handle of the memory that is mapped at an address.
 ///
 /// # Errors
-/// 1 where nothing is.
+/// 1 if no memory is mapped there.
 pub fn retain(address: u64) -> Answer<u64> {
     simulation()?;
     let mut table = VIRTUAL.lock();
@@ -215,7 +216,7 @@ pub fn retain(address: u64) -> Answer<u64> {
 /// `cuMemAddressReserve`.
 ///
 /// # Errors
-/// 1 for a size that is 0 or no multiple of [`GRANULARITY`], an alignment that is no power of two, and flags.
+/// 1 for a size that is 0 or not a multiple of [`GRANULARITY`], an alignment that is not a power of two, and flags.
 pub fn reserve(bytes: usize, alignment: usize, flags: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let bytes = bytes as u64;
@@ -232,7 +233,7 @@ pub fn reserve(bytes: usize, alignment: usize, flags: u64) -> Answer<u64> {
 /// `cuMemAddressFree`.
 ///
 /// # Errors
-/// 1 for what was not reserved so, and while something is mapped there.
+/// 1 for a range that was not reserved in this form, or in which memory is mapped.
 pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
     simulation()?;
     let mut table = VIRTUAL.lock();
@@ -247,8 +248,8 @@ pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
 /// `cuMemMap`. The memory is not accessible before `cuMemSetAccess`.
 ///
 /// # Errors
-/// 1 for an unknown handle, for ranges that are not multiples of [`GRANULARITY`], not reserved, mapped already or longer
-/// than the memory, and for flags.
+/// 1 for an unknown handle, for flags, and for ranges that are not multiples of [`GRANULARITY`], not reserved, already mapped
+/// or longer than the memory.
 pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> Answer<()> {
     simulation()?;
     let (bytes, offset) = (bytes as u64, offset as u64);
@@ -276,7 +277,7 @@ pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> A
 /// `cuMemUnmap`. Waits for work of the devices that have access.
 ///
 /// # Errors
-/// 1 for a range that is not made up of whole mappings.
+/// 1 for a range that does not consist of whole mappings.
 pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
     let simulation = simulation()?;
     let mut table = VIRTUAL.lock();
@@ -296,11 +297,11 @@ pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
     Ok(())
 }
 
-/// `cuMemSetAccess` for one device: 0 takes it away, 1 and 3 give it; there is no access for reading only.
+/// `cuMemSetAccess` for one device: 0 removes access, 1 and 3 grant it. There is no read-only access.
 ///
 /// # Errors
-/// 1 for a range that is not made up of whole mappings, for unknown flags and for an unknown device; 217 where devices
-/// cannot reach each other; 801 for the host.
+/// 1 for a range that does not consist of whole mappings, for unknown flags and for an unknown device; 217 between devices
+/// without peer access; 801 for the host.
 pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32, flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     match location_kind {
@@ -328,8 +329,8 @@ pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32,
 /// `cuMemExportToShareableHandle`: a descriptor, which the caller owns.
 ///
 /// # Errors
-/// 1 for an unknown handle, for flags, and for a type that the memory was not created with; 304 when the process has no
-/// descriptor left.
+/// 1 for an unknown handle, for flags, and for a type that the memory was not created with; 304 if the process has no
+/// descriptors left.
 pub fn export(raw: u64, handle_type: u32, flags: u64) -> Answer<RawFd> {
     simulation()?;
     let table = VIRTUAL.lock();
@@ -340,10 +341,10 @@ pub fn export(raw: u64, handle_type: u32, flags: u64) -> Answer<RawFd> {
     allocation.file.try_clone().map(IntoRawFd::into_raw_fd).map_err(|_| Code::OPERATING_SYSTEM)
 }
 
-/// `cuMemImportFromShareableHandle`. The descriptor stays the caller's.
+/// `cuMemImportFromShareableHandle`. The caller keeps its descriptor.
 ///
 /// # Errors
-/// 1 for another type and for a descriptor that was not exported so; 800 for fabric handles.
+/// 1 for another type and for a descriptor that was not exported in this form; 800 for fabric handles.
 pub fn import(descriptor: RawFd, handle_type: u32) -> Answer<u64> {
     let simulation = simulation()?;
     match handle_type {
