@@ -181,7 +181,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// stream.fill(&weights, 0.5_f32)?;
     /// let ticket = weights.share()?.to_bytes(); // send these bytes to another process
     ///
-    /// // There (and here too, where it is the original):
+    /// // In that process. In this one, it returns the original buffer:
     /// let opened = runtime.open_shared::<f32>(&Ticket::from_bytes(&ticket)?)?;
     /// assert_eq!(stream.download(&opened)?, vec![0.5; 1000]);
     /// # Ok::<(), highwater_core::Error>(())

@@ -167,7 +167,7 @@ fn the_cpu_and_launches_are_kept_apart() {
     assert_eq!(kind(input.write_with(|_| graph.launch(&stream)).unwrap()), ErrorKind::InvalidState);
     assert_eq!(kind(output.read_with(|_| graph.launch(&stream)).unwrap()), ErrorKind::InvalidState);
     input.read_with(|_| graph.launch(&stream)).unwrap().unwrap();
-    // A closure that panics lets go.
+    // A closure that panics releases the block.
     let panics = std::panic::AssertUnwindSafe(|| input.write_with(|_| panic!("told to panic")));
     assert!(std::panic::catch_unwind(panics).is_err());
     graph.launch(&stream).unwrap();
@@ -229,7 +229,7 @@ fn an_event_of_a_capture_that_is_dropped_while_it_ends_is_nobodys_before_it_has(
             let event = stream.record()?;
             backend.intrude("end_capture", move || {
                 drop(event);
-                // The backend panics where this is an event of the capture.
+                // The backend panics if this is an event of the capture.
                 outside.record().map(drop)
             });
             Ok(())

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::testing::ManualBackend;
 use crate::{ErrorKind, HandlePool, PoolKey, Result, Runtime};
 
-/// Forks; the child runs `child` and exits with 0 where it gave `true`. Gives the exit status and how long it took.
+/// Forks. The child runs `child`, and exits with 0 if it returned `true`. Returns the exit status and the duration.
 fn fork(child: impl FnOnce() -> bool) -> (i32, Duration) {
     let start = Instant::now();
     // SAFETY: the child touches only memory and atomics of its own until it exits; it takes no lock that another thread of

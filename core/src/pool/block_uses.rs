@@ -5,7 +5,7 @@
 //! *Kept.* Captures and graphs keep a block. A kept block is not given out, whether its buffer is alive or not. The number of
 //! keepers shrinks only under the lock of the block's bin, and only under that lock does a block gain or lose its buffer. The
 //! number grows under that lock too, or while the caller borrows the buffer or keeps the block already. A note by address may
-//! race with the end of the buffer, so it keeps the block first. Either the give-back follows and sees the keeper, or the
+//! race with the end of the buffer, so it keeps the block first. Either the release follows and sees the keeper, or the
 //! note finds that the block is not live.
 //!
 //! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits for all

@@ -155,7 +155,6 @@ impl<H: Send + 'static> HandlePool<H> {
     ///
     /// # Errors
     /// `Forked` in a child of the process that created the pool; otherwise the error of `create`.
-    /// `Forked` in a child of the process that made the pool; else what `create` gives.
     #[inline]
     pub fn lease(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
         if !self.generation.is_current() {

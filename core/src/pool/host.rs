@@ -98,7 +98,7 @@ impl KeptBlock {
         Self { ptr, class, uses: Arc::clone(uses) }
     }
 
-    /// Keeps the block once more.
+    /// Adds another keeper of the block.
     pub(crate) fn keep(&self) -> Self {
         Self::new(self.ptr, self.class, &self.uses)
     }
