@@ -8,7 +8,7 @@
 //!
 //! 1. take the next number;
 //! 2. put the word into the ring, as pending. If the previous word in that slot is still pending, too many records are
-//!   outstanding, and the call fails;
+//!    outstanding, and the call fails;
 //! 3. enqueue the record on the stream;
 //! 4. raise `latest` to the number: from here on the event *is* this record, for every process.
 //!
