@@ -1,8 +1,9 @@
-//! A GPU resource layer: BLAS handles, workspaces, page-locked ("pinned") host memory and device memory from pools, over CUDA,
-//! ROCm or a mock device.
+//! A GPU resource layer: BLAS handles, workspaces, page-locked ("pinned") host memory and stream-ordered device memory from
+//! pools, over CUDA, ROCm or a mock device.
 //!
-//! The pools grow to the high-water mark of what a program uses at once, and no further. A repeat request takes no lock
-//! and makes no vendor call. Several processes use one block of device memory by [tickets](Ticket), without copies.
+//! Each pool and size class grows to its own high-water mark of use. [`RuntimeOptions::with_host_cache_bytes`] caps the pinned
+//! memory that is cached. A repeat request for a handle takes no lock and makes no vendor call. Several processes use one block
+//! of device memory by [tickets](Ticket), without copies.
 //!
 //! ```
 //! # #[cfg(feature = "mock")] {
@@ -54,16 +55,17 @@
 //!
 //! # What safe code can rely on
 //! - A copy between pinned memory and the device cannot race with the CPU: the buffer remembers its streams.
-//! - Dropping an object never waits, and never frees memory that enqueued work uses.
+//! - Dropping a buffer, stream, event, graph or lease never waits, and never frees memory that enqueued work uses. The end of
+//!   the runtime waits for the devices.
 //! - A lease stays in its thread and ends before its stream. The compiler checks both.
-//! - A killed process frees nothing early and leaks nothing of its peers.
+//! - A killed process frees nothing early and makes no other process leak.
 //! - Work of two streams on one buffer is ordered by the program, with [`Stream::wait`]. The mock's race finder reports
 //!   where the wait is missing.
 //!
 //! # Errors
-//! Every fallible call returns [`Error`]: a [kind](ErrorKind), the operation, the vendor's code, a message, and a hint.
-//! [`Error::is_temporary`] reports whether a retry is worthwhile. A function that opens a backend returns [`OpenError`],
-//! which also holds the report and converts to [`Error`].
+//! Every fallible call returns [`Error`]: a [kind](ErrorKind), the operation, a message and, where known, the vendor's code and
+//! a hint. [`Error::is_temporary`] reports whether a retry is worthwhile. A function that opens a backend returns
+//! [`OpenError`], which also holds the report and converts to [`Error`].
 //!
 //! # Pages
 //! The package's folder `docs/` has pages for readers who come [from cudarc], [from PyTorch], or with [a kernel of their

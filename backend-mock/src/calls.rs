@@ -37,14 +37,16 @@ struct Fault {
     operation: Operation,
     when: When,
     kind: ErrorKind,
+    /// Calls since the fault was set.
+    calls: u64,
 }
 
 #[derive(Debug)]
 enum When {
-    /// The calls with these numbers fail. `calls` counts the calls since the fault was set.
-    Calls { numbers: RangeInclusive<u64>, calls: u64 },
-    /// `per_million` of a million calls fail on average. `calls` counts the calls since the chance was set.
-    Chance { per_million: u32, calls: u64 },
+    /// The calls with these numbers fail.
+    Calls(RangeInclusive<u64>),
+    /// So many of a million calls fail on average.
+    Chance { per_million: u32 },
 }
 
 /// The chance at which every call fails.
@@ -53,27 +55,36 @@ pub(crate) const MILLION: u32 = 1_000_000;
 impl Fault {
     /// Counts a call, and returns whether it fails.
     fn is_due(&mut self, seed: u64) -> bool {
-        match &mut self.when {
-            When::Calls { numbers, calls } => {
-                *calls += 1;
-                numbers.contains(calls)
-            }
-            When::Chance { per_million, calls } => {
-                *calls += 1;
+        self.calls += 1;
+        match &self.when {
+            When::Calls(numbers) => numbers.contains(&self.calls),
+            When::Chance { per_million } => {
                 // By name: a new operation in the list must not change the chances of the others.
                 let operation = checksum(&[self.operation.name().as_bytes()]);
-                let draw = scramble(seed ^ scramble(operation.wrapping_add(*calls)));
+                let draw = scramble(seed ^ scramble(operation.wrapping_add(self.calls)));
                 draw % u64::from(MILLION) < u64::from(*per_million)
             }
         }
     }
 
     fn is_over(&self) -> bool {
-        matches!(&self.when, When::Calls { numbers, calls } if calls >= numbers.end())
+        matches!(&self.when, When::Calls(numbers) if self.calls >= *numbers.end())
     }
 
     fn is_by_chance(&self) -> bool {
         matches!(self.when, When::Chance { .. })
+    }
+
+    /// Returns the error of the call that was counted last.
+    fn error(&self) -> Error {
+        let setters = if self.is_by_chance() {
+            "`with_chance`, `fail_by_chance`"
+        } else {
+            "`with_fault`, `with_faults`, `fail_call`"
+        };
+        let message = format!("a fault of the mock fails this call, number {} since the fault was set", self.calls);
+        Error::new(self.kind, self.operation.name(), message)
+            .with_hint(format!("the fault was set by {setters} or HIGHWATER_MOCK"))
     }
 }
 
@@ -167,16 +178,14 @@ impl Calls {
         for fault in faults.iter_mut().filter(|fault| fault.operation == operation) {
             if fault.is_due(self.seed) {
                 let first = if fault.is_by_chance() { &mut by_chance } else { &mut due };
-                first.get_or_insert(fault.kind);
+                first.get_or_insert_with(|| fault.error());
             }
         }
         faults.retain(|fault| !fault.is_over());
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
-        let Some(kind) = due.or(by_chance) else { return Ok(operation) };
+        let Some(error) = due.or(by_chance) else { return Ok(operation) };
         self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
-        Err(Error::new(kind, operation.name(), "a fault of the mock fails this call").with_hint(
-            "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
-        ))
+        Err(error)
     }
 
     /// Makes calls fail by chance from the next one on; 0 ends it.
@@ -194,7 +203,7 @@ impl Calls {
         let mut faults = self.faults.lock();
         faults.retain(|fault| fault.operation != operation || !fault.is_by_chance());
         if per_million > 0 {
-            faults.push(Fault { operation, when: When::Chance { per_million, calls: 0 }, kind });
+            faults.push(Fault { operation, when: When::Chance { per_million }, kind, calls: 0 });
         }
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
         Ok(())
@@ -218,7 +227,7 @@ impl Calls {
             return Err(Generation::error("fail_call"));
         }
         let mut faults = self.faults.lock();
-        faults.push(Fault { operation, when: When::Calls { numbers, calls: 0 }, kind });
+        faults.push(Fault { operation, when: When::Calls(numbers), kind, calls: 0 });
         self.armed.fetch_or(operation.bit(), Ordering::Relaxed);
         Ok(())
     }
@@ -304,8 +313,11 @@ mod tests {
         calls.fail_by_chance(Operation::Copy, 10, ErrorKind::Vendor).unwrap();
         calls.fail_by_chance(Operation::Copy, MILLION, ErrorKind::Vendor).unwrap();
         calls.fail(Operation::Copy, 2..=2, ErrorKind::DeviceLost).unwrap();
-        let kinds = [(); 3].map(|()| calls.enter(Operation::Copy).unwrap_err().kind());
+        let errors = [(); 3].map(|()| calls.enter(Operation::Copy).unwrap_err());
+        let kinds = errors.each_ref().map(Error::kind);
         assert_eq!(kinds, [ErrorKind::Vendor, ErrorKind::DeviceLost, ErrorKind::Vendor]);
+        assert!(errors[1].message().contains("number 2") && errors[2].message().contains("number 3"), "{errors:?}");
+        assert!(errors.each_ref().map(|error| error.hint().contains("chance")) == [true, false, true], "{errors:?}");
         calls.fail_by_chance(Operation::Copy, 0, ErrorKind::Vendor).unwrap();
         assert!(calls.enter(Operation::Copy).is_ok());
         assert_eq!((calls.count(Operation::Copy), calls.faults(Operation::Copy)), (4, 3));

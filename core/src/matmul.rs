@@ -51,6 +51,43 @@ impl<'b, T: Scalar> Matrix<'b, T> {
     pub fn transposed(self) -> Self {
         Self { rows: self.columns, columns: self.rows, is_row_major: !self.is_row_major, ..self }
     }
+
+    /// Returns the bytes from the first value to the end of the last.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if no matrix has this leading dimension or this size, or the buffer does not hold the matrix.
+    fn bytes(&self, name: &str) -> Result<usize> {
+        let Self { values, rows, columns, leading, is_row_major } = *self;
+        let (layout, line, (len, count)) = match is_row_major {
+            true => ("row-major", "columns", (columns, rows)),
+            false => ("column-major", "rows", (rows, columns)),
+        };
+        let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, OPERATION, message);
+        if leading < len.max(1) {
+            return Err(invalid(format!(
+                "{name} is {layout} with {len} {line}, but its leading dimension is {leading}"
+            ))
+            .with_hint(format!("the leading dimension of a {layout} matrix is at least its {line}, and at least 1")));
+        }
+        let reach = match count {
+            0 => Some(0),
+            _ if len == 0 => Some(0),
+            _ => (count - 1).checked_mul(leading).and_then(|last| last.checked_add(len)),
+        };
+        let bytes = reach.and_then(|reach| Some((reach, reach.checked_mul(size_of::<T>())?)));
+        let Some((reach, bytes)) = bytes.filter(|&(_, bytes)| isize::try_from(bytes).is_ok()) else {
+            return Err(invalid(format!("{name} is {rows} x {columns}, {layout}, and exceeds the address space"))
+                .with_hint("check the rows, the columns and the leading dimension"));
+        };
+        if values.len() < reach {
+            let has = values.len();
+            let message =
+                format!("{name} is {rows} x {columns}, {layout}, and reaches {reach} values, but its buffer has {has}");
+            return Err(invalid(message)
+                .with_hint("pass a larger buffer, or check the rows, the columns and the leading dimension"));
+        }
+        Ok(bytes)
+    }
 }
 
 /// A product that [`Stream::matmul`] describes and [`Matmul::run`] enqueues.
@@ -137,7 +174,27 @@ impl<T: Scalar, R: Scalar> Matmul<'_, '_, T, R> {
         let unscaled = (R::zeroed(), R::zeroed());
         let mut product = Product::new::<T, R>(OPERATION, &shape, unscaled, a.values, b.values, c.values);
         product.gemm = product.gemm.with_scale(self.scale.0, self.scale.1);
-        lease.enqueue(&product)
+        lease.enqueue(&product).map_err(|error| self.explain(error))
+    }
+
+    /// Returns the error in the terms of the caller. The product may have swapped the factors, and knows no layouts.
+    #[cold]
+    fn explain(&self, error: Error) -> Error {
+        let Self { a, b, c, .. } = self;
+        if error.kind() != ErrorKind::InvalidArgument {
+            return error;
+        }
+        let check = || {
+            let (of_a, of_b, of_c) = (a.bytes("A")?, b.bytes("B")?, c.bytes("C")?);
+            for (name, factor, bytes) in [("A", a, of_a), ("B", b, of_b)] {
+                if c.values.untyped().overlaps(of_c, &factor.values.untyped(), bytes) {
+                    return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("C overlaps {name}"))
+                        .with_hint("write to a buffer of its own"));
+                }
+            }
+            Ok(())
+        };
+        check().err().unwrap_or(error)
     }
 
     #[cold]
@@ -257,19 +314,36 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_that_its_buffer_does_not_hold_is_refused() {
+    fn errors_name_the_matrix_that_the_caller_passed() {
         let stream = stream();
-        let (values, c) = (stream.upload(&[0.0_f32; 6]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
-        let short = stream.matmul(
-            Matrix::row_major(&values, 2, 4),
-            Matrix::row_major(&values, 4, 2),
-            Matrix::row_major(&c, 2, 2),
-        );
-        let narrow = Matrix::row_major(&values, 2, 3).with_leading_dimension(2);
-        let overlap = stream.matmul(narrow, Matrix::row_major(&values, 3, 2), Matrix::row_major(&c, 2, 2));
-        let huge = Matrix::row_major(&values, usize::MAX, usize::MAX);
-        for product in [short, overlap, stream.matmul(huge, huge, huge)] {
-            assert_eq!(product.run().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let [short, full, other, result] = [6, 9, 9, 9].map(|len| stream.upload(&vec![0.0_f32; len]).unwrap());
+        for is_row_major in [false, true] {
+            let layout = Layout { is_row_major, gap: 0 };
+            let refused = |wrong: usize, matrix: Matrix<'_, f32>| {
+                let [mut a, mut b, mut c] = [&full, &other, &result].map(|values| layout.matrix(values, 3, 3));
+                *[&mut a, &mut b, &mut c][wrong] = matrix;
+                let error = stream.matmul(a, b, c).run().unwrap_err();
+                assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidArgument, "matmul"));
+                assert!(!error.hint().is_empty(), "{error}");
+                error.message().to_owned()
+            };
+            let (name, line) = if is_row_major { ("row-major", "columns") } else { ("column-major", "rows") };
+            for (wrong, matrix) in ["A", "B", "C"].into_iter().enumerate() {
+                assert_eq!(
+                    refused(wrong, layout.matrix(&short, 3, 3)),
+                    format!("{matrix} is 3 x 3, {name}, and reaches 9 values, but its buffer has 6")
+                );
+                assert_eq!(
+                    refused(wrong, layout.matrix(&full, 3, 3).with_leading_dimension(2)),
+                    format!("{matrix} is {name} with 3 {line}, but its leading dimension is 2")
+                );
+                assert_eq!(
+                    refused(wrong, layout.matrix(&full, 3, 3).with_leading_dimension(usize::MAX)),
+                    format!("{matrix} is 3 x 3, {name}, and exceeds the address space")
+                );
+            }
+            assert_eq!(refused(2, layout.matrix(&full, 3, 3)), "C overlaps A");
+            assert_eq!(refused(2, layout.matrix(&other, 3, 3)), "C overlaps B");
         }
     }
 

@@ -387,7 +387,7 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str)
         format!("no backend is named `{name}`{}", if by.is_empty() { "" } else { ", which was asked for" }) + by
     };
     message += &format!("; built in: {built_in}");
-    if !off.is_empty() {
+    if !off.is_empty() && !is_off {
         message += &format!("; features that are off: {}", off.join(", "));
     }
     let all = plugins().count();
