@@ -189,7 +189,7 @@ fn a_home_that_other_code_captures_refuses_and_says_which_stream_it_is() {
     let error = other.fill(&buffer, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Capture);
     assert!(
-        error.message().contains(&format!("in the order of {:?}: the stream is being captured", home.id())),
+        error.message().contains(&format!("in the order of {:?}: other code is capturing the stream", home.id())),
         "{error}"
     );
     // SAFETY: the test's own capture.

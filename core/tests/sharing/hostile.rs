@@ -68,7 +68,11 @@ fn a_number_from_the_future_is_refused_while_the_exporter_lives() {
         for number in [99, u64::MAX - 1, u64::MAX] {
             let error = refused_in_time(&importer, later(number));
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert!(error.message().contains("not given out") && error.hint().contains("unchanged"), "{error}");
+            assert!(
+                error.message().contains("the exporter did not issue this ticket")
+                    && error.hint().contains("unchanged"),
+                "{error}"
+            );
             assert_eq!(importer.runtime.statistics().sharing.imports, 0);
         }
     };
@@ -188,7 +192,7 @@ fn a_peer_of_another_version_is_told_so() {
         // Refused, as `Unsupported`, with both versions.
         assert_eq!((&answer[4..6], &answer[12..16]), (&[6, 0][..], &[5, 0, 0, 0][..]));
         let text = std::str::from_utf8(&answer[16..bytes]).unwrap();
-        assert!(text.contains(&format!("protocol {} ", versions[0])), "{text}");
+        assert!(text.contains(&format!("protocols {} to {}", versions[0], versions[0])), "{text}");
     }
     drop(buffer);
     exporter.end();
