@@ -2,11 +2,11 @@
 //! when core waits for it or the test says so. The layers panic when core breaks a promise: a call under a lock, a call that
 //! the mock refuses, and memory that is freed while a stream may use it or a live graph has recorded it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock, Weak};
 
-use highwater_hal::{Answer, BackendLayer, Call, HandleLayer, HostLayer};
+use highwater_hal::{Answer, AnyId, BackendLayer, Call, HandleLayer, HostLayer};
 use highwater_mock::{MockGpu, MockOptions};
 use parking_lot::Mutex;
 
@@ -95,6 +95,8 @@ pub(crate) struct ManualBackend {
     watched: Arc<Watched>,
     /// The other side of the copies that the test enqueues itself.
     scratch: OnceLock<DevicePtr>,
+    /// The events that were recorded in the open captures.
+    captured: Mutex<HashSet<AnyId>>,
 }
 
 impl ManualBackend {
@@ -127,7 +129,7 @@ impl ManualBackend {
             intrusion: Mutex::default(),
             refused: Mutex::default(),
         };
-        Arc::new(Self { watched: Arc::new(watched), scratch: OnceLock::new() })
+        Arc::new(Self { watched: Arc::new(watched), scratch: OnceLock::new(), captured: Mutex::default() })
     }
 
     /// Panics from here on when the runtime calls while it holds one of its locks. For tests of one thread.
@@ -213,7 +215,15 @@ unsafe impl BackendLayer for ManualBackend {
         &*self.watched.gpu
     }
     fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
-        self.watched.around(call.operation, || forward(self.below()))
+        self.watched.around(call.operation, || {
+            let event = call.ids().next().filter(|_| matches!(call.operation, "record_event" | "destroy_event"));
+            let Some(event) = event else { return forward(self.below()) };
+            assert!(!self.captured.lock().contains(&event), "{event:?} belongs to a capture");
+            if call.stream().is_some_and(|stream| self.below().is_capturing(stream).unwrap()) {
+                self.captured.lock().insert(event);
+            }
+            forward(self.below())
+        })
     }
     fn live_objects(&self) -> LiveObjects {
         self.watched.check();
@@ -235,8 +245,11 @@ unsafe impl BackendLayer for ManualBackend {
     }
     /// Loses the capture if the end is to be refused with `lose_capture`.
     unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
-        // SAFETY: as the caller promises.
-        let graph = self.watched.around("end_capture", || unsafe { self.below().end_capture(stream) })?;
+        let graph = self.watched.around("end_capture", || {
+            self.captured.lock().clear();
+            // SAFETY: as the caller promises.
+            unsafe { self.below().end_capture(stream) }
+        })?;
         let lost = self.watched.refuse("lose_capture", ErrorKind::Capture);
         lost.inspect_err(|_| self.below().destroy_graph(graph).unwrap()).map(|()| graph)
     }
