@@ -17,6 +17,13 @@ use crate::operation::Operation;
 use crate::shared_event::Progress;
 use crate::stream::Stream;
 
+/// The goal of a wait: a point, or the end of what was enqueued on a stream.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Goal<'a> {
+    Point(&'a Point),
+    Stream(&'a Stream),
+}
+
 /// An executor of the streams' commands, in place of the workers.
 pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
     /// Adds a stream that has work from here on.
@@ -28,8 +35,8 @@ pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
     /// Notes that a call asks for the progress of the work.
     fn queried(&self);
 
-    /// Executes work until `is_done` returns true.
-    fn wait(&self, is_done: &dyn Fn() -> bool);
+    /// Executes work until `is_done` returns true, which is when `goal` has been reached.
+    fn wait(&self, goal: Goal<'_>, is_done: &dyn Fn() -> bool);
 
     /// Executes everything that was enqueued, at the end of the backend.
     fn finish(&self);
@@ -109,7 +116,7 @@ impl Engine {
     /// Waits until a point is reached (`Complete`) or lost (`None`). From then on the host knows what comes before it.
     pub(crate) fn wait_for(&self, point: &Point) -> Option<Completion> {
         if let Some(scheduler) = &self.scheduler {
-            scheduler.wait(&|| !matches!(point.progress(), Progress::Ahead));
+            scheduler.wait(Goal::Point(point), &|| !matches!(point.progress(), Progress::Ahead));
         }
         let completion = point.wait();
         self.saw(point);

@@ -19,14 +19,16 @@ use crate::arena::Owner;
 use crate::blas::MockBlas;
 use crate::calls::{CallObserver, Calls};
 use crate::checks::{Checks, Violation};
-use crate::command::Command;
+use crate::command::{Command, Step};
 use crate::device::{self, Device, DeviceOptions};
 use crate::engine::{Engine, Scheduler, nanoseconds};
 use crate::event::Event;
 use crate::foreign::{self, ThreadStreams, Wrappers};
+use crate::held::Held;
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
-use crate::observer::{Observers, OrderObserver, UseObserver, counted};
+use crate::memory_use::uses;
+use crate::observer::{Observers, OrderObserver, Range, Space, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
 use crate::races::Race;
@@ -103,7 +105,8 @@ impl MockGpu {
             options.checks,
             observers.clone(),
         );
-        let scheduler = schedule.clone().map(|schedule| schedule as Arc<dyn Scheduler>);
+        let held = options.held.then(|| Arc::<Held>::default() as Arc<dyn Scheduler>);
+        let scheduler = schedule.clone().map(|schedule| schedule as Arc<dyn Scheduler>).or(held);
         let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers);
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
@@ -277,6 +280,37 @@ impl MockGpu {
         self.shared.schedule.as_ref().map_or(0, |schedule| schedule.unprompted())
     }
 
+    /// Lets a held stream ([`MockOptions::with_held_streams`]) execute what is enqueued on it, and returns when that is
+    /// done. This is no wait of the program: the race finder orders nothing by it.
+    ///
+    /// # Errors
+    /// `InvalidHandle` for an unknown stream, `Forked` in a forked child.
+    pub fn release_stream(&self, stream: StreamId) -> Result<()> {
+        if !self.shared.calls.is_own_process() {
+            return Err(Generation::error("release_stream"));
+        }
+        let stream = self.shared.stream(Operation::SynchronizeStream, stream)?;
+        stream.release(stream.queue.lock());
+        Ok(())
+    }
+
+    /// Returns whether queued or running work uses the byte at `at`. Needs test mode ([`MockOptions::with_checks`]).
+    #[must_use]
+    pub fn is_in_use(&self, at: Location) -> bool {
+        // In a child, a thread that the child does not have may hold the lock.
+        let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
+        checks.is_some_and(|checks| checks.is_in_use(byte(at)))
+    }
+
+    /// Returns whether a live executable graph uses the byte at `at`.
+    #[must_use]
+    pub fn is_recorded(&self, at: Location) -> bool {
+        let graphs = if self.shared.calls.is_own_process() { self.shared.graph_execs.objects() } else { Vec::new() };
+        let mut steps = graphs.iter().flat_map(|graph| &graph.0);
+        let used = |step: &Step| uses(&step.command, &self.shared.engine.devices);
+        steps.any(|step| used(step).iter().any(|used| used.range.meets(&byte(at))))
+    }
+
     /// Returns the inode of the memory file that holds the device's own memory. A process that has opened some of it
     /// has this inode among its mappings (`/proc/PID/maps`).
     ///
@@ -296,6 +330,14 @@ impl MockGpu {
         found.ok_or_else(|| self.shared.no_device("lose_device", device))?.lose();
         Ok(())
     }
+}
+
+fn byte(at: Location) -> Range {
+    let (space, address) = match at {
+        Location::Host(ptr) => (Space::Host, ptr.address() as u64),
+        Location::Device { device, ptr } => (Space::Device(device), ptr.get()),
+    };
+    Range { space, address, bytes: 1 }
 }
 
 fn out_of_range(operation: Operation, what: &str) -> Error {

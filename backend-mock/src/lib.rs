@@ -117,6 +117,7 @@ mod event;
 mod foreign;
 mod gpu;
 mod hash;
+mod held;
 mod host;
 mod imports;
 mod ipc;

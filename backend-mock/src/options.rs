@@ -58,6 +58,7 @@ pub struct MockOptions {
     /// Whether the mock prints its races to standard error at the end.
     pub(crate) prints_races: bool,
     pub(crate) schedule: Option<u64>,
+    pub(crate) held: bool,
 }
 
 impl Default for MockOptions {
@@ -87,6 +88,7 @@ impl MockOptions {
             race_detector: false,
             prints_races: false,
             schedule: None,
+            held: false,
         }
     }
 
@@ -241,6 +243,19 @@ impl MockOptions {
         self
     }
 
+    /// Holds every stream. Its work is executed when a call waits for it, or at
+    /// [`MockGpu::release_stream`](crate::MockGpu::release_stream), and not before. Code that polls instead of waiting
+    /// waits forever, so only code sets this option. Latencies of operations are left out.
+    ///
+    /// A wait executes what comes before its goal and nothing else, also on other streams. An event that no
+    /// held work comes before is reached at once. A stream that is destroyed
+    /// stays held. [`MockGpu::open`](crate::MockGpu::open) fails if [`MockOptions::with_schedule`] is set too.
+    #[must_use]
+    pub fn with_held_streams(mut self) -> Self {
+        self.held = true;
+        self
+    }
+
     /// Reads `HIGHWATER_MOCK`. If it is unset or empty, returns the default. See [`MockOptions::parse`].
     ///
     /// # Errors
@@ -389,6 +404,9 @@ impl MockOptions {
                 format!("{} bytes of memory per device were asked for", self.memory_bytes),
                 "expected a multiple of 4096, up to 4 TiB",
             ));
+        }
+        if self.held && self.schedule.is_some() {
+            return Err(invalid("a schedule and held streams were asked for".to_owned(), "ask for one of them"));
         }
         if let Some(device) = self.create_handle_latency.keys().find(|&&device| device >= self.devices) {
             return Err(invalid(

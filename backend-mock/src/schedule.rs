@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, ReentrantMutex};
 
 use crate::calls::CallObserver;
-use crate::engine::Scheduler;
+use crate::engine::{Goal, Scheduler};
 use crate::hash::scramble;
 use crate::stream::Stream;
 
@@ -95,6 +95,18 @@ impl Schedule {
         while !is_done() && self.step(false) {}
     }
 
+    fn execute_until(&self, is_done: &dyn Fn() -> bool) {
+        while !is_done() {
+            let Some(executing) = self.execution.try_lock_for(NAP) else { continue };
+            // Another thread may have executed the last commands meanwhile.
+            let is_stuck = !is_done() && !self.step(true);
+            drop(executing);
+            if is_stuck {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+
     /// Executes one operation, if a stream can go on. The caller must hold `execution`.
     fn step(&self, host_code_too: bool) -> bool {
         let streams = self.ready.lock().streams.clone();
@@ -159,22 +171,14 @@ impl Scheduler for Schedule {
         self.go(if draw.is_multiple_of(2) { 0 } else { 1 + draw / 2 % 4 }, true);
     }
 
-    fn wait(&self, is_done: &dyn Fn() -> bool) {
-        while !is_done() {
-            let Some(executing) = self.execution.try_lock_for(NAP) else { continue };
-            // Another thread may have executed the last commands meanwhile.
-            let is_stuck = !is_done() && !self.step(true);
-            drop(executing);
-            if is_stuck {
-                std::thread::sleep(NAP);
-            }
-        }
+    fn wait(&self, _: Goal<'_>, is_done: &dyn Fn() -> bool) {
+        self.execute_until(is_done);
     }
 
     fn finish(&self) {
         *self.over.lock() = true;
         self.ended.notify_all();
-        self.wait(&|| self.ready.lock().streams.is_empty());
+        self.execute_until(&|| self.ready.lock().streams.is_empty());
     }
 }
 

@@ -21,7 +21,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::command::{Command, Settled, Step};
 use crate::device::{self, Device};
-use crate::engine::Engine;
+use crate::engine::{Engine, Goal};
+use crate::event::Point;
 use crate::memory_use::{touches, uses};
 use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
@@ -281,17 +282,22 @@ impl Stream {
         if self.device().is_lost() { Err(device::lost(operation, self.device)) } else { Ok(()) }
     }
 
-    fn wait_for_all(&self, mut queue: MutexGuard<'_, Queue>) {
-        let (target, clock) = (queue.enqueued, self.order().map(|order| order.clock_of_stream(self.lane)));
+    /// Lets the work that was enqueued before the call be executed. Observers learn of no wait.
+    pub(crate) fn release(&self, mut queue: MutexGuard<'_, Queue>) {
+        let target = queue.enqueued;
         if let Some(scheduler) = &self.engine.scheduler {
             drop(queue);
-            scheduler.wait(&|| self.queue.lock().completed >= target);
+            scheduler.wait(Goal::Stream(self), &|| self.queue.lock().completed >= target);
         } else {
             while queue.completed < target {
                 self.passed.wait(&mut queue);
             }
-            drop(queue);
         }
+    }
+
+    fn wait_for_all(&self, queue: MutexGuard<'_, Queue>) {
+        let clock = self.order().map(|order| order.clock_of_stream(self.lane));
+        self.release(queue);
         if let (Some(order), Some(clock)) = (self.order(), clock) {
             order.host_waited(&clock);
         }
@@ -358,6 +364,27 @@ impl Stream {
         }
     }
 
+    /// Returns the point that the next command waits for, unless it can be executed now.
+    pub(crate) fn awaited(&self) -> Option<Arc<Point>> {
+        match self.queue.lock().commands.front() {
+            Some((Command::Wait(point), _)) => {
+                (!self.device().is_lost() && matches!(point.progress(), Progress::Ahead)).then(|| Arc::clone(point))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns whether the next command records a point.
+    pub(crate) fn is_at_record(&self) -> bool {
+        matches!(self.queue.lock().commands.front(), Some((Command::Record(_), _)))
+    }
+
+    /// Returns whether a command in the queue records the point.
+    pub(crate) fn will_record(&self, point: &Point) -> bool {
+        let records = |command: &Command| matches!(command, Command::Record(other) if std::ptr::eq(&**other, point));
+        self.queue.lock().commands.iter().any(|(command, _)| records(command))
+    }
+
     /// Executes the next command for the scheduler. Returns false if there is none.
     pub(crate) fn execute_one(&self) -> bool {
         let mut queue = self.queue.lock();
@@ -420,7 +447,6 @@ impl Drop for Stream {
 mod tests {
     use super::*;
     use crate::device::DeviceOptions;
-    use crate::event::Point;
     use crate::observer::Observers;
 
     fn engine() -> Arc<Engine> {

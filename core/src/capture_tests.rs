@@ -109,9 +109,9 @@ fn a_lost_capture_keeps_nothing() {
     let stream = device.create_stream().unwrap();
     let pinned = runtime.pinned::<u8>(64).unwrap();
     let buffer = device.allocate::<u8>(64).unwrap();
-    backend.lose_capture(true);
+    backend.refuse(&["lose_capture"], u64::MAX);
     assert_eq!(kind(stream.capture(|stream| stream.copy_to_device(&pinned, &buffer))), ErrorKind::Capture);
-    backend.lose_capture(false);
+    backend.refuse(&[], 0);
     assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
     assert_eq!(pinned.read().unwrap().len(), 64);
     drop((buffer, pinned));
@@ -260,7 +260,7 @@ fn a_call_that_was_to_be_recorded_is_not_executed_unordered() {
         // After the call has found the capture open, and before it is its submission lock.
         backend.intrude("create_event", move || {
             go_on.send(()).unwrap();
-            while looks.is_capturing(stream)? {
+            while Backend::is_capturing(&*looks, stream)? {
                 std::thread::yield_now();
             }
             Ok(())
@@ -283,7 +283,7 @@ fn what_was_dropped_in_a_lost_capture_is_held_to_the_cap() {
     let options = RuntimeOptions::new().with_host_cache_bytes(0);
     let runtime = Runtime::with_options(backend.clone(), &options).unwrap();
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    backend.lose_capture(true);
+    backend.refuse(&["lose_capture"], u64::MAX);
     let lost = stream.capture(|_| runtime.pinned::<u8>(64).map(drop));
     assert_eq!(kind(lost), ErrorKind::Capture);
     assert_eq!(runtime.statistics().host.held_blocks, 0);

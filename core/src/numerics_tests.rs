@@ -183,7 +183,7 @@ fn a_device_without_a_choice_of_atomics_is_not_asked_for_one() {
 fn a_mode_that_was_refused_is_set_again_by_the_next_product() {
     let bench = Bench::new(Numerics::new(), every_choice);
     bench.product().unwrap();
-    bench.backend.refuse_modes(1);
+    bench.backend.refuse(&["set_math_mode", "set_atomics_mode"], 1);
     numerics::with(TF32, || bench.product().unwrap_err());
     assert_eq!(bench.backend.take_handle_calls(), [SetMathMode(MathMode::Tf32)]);
     // What the handle is in after a refusal is unknown, also when the old mode is wanted.

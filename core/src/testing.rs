@@ -1,20 +1,17 @@
-//! A backend for core's own unit tests whose streams move only when the test says so. It computes nothing; it checks that
-//! core keeps its promises: nothing is freed while a stream may use it or a graph that is alive has recorded it, nothing
-//! is called that would lose a capture, and everything is freed in the end.
+//! The backend of core's own unit tests: the mock with held streams, below layers that watch the calls. A stream moves only
+//! when core waits for it or the test says so. The layers panic when core breaks a promise: a call under a lock, a call that
+//! the mock refuses, and memory that is freed while a stream may use it or a live graph has recorded it.
 
-use std::alloc::Layout;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
+use highwater_hal::{Answer, AnyId, BackendLayer, Call, HandleLayer, HostLayer};
+use highwater_mock::{MockGpu, MockOptions};
 use parking_lot::Mutex;
 
 use crate::runtime::RuntimeInner;
 use crate::*;
-
-/// Alignment of device and host blocks.
-const ALIGNMENT: usize = 256;
 
 /// Locks that are held until this is dropped.
 pub(crate) struct Held<T>(pub(crate) T);
@@ -23,47 +20,7 @@ impl<T> Drop for Held<T> {
     fn drop(&mut self) {}
 }
 
-#[derive(Debug)]
-pub(crate) struct ManualBackend {
-    identity: Identity,
-    capabilities: Capabilities,
-    host: Arc<ManualHost>,
-    state: Arc<Mutex<State>>,
-    watched: Arc<Watched>,
-    /// What was called on the handles, in order.
-    handle_calls: Arc<Mutex<Vec<HandleCall>>>,
-    /// How many of the next calls that set a mode fail.
-    refuse_modes: Arc<Mutex<usize>>,
-    intruder: Intruder,
-    /// The number of event queries, and the number of waits of streams for events.
-    queries: AtomicU64,
-    waits: AtomicU64,
-    /// Bytes of device memory.
-    memory: AtomicU64,
-    /// The number of the next calls to refuse that destroy a stream, an event or a graph.
-    refuse_destroys: AtomicU64,
-}
-
-type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
-
-/// What happens in the middle of a call, once; its error is the call's.
-#[derive(Default)]
-struct Intruder(Mutex<Option<(&'static str, Intrusion)>>);
-
-impl std::fmt::Debug for Intruder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Intruder")
-    }
-}
-
-impl Intruder {
-    fn enter(&self, operation: &'static str) -> Result<()> {
-        let intruder = self.0.lock().take_if(|(at, _)| *at == operation);
-        intruder.map_or(Ok(()), |(_, intrude)| intrude())
-    }
-}
-
-/// A call on a handle of any kind.
+/// A call on a handle of any kind. Plans count from 1 on each handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandleCall {
     SetStream,
@@ -76,122 +33,70 @@ pub(crate) enum HandleCall {
     DestroyPlan(PlanId),
 }
 
-#[derive(Debug, Default)]
-struct State {
-    next_slot: u32,
-    next_address: u64,
-    /// Operations enqueued, and executed, on each stream.
-    streams: HashMap<StreamId, (u64, u64)>,
-    /// Enqueued waits that have not executed: the stream, the number of the operation, and the awaited point.
-    waits: Vec<((StreamId, u64), (StreamId, u64))>,
-    /// The stream and the number of the operation at which each event was recorded.
-    events: HashMap<EventId, Option<(StreamId, u64)>>,
-    blocks: BTreeMap<u64, usize>,
-    /// Where each stream last used an address.
-    last_use: HashMap<(StreamId, u64), u64>,
-    fail_record: bool,
-    lose_capture: bool,
-    /// Streams that take part in a capture, by the stream that began it.
-    capturing: HashMap<StreamId, StreamId>,
-    /// Events recorded in captures.
-    captured_events: HashMap<EventId, StreamId>,
-    /// Addresses that are recorded, by the stream that began the capture.
-    recorded: HashMap<StreamId, Vec<u64>>,
-    graphs: HashMap<GraphId, Vec<u64>>,
-    executables: HashMap<GraphExecId, Vec<u64>>,
-}
+type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// The runtime whose locks must be free at every call, where the test has only one thread.
-#[derive(Default)]
-struct Watched(Mutex<Option<Weak<RuntimeInner>>>);
+/// The state that the three layers share.
+struct Watched {
+    gpu: Arc<MockGpu>,
+    /// The runtime whose locks must be free at every call, in a test of one thread.
+    runtime: Mutex<Option<Weak<RuntimeInner>>>,
+    /// The number of calls of each operation since the test took it last.
+    calls: Mutex<HashMap<&'static str, u64>>,
+    handle_calls: Mutex<Vec<HandleCall>>,
+    /// The code that runs in the next call of an operation. Its error is the error of the call.
+    intrusion: Mutex<Option<(&'static str, Intrusion)>>,
+    /// The beginning of the names of operations, and the number of their next calls that fail.
+    refused: Mutex<(&'static [&'static str], u64)>,
+}
 
 impl std::fmt::Debug for Watched {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Watched")
+        self.gpu.fmt(f)
     }
 }
 
 impl Watched {
     fn check(&self) {
-        if let Some(runtime) = self.0.lock().as_ref().and_then(Weak::upgrade) {
+        if let Some(runtime) = self.runtime.lock().as_ref().and_then(Weak::upgrade) {
             assert!(!runtime.is_locked(), "the backend is called under a lock");
         }
+    }
+
+    fn around<T>(&self, operation: &'static str, forward: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.check();
+        *self.calls.lock().entry(operation).or_default() += 1;
+        let intrusion = self.intrusion.lock().take_if(|(at, _)| *at == operation);
+        intrusion.map_or(Ok(()), |(_, intrude)| intrude())?;
+        self.refuse(operation, ErrorKind::Vendor)?;
+        let answer = forward();
+        if let Err(error) = &answer {
+            assert!(matches!(error.kind(), ErrorKind::OutOfMemory | ErrorKind::Forked), "core broke a rule: {error}");
+        }
+        assert_eq!(self.gpu.violations(), [], "core broke a rule");
+        answer
+    }
+
+    fn refuse(&self, operation: &'static str, kind: ErrorKind) -> Result<()> {
+        let mut refused = self.refused.lock();
+        if refused.1 == 0 || !refused.0.iter().any(|name| operation.starts_with(name)) {
+            return Ok(());
+        }
+        refused.1 -= 1;
+        Err(Error::new(kind, operation, "told to refuse"))
+    }
+
+    fn assert_not_recorded(&self, at: Location) {
+        assert!(!self.gpu.is_recorded(at), "{at:?} is freed while a graph has recorded it");
     }
 }
 
 #[derive(Debug)]
-struct ManualHost {
-    live: Mutex<BTreeMap<usize, Layout>>,
-    registered: Mutex<BTreeMap<usize, usize>>,
-    /// Freed blocks, kept so that no address comes twice.
-    freed: Mutex<Vec<(usize, Layout)>>,
-    state: Arc<Mutex<State>>,
+pub(crate) struct ManualBackend {
     watched: Arc<Watched>,
-}
-
-impl Drop for ManualHost {
-    fn drop(&mut self) {
-        let live = std::mem::take(self.live.get_mut());
-        for (address, layout) in live.into_iter().chain(self.freed.get_mut().drain(..)) {
-            // SAFETY: allocated with this layout, given back once, and nobody has the allocator any more. The address was
-            // exposed when the block was made.
-            unsafe { std::alloc::dealloc(std::ptr::with_exposed_provenance_mut(address), layout) };
-        }
-    }
-}
-
-impl State {
-    fn is_in_use(&self, address: u64) -> bool {
-        self.last_use.iter().any(|((stream, used), at)| {
-            *used == address && self.streams.get(stream).is_some_and(|(_, executed)| executed < at)
-        })
-    }
-
-    /// Enqueues or records an operation on these addresses.
-    fn enqueue_use(&mut self, operation: &'static str, stream: StreamId, addresses: &[u64]) -> Result<()> {
-        if let Some(capture) = self.capturing.get(&stream).copied() {
-            self.recorded.entry(capture).or_default().extend(addresses);
-            return Ok(());
-        }
-        let enqueued = &mut self.streams.get_mut(&stream).ok_or_else(|| unknown(operation))?.0;
-        *enqueued += 1;
-        let at = *enqueued;
-        self.last_use.extend(addresses.iter().map(|address| ((stream, *address), at)));
-        Ok(())
-    }
-
-    /// Executes the stream's work up to an operation, and the work on other streams that it waits for.
-    fn advance(&mut self, stream: StreamId, to: u64) {
-        let Some((_, executed)) = self.streams.get_mut(&stream) else { return };
-        *executed = to.max(*executed);
-        let is_due = |((waiting, at), _): &mut ((StreamId, u64), _)| *waiting == stream && *at <= to;
-        let due: Vec<_> = self.waits.extract_if(.., is_due).collect();
-        due.into_iter().for_each(|(_, (other, at))| self.advance(other, at));
-    }
-
-    /// Executes all work enqueued on the stream.
-    fn advance_all(&mut self, stream: StreamId) {
-        if let Some((enqueued, _)) = self.streams.get(&stream) {
-            self.advance(stream, *enqueued);
-        }
-    }
-
-    fn allocated(&self) -> u64 {
-        self.blocks.values().map(|bytes| *bytes as u64).sum()
-    }
-
-    /// Whether a graph that is alive has recorded this host or device address.
-    fn is_recorded(&self, address: u64) -> bool {
-        self.executables.values().any(|addresses| addresses.contains(&address))
-    }
-
-    fn assert_outside(&self, stream: StreamId) {
-        assert!(!self.capturing.contains_key(&stream), "{stream:?} is asked or waited for in a capture");
-    }
-
-    fn assert_event_outside(&self, event: EventId) {
-        assert!(!self.captured_events.contains_key(&event), "{event:?} belongs to a capture");
-    }
+    /// The other side of the copies that the test enqueues itself.
+    scratch: OnceLock<DevicePtr>,
+    /// The events that were recorded in the open captures.
+    captured: Mutex<HashSet<AnyId>>,
 }
 
 impl ManualBackend {
@@ -200,486 +105,250 @@ impl ManualBackend {
     }
 
     pub(crate) fn with_capabilities(change: impl FnOnce(&mut Capabilities)) -> Arc<Self> {
-        let mut capabilities = Capabilities::none();
-        capabilities.gemm_f32 = true;
-        capabilities.blas_workspace = true;
-        capabilities.stream_ordered_memory = true;
-        capabilities.capture = true;
-        capabilities.create_during_capture = true;
-        capabilities.workspace_alignment = ALIGNMENT;
-        capabilities.blas_workspace_bytes = 1 << 20;
-        change(&mut capabilities);
-        let mut identity = Identity::new("manual", "streams moved by hand", BackendTag::next());
-        identity.real_device = false;
-        let state = Arc::new(Mutex::new(State { next_address: 0x10_0000, ..State::default() }));
-        let watched = Arc::<Watched>::default();
-        let host = ManualHost {
-            live: Mutex::default(),
-            registered: Mutex::default(),
-            freed: Mutex::default(),
-            state: Arc::clone(&state),
-            watched: Arc::clone(&watched),
+        Self::open(MockOptions::new(), change)
+    }
+
+    /// Opens a backend whose device has this much memory.
+    pub(crate) fn with_memory(bytes: u64) -> Arc<Self> {
+        Self::open(MockOptions::new().with_memory_bytes(bytes), |_| ())
+    }
+
+    fn open(options: MockOptions, change: impl FnOnce(&mut Capabilities)) -> Arc<Self> {
+        let options = options.with_held_streams().with_checks().with_capabilities(|can| {
+            *can = Capabilities::none();
+            (can.gemm_f32, can.blas_workspace, can.stream_ordered_memory) = (true, true, true);
+            (can.capture, can.create_during_capture) = (true, true);
+            (can.workspace_alignment, can.blas_workspace_bytes) = (256, 1 << 20);
+            change(can);
+        });
+        let watched = Watched {
+            gpu: MockGpu::open(options).unwrap(),
+            runtime: Mutex::default(),
+            calls: Mutex::default(),
+            handle_calls: Mutex::default(),
+            intrusion: Mutex::default(),
+            refused: Mutex::default(),
         };
-        Arc::new(Self {
-            identity,
-            capabilities,
-            host: Arc::new(host),
-            state,
-            watched,
-            handle_calls: Arc::default(),
-            refuse_modes: Arc::default(),
-            intruder: Intruder::default(),
-            queries: AtomicU64::new(0),
-            waits: AtomicU64::new(0),
-            memory: AtomicU64::new(1 << 40),
-            refuse_destroys: AtomicU64::new(0),
-        })
-    }
-
-    /// The calls on handles since this was asked last.
-    pub(crate) fn take_handle_calls(&self) -> Vec<HandleCall> {
-        std::mem::take(&mut *self.handle_calls.lock())
-    }
-
-    /// Lets the next calls that set a mode fail.
-    pub(crate) fn refuse_modes(&self, calls: usize) {
-        *self.refuse_modes.lock() = calls;
-    }
-
-    /// The number of event queries since the last call of this.
-    pub(crate) fn take_queries(&self) -> u64 {
-        self.queries.swap(0, Ordering::Relaxed)
-    }
-
-    /// The number of waits of streams for events since the last call of this.
-    pub(crate) fn take_waits(&self) -> u64 {
-        self.waits.swap(0, Ordering::Relaxed)
-    }
-
-    /// Refuses the next calls that destroy a stream, an event or a graph.
-    pub(crate) fn refuse_destroys(&self, calls: u64) {
-        self.refuse_destroys.store(calls, Ordering::Relaxed);
-    }
-
-    fn may_destroy(&self, operation: &'static str) -> Result<()> {
-        let left = self.refuse_destroys.load(Ordering::Relaxed);
-        self.refuse_destroys.store(left.saturating_sub(1), Ordering::Relaxed);
-        if left == 0 { Ok(()) } else { Err(Error::new(ErrorKind::Vendor, operation, "told to refuse")) }
-    }
-
-    /// Limits the device memory to this from now on.
-    pub(crate) fn set_memory(&self, bytes: u64) {
-        self.memory.store(bytes, Ordering::Relaxed);
-    }
-
-    /// Executes everything that is enqueued on the stream.
-    pub(crate) fn advance(&self, stream: StreamId) {
-        self.state.lock().advance_all(stream);
-    }
-
-    /// Lets every `record_event` fail, or none.
-    pub(crate) fn fail_record(&self, fail: bool) {
-        self.state.lock().fail_record = fail;
+        Arc::new(Self { watched: Arc::new(watched), scratch: OnceLock::new(), captured: Mutex::default() })
     }
 
     /// Panics from here on when the runtime calls while it holds one of its locks. For tests of one thread.
     pub(crate) fn watch_locks_of(&self, runtime: &Runtime) {
-        *self.watched.0.lock() = Some(Arc::downgrade(&runtime.inner.0));
+        *self.watched.runtime.lock() = Some(Arc::downgrade(&runtime.inner.0));
     }
 
-    /// Does this in the next `synchronize_stream` or `end_capture`.
+    /// Returns the calls on handles since the last call of this.
+    pub(crate) fn take_handle_calls(&self) -> Vec<HandleCall> {
+        std::mem::take(&mut *self.watched.handle_calls.lock())
+    }
+
+    /// Returns the number of calls of an operation since the last call of this.
+    pub(crate) fn take_calls(&self, operation: &'static str) -> u64 {
+        self.watched.calls.lock().remove(operation).unwrap_or_default()
+    }
+
+    /// Makes the next calls fail whose operation begins with one of these names. Replaces what was set before.
+    pub(crate) fn refuse(&self, operations: &'static [&'static str], calls: u64) {
+        *self.watched.refused.lock() = (operations, calls);
+    }
+
+    /// Makes every `record_event` fail, or none.
+    pub(crate) fn fail_record(&self, fail: bool) {
+        self.refuse(&["record_event"], if fail { u64::MAX } else { 0 });
+    }
+
+    /// Runs this in the next call of the operation.
     pub(crate) fn intrude(&self, operation: &'static str, intrude: impl FnOnce() -> Result<()> + Send + 'static) {
-        *self.intruder.0.lock() = Some((operation, Box::new(intrude)));
+        *self.watched.intrusion.lock() = Some((operation, Box::new(intrude)));
     }
 
-    /// Lets every capture be lost at its end, or none.
-    pub(crate) fn lose_capture(&self, lose: bool) {
-        self.state.lock().lose_capture = lose;
+    /// Executes everything that is enqueued on the stream.
+    pub(crate) fn advance(&self, stream: StreamId) {
+        self.watched.gpu.release_stream(stream).unwrap();
     }
 
-    /// Whether some stream has not executed its last operation on this host or device address.
+    /// Returns whether some stream has not executed its last operation on this host or device address.
     pub(crate) fn is_in_use(&self, address: u64) -> bool {
-        self.state.lock().is_in_use(address)
+        locations(address).into_iter().any(|at| self.watched.gpu.is_in_use(at))
     }
 
-    /// Enqueues an operation on the block that starts at `address`, behind the runtime's back.
-    pub(crate) fn enqueue_use(&self, stream: StreamId, address: u64) {
-        self.state.lock().enqueue_use("enqueue_use", stream, &[address]).unwrap();
-    }
-
-    /// How many blocks of page-locked memory there are, each registration one.
-    pub(crate) fn live_host_blocks(&self) -> u64 {
-        (self.host.live.lock().len() + self.host.registered.lock().len()) as u64
-    }
-
-    /// Whether a block of page-locked memory starts at `address`.
-    pub(crate) fn has_host_block(&self, address: u64) -> bool {
-        self.host.live.lock().contains_key(&(address as usize))
-    }
-
-    /// Whether a graph that is alive has recorded this host or device address.
+    /// Returns whether a live graph has recorded this host or device address.
     pub(crate) fn is_recorded(&self, address: u64) -> bool {
-        self.state.lock().is_recorded(address)
+        locations(address).into_iter().any(|at| self.watched.gpu.is_recorded(at))
     }
 
-    fn id<I: ObjectId>(&self, state: &mut State, device: u32) -> I {
-        state.next_slot += 1;
-        let generation = std::num::NonZeroU32::MIN;
-        // SAFETY: slots are never used again, and the backend remembers the id from here on.
-        unsafe { I::from_parts(IdParts { slot: state.next_slot, generation, tag: self.identity.tag, device }) }
+    /// Enqueues a copy of the byte at a host address, behind the runtime's back.
+    pub(crate) fn enqueue_use(&self, stream: StreamId, address: u64) {
+        let gpu = &self.watched.gpu;
+        let ptr = *self.scratch.get_or_init(|| gpu.allocate(0, &AllocateOptions::new(1)).unwrap());
+        let copy = MemoryCopy::new(Location::Device { device: 0, ptr }, locations(address)[0], 1);
+        // SAFETY: the mock checks that the host memory is page-locked. The test notes the use, so it stays.
+        unsafe { gpu.copy(&copy, stream) }.unwrap();
+    }
+
+    pub(crate) fn live_objects(&self) -> LiveObjects {
+        Backend::live_objects(self)
+    }
+
+    /// Returns the number of blocks of page-locked memory. Each registration is one.
+    pub(crate) fn live_host_blocks(&self) -> u64 {
+        self.watched.gpu.live_objects().host_allocations
+    }
+
+    /// Returns whether the address lies in a block of page-locked memory.
+    pub(crate) fn has_host_block(&self, address: u64) -> bool {
+        self.watched.gpu.host_allocator().device_address(host(address), 0).is_ok()
     }
 }
 
-fn unknown(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, "unknown id")
+fn host(address: u64) -> HostPtr {
+    HostPtr::new(NonNull::new(std::ptr::with_exposed_provenance_mut(address as usize)).unwrap())
 }
 
-// SAFETY: streams and events are counters under one lock, which answer truly; copies do nothing, so nothing races.
-unsafe impl Backend for ManualBackend {
-    fn identity(&self) -> &Identity {
-        &self.identity
+fn locations(address: u64) -> [Location; 2] {
+    [Location::Host(host(address)), Location::Device { device: 0, ptr: DevicePtr::new(address) }]
+}
+
+// SAFETY: the overridden methods forward, and free only what the caller gave up.
+unsafe impl BackendLayer for ManualBackend {
+    fn below(&self) -> &dyn Backend {
+        &*self.watched.gpu
     }
-    fn device_count(&self) -> u32 {
-        1
-    }
-    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        Ok(DeviceInfo::new(device, "manual", [0; 16], self.memory.load(Ordering::Relaxed)))
-    }
-    fn capabilities(&self, _: u32) -> Result<Capabilities> {
-        Ok(self.capabilities)
-    }
-    fn memory_info(&self, _: u32) -> Result<MemoryInfo> {
-        let total = self.memory.load(Ordering::Relaxed);
-        Ok(MemoryInfo { free: total.saturating_sub(self.state.lock().allocated()), total })
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        self.watched.around(call.operation, || {
+            let event = call.ids().next().filter(|_| matches!(call.operation, "record_event" | "destroy_event"));
+            let Some(event) = event else { return forward(self.below()) };
+            assert!(!self.captured.lock().contains(&event), "{event:?} belongs to a capture");
+            if call.stream().is_some_and(|stream| self.below().is_capturing(stream).unwrap()) {
+                self.captured.lock().insert(event);
+            }
+            forward(self.below())
+        })
     }
     fn live_objects(&self) -> LiveObjects {
         self.watched.check();
-        let state = self.state.lock();
-        let mut live = LiveObjects::default();
-        live.streams = state.streams.len() as u64;
-        live.events = state.events.len() as u64;
-        live.allocations = state.blocks.len() as u64;
-        live.host_allocations = self.live_host_blocks();
-        live.graphs = (state.graphs.len() + state.executables.len()) as u64;
+        let mut live = self.below().live_objects();
+        live.allocations -= u64::from(self.scratch.get().is_some());
         live
     }
-    fn is_exiting(&self) -> bool {
-        false
-    }
-    fn create_stream(&self, device: u32, _: &StreamOptions) -> Result<StreamId> {
-        self.watched.check();
-        let mut state = self.state.lock();
-        let id = self.id(&mut state, device);
-        state.streams.insert(id, (0, 0));
-        Ok(id)
-    }
+    /// Executes what was enqueued. The test cannot refer to the stream any more.
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        self.watched.check();
-        self.may_destroy("destroy_stream")?;
-        let mut state = self.state.lock();
-        state.assert_outside(stream);
-        // What was enqueued is executed all the same; the test has no way to look at it any more.
-        state.advance_all(stream);
-        state.last_use.retain(|(other, _), _| *other != stream);
-        for at in state.events.values_mut() {
-            if at.is_some_and(|(other, _)| other == stream) {
-                *at = None;
-            }
-        }
-        state.streams.remove(&stream).map(|_| ()).ok_or_else(|| unknown("destroy_stream"))
+        self.watched.around("destroy_stream", || {
+            self.watched.gpu.release_stream(stream)?;
+            self.below().destroy_stream(stream)
+        })
     }
-    fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.watched.check();
-        let state = self.state.lock();
-        state.assert_outside(stream);
-        let (enqueued, executed) = state.streams.get(&stream).ok_or_else(|| unknown("query_stream"))?;
-        Ok(if enqueued == executed { Completion::Complete } else { Completion::Pending })
+    unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
+        self.watched.assert_not_recorded(Location::Device { device, ptr });
+        // SAFETY: as the caller promises.
+        self.watched.around("free", || unsafe { self.below().free(device, ptr, stream) })
     }
-    fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.watched.check();
-        self.intruder.enter("synchronize_stream")?;
-        self.state.lock().assert_outside(stream);
-        self.advance(stream);
-        Ok(())
-    }
-    fn synchronize_device(&self, _: u32) -> Result<()> {
-        self.watched.check();
-        assert!(self.state.lock().capturing.is_empty(), "the device is waited for in a capture");
-        self.state.lock().streams.values_mut().for_each(|(enqueued, executed)| *executed = *enqueued);
-        Ok(())
-    }
-    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        self.watched.check();
-        self.waits.fetch_add(1, Ordering::Relaxed);
-        let mut state = self.state.lock();
-        if !state.streams.contains_key(&stream) || !state.events.contains_key(&event) {
-            return Err(unknown("stream_wait_event"));
-        }
-        match (state.capturing.get(&stream).copied(), state.captured_events.get(&event).copied()) {
-            (None, Some(capture)) => drop(state.capturing.insert(stream, capture)),
-            (None, None) => {
-                if let Some(at) = state.events[&event] {
-                    state.enqueue_use("stream_wait_event", stream, &[])?;
-                    let number = state.streams[&stream].0;
-                    state.waits.push(((stream, number), at));
-                }
-            }
-            (stream_in, event_in) => assert_eq!(stream_in, event_in, "a wait across the border of a capture"),
-        }
-        Ok(())
-    }
-    fn create_event(&self, device: u32, _: &EventOptions) -> Result<EventId> {
-        self.watched.check();
-        self.intruder.enter("create_event")?;
-        let mut state = self.state.lock();
-        let id = self.id(&mut state, device);
-        state.events.insert(id, None);
-        Ok(id)
-    }
-    fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.watched.check();
-        self.may_destroy("destroy_event")?;
-        let mut state = self.state.lock();
-        state.assert_event_outside(event);
-        state.events.remove(&event).map(|_| ()).ok_or_else(|| unknown("destroy_event"))
-    }
-    fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        self.watched.check();
-        self.intruder.enter("record_event")?;
-        let mut state = self.state.lock();
-        if state.fail_record {
-            return Err(Error::new(ErrorKind::Vendor, "record_event", "told to fail"));
-        }
-        state.assert_event_outside(event);
-        let at = state.streams.get(&stream).ok_or_else(|| unknown("record_event"))?.0;
-        if let Some(capture) = state.capturing.get(&stream).copied() {
-            state.captured_events.insert(event, capture);
-            return Ok(());
-        }
-        *state.events.get_mut(&event).ok_or_else(|| unknown("record_event"))? = Some((stream, at));
-        Ok(())
-    }
-    fn query_event(&self, event: EventId) -> Result<Completion> {
-        self.watched.check();
-        self.queries.fetch_add(1, Ordering::Relaxed);
-        let state = self.state.lock();
-        state.assert_event_outside(event);
-        let at = state.events.get(&event).ok_or_else(|| unknown("query_event"))?;
-        let executed = |stream: &StreamId| state.streams.get(stream).map_or(u64::MAX, |(_, executed)| *executed);
-        let passed = at.as_ref().is_none_or(|(stream, at)| executed(stream) >= *at);
-        Ok(if passed { Completion::Complete } else { Completion::Pending })
-    }
-    fn synchronize_event(&self, event: EventId) -> Result<()> {
-        self.watched.check();
-        self.state.lock().assert_event_outside(event);
-        let at = *self.state.lock().events.get(&event).ok_or_else(|| unknown("synchronize_event"))?;
-        if let Some((stream, at)) = at {
-            self.state.lock().advance(stream, at);
-        }
-        Ok(())
-    }
-    fn allocate(&self, _: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        self.watched.check();
-        let mut state = self.state.lock();
-        if state.allocated() + options.bytes as u64 > self.memory.load(Ordering::Relaxed) {
-            return Err(Error::new(ErrorKind::OutOfMemory, "allocate", "the device has no more"));
-        }
-        let ptr = state.next_address;
-        state.next_address += options.bytes.next_multiple_of(ALIGNMENT) as u64;
-        state.blocks.insert(ptr, options.bytes);
-        Ok(DevicePtr::new(ptr))
-    }
-    unsafe fn free(&self, _: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        self.watched.check();
-        assert!(stream.is_some() || !self.is_in_use(ptr.get()), "{ptr:?} is freed while a stream uses it");
-        assert!(!self.is_recorded(ptr.get()), "{ptr:?} is freed while a graph has recorded it");
-        let mut state = self.state.lock();
-        if let Some(stream) = stream {
-            state.assert_outside(stream);
-        }
-        assert!(state.blocks.remove(&ptr.get()).is_some(), "{ptr:?} is freed twice");
-        Ok(())
-    }
-    unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        self.watched.check();
-        let addresses = [copy.src, copy.dst].map(|location| match location {
-            Location::Host(ptr) => ptr.address() as u64,
-            Location::Device { ptr, .. } => ptr.get(),
-        });
-        self.state.lock().enqueue_use("copy", stream, &addresses)
-    }
-    fn begin_capture(&self, stream: StreamId, _: CaptureMode) -> Result<()> {
-        self.watched.check();
-        let mut state = self.state.lock();
-        assert!(state.capturing.insert(stream, stream).is_none(), "a capture begins in a capture");
-        Ok(())
-    }
+    /// Loses the capture if the end is to be refused with `lose_capture`.
     unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
-        self.watched.check();
-        self.intruder.enter("end_capture")?;
-        let mut state = self.state.lock();
-        assert_eq!(state.capturing.get(&stream), Some(&stream), "no capture began here");
-        state.capturing.retain(|_, capture| *capture != stream);
-        state.captured_events.retain(|_, capture| *capture != stream);
-        let recorded = state.recorded.remove(&stream).unwrap_or_default();
-        if state.lose_capture {
-            return Err(Error::new(ErrorKind::Capture, "end_capture", "told to lose it"));
-        }
-        let id = self.id(&mut state, 0);
-        state.graphs.insert(id, recorded);
-        Ok(id)
+        let graph = self.watched.around("end_capture", || {
+            self.captured.lock().clear();
+            // SAFETY: as the caller promises.
+            unsafe { self.below().end_capture(stream) }
+        })?;
+        let lost = self.watched.refuse("lose_capture", ErrorKind::Capture);
+        lost.inspect_err(|_| self.below().destroy_graph(graph).unwrap()).map(|()| graph)
     }
-    fn is_capturing(&self, stream: StreamId) -> Result<bool> {
-        self.watched.check();
-        Ok(self.state.lock().capturing.contains_key(&stream))
-    }
-    fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
-        self.watched.check();
-        let mut state = self.state.lock();
-        let recorded = state.graphs.get(&graph).ok_or_else(|| unknown("instantiate_graph"))?.clone();
-        let id = self.id(&mut state, 0);
-        state.executables.insert(id, recorded);
-        Ok(id)
-    }
-    unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
-        self.watched.check();
-        let mut state = self.state.lock();
-        state.assert_outside(stream);
-        let addresses = state.executables.get(&graph).ok_or_else(|| unknown("launch_graph"))?.clone();
-        state.enqueue_use("launch_graph", stream, &addresses)
-    }
-    fn destroy_graph(&self, graph: GraphId) -> Result<()> {
-        self.watched.check();
-        self.may_destroy("destroy_graph")?;
-        self.state.lock().graphs.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph"))
-    }
-    fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
-        self.watched.check();
-        self.may_destroy("destroy_graph_exec")?;
-        self.state.lock().executables.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph_exec"))
-    }
-    unsafe fn fill(&self, _: &MemoryFill, _: StreamId) -> Result<()> {
-        Err(Error::lacks("fill", "fill"))
-    }
-    fn create_blas_handle(&self, _: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        self.watched.check();
-        let (calls, refuse_modes) = (Arc::clone(&self.handle_calls), Arc::clone(&self.refuse_modes));
-        Ok(Box::new(ManualHandle { kind: options.kind, calls, refuse_modes, plans: 0 }))
+    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        let below = self.watched.around("create_blas_handle", || self.below().create_blas_handle(device, options))?;
+        Ok(Box::new(ManualHandle { below, watched: Arc::clone(&self.watched), plans: Vec::new() }))
     }
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-        Arc::clone(&self.host) as _
+        Arc::new(ManualHost { below: self.below().host_allocator(), watched: Arc::clone(&self.watched) })
     }
 }
 
-/// A handle that notes every call and computes nothing.
+#[derive(Debug)]
+struct ManualHost {
+    below: Arc<dyn HostAllocator>,
+    watched: Arc<Watched>,
+}
+
+// SAFETY: the overridden methods forward.
+unsafe impl HostLayer for ManualHost {
+    fn below(&self) -> &dyn HostAllocator {
+        &*self.below
+    }
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn HostAllocator) -> Result<T>) -> Result<T> {
+        self.watched.around(call.operation, || forward(self.below()))
+    }
+    unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
+        self.watched.assert_not_recorded(Location::Host(ptr));
+        // SAFETY: as the caller promises.
+        self.watched.around("host_free", || unsafe { self.below.free(ptr) })
+    }
+    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+        self.watched.assert_not_recorded(Location::Host(ptr));
+        // SAFETY: as the caller promises.
+        self.watched.around("host_unregister", || unsafe { self.below.unregister(ptr) })
+    }
+}
+
+/// A handle that notes the calls.
 #[derive(Debug)]
 struct ManualHandle {
-    kind: BlasKind,
-    calls: Arc<Mutex<Vec<HandleCall>>>,
-    refuse_modes: Arc<Mutex<usize>>,
-    plans: u64,
+    below: Box<dyn BlasHandle>,
+    watched: Arc<Watched>,
+    plans: Vec<PlanId>,
 }
 
 impl ManualHandle {
-    fn note(&self, call: HandleCall) -> Result<()> {
-        self.calls.lock().push(call);
-        Ok(())
+    fn note<T>(
+        &mut self,
+        operation: &'static str,
+        note: HandleCall,
+        forward: impl FnOnce(&mut dyn BlasHandle) -> Result<T>,
+    ) -> Result<T> {
+        self.watched.handle_calls.lock().push(note);
+        self.watched.around(operation, || forward(&mut *self.below))
     }
 
-    fn note_mode(&self, call: HandleCall) -> Result<()> {
-        self.note(call)?;
-        let mut refuse = self.refuse_modes.lock();
-        if *refuse > 0 {
-            *refuse -= 1;
-            return Err(Error::new(ErrorKind::Vendor, "set_mode", "told to fail"));
-        }
-        Ok(())
+    fn numbered(&self, plan: PlanId) -> PlanId {
+        PlanId::new(self.plans.iter().position(|other| *other == plan).unwrap() as u64 + 1)
     }
 }
 
-impl BlasHandle for ManualHandle {
-    fn kind(&self) -> BlasKind {
-        self.kind
+impl HandleLayer for ManualHandle {
+    fn below(&self) -> &dyn BlasHandle {
+        &*self.below
     }
-    fn device(&self) -> u32 {
-        0
+    fn around<T: Answer>(&mut self, call: &Call, forward: impl FnOnce(&mut dyn BlasHandle) -> Result<T>) -> Result<T> {
+        self.watched.around(call.operation, || forward(&mut *self.below))
     }
-    fn set_stream(&mut self, _: StreamId) -> Result<()> {
-        self.note(HandleCall::SetStream)
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        self.note("set_stream", HandleCall::SetStream, |below| below.set_stream(stream))
     }
-    unsafe fn set_workspace(&mut self, _: Option<Workspace>) -> Result<()> {
-        self.note(HandleCall::SetWorkspace)
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        // SAFETY: as the caller promises.
+        self.note("set_workspace", HandleCall::SetWorkspace, |below| unsafe { below.set_workspace(workspace) })
     }
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
-        self.note_mode(HandleCall::SetMathMode(mode))
+        self.note("set_math_mode", HandleCall::SetMathMode(mode), |below| below.set_math_mode(mode))
     }
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
-        self.note_mode(HandleCall::SetAtomicsMode(mode))
+        self.note("set_atomics_mode", HandleCall::SetAtomicsMode(mode), |below| below.set_atomics_mode(mode))
     }
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
-        self.note(HandleCall::Gemm(gemm.shape.data_type))
+        // SAFETY: as the caller promises.
+        self.note("gemm", HandleCall::Gemm(gemm.shape.data_type), |below| unsafe { below.gemm(gemm) })
     }
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
-        self.plans += 1;
-        self.note(HandleCall::CreatePlan(options.math_mode, options.atomics_mode))?;
-        Ok(PlanId::new(self.plans))
+        let note = HandleCall::CreatePlan(options.math_mode, options.atomics_mode);
+        let plan = self.note("create_plan", note, |below| below.create_plan(options))?;
+        self.plans.push(plan);
+        Ok(plan)
     }
-    unsafe fn run_plan(&mut self, plan: PlanId, _: &PlanArguments) -> Result<()> {
-        self.note(HandleCall::RunPlan(plan))
+    unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
+        let note = HandleCall::RunPlan(self.numbered(plan));
+        // SAFETY: as the caller promises.
+        self.note("run_plan", note, |below| unsafe { below.run_plan(plan, arguments) })
     }
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
-        self.note(HandleCall::DestroyPlan(plan))
-    }
-    fn raw(&self) -> u64 {
-        0
-    }
-    fn destroy(&mut self) -> Result<()> {
-        Ok(())
-    }
-}
-
-// SAFETY: blocks come zeroed from the global allocator in the size and alignment asked for, and stay until the end.
-unsafe impl HostAllocator for ManualHost {
-    fn allocate(&self, bytes: usize, _: &HostOptions) -> Result<HostPtr> {
-        self.watched.check();
-        let layout = Layout::from_size_align(bytes, ALIGNMENT)
-            .map_err(|error| Error::new(ErrorKind::OutOfMemory, "host_allocate", error.to_string()))?;
-        // SAFETY: the layout has a size: core never asks for 0 bytes.
-        let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })
-            .ok_or_else(|| Error::new(ErrorKind::OutOfMemory, "host_allocate", "the allocator has no more"))?;
-        let ptr = HostPtr::new(ptr);
-        ptr.as_ptr().expose_provenance();
-        self.live.lock().insert(ptr.address(), layout);
-        Ok(ptr)
-    }
-    unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        self.watched.check();
-        let address = ptr.address();
-        let state = self.state.lock();
-        assert!(!state.is_in_use(address as u64), "{ptr:?} is freed while a stream uses it");
-        assert!(!state.is_recorded(address as u64), "{ptr:?} is freed while a graph has recorded it");
-        drop(state);
-        let layout = self.live.lock().remove(&address).expect("a live block");
-        self.freed.lock().push((address, layout));
-        Ok(())
-    }
-    unsafe fn register(&self, ptr: HostPtr, bytes: usize, _: &HostOptions) -> Result<()> {
-        self.watched.check();
-        let mut registered = self.registered.lock();
-        let before = registered.range(..ptr.address() + bytes).next_back();
-        assert!(before.is_none_or(|(start, bytes)| start + bytes <= ptr.address()), "{ptr:?} is registered already");
-        registered.insert(ptr.address(), bytes);
-        Ok(())
-    }
-    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        self.watched.check();
-        let address = ptr.address() as u64;
-        assert!(!self.state.lock().is_in_use(address), "{ptr:?} is unregistered while a stream uses it");
-        assert!(!self.state.lock().is_recorded(address), "{ptr:?} is unregistered while a graph has recorded it");
-        assert!(self.registered.lock().remove(&ptr.address()).is_some(), "{ptr:?} is not registered");
-        Ok(())
-    }
-    fn device_address(&self, ptr: HostPtr, _: u32) -> Result<DevicePtr> {
-        Ok(DevicePtr::new(ptr.address() as u64))
+        let note = HandleCall::DestroyPlan(self.numbered(plan));
+        self.note("destroy_plan", note, |below| below.destroy_plan(plan))
     }
 }

@@ -6,7 +6,6 @@ use std::thread;
 
 use crate::testing::ManualBackend;
 use crate::{Access, ErrorKind, PinnedBuffer, Runtime, Stream};
-use highwater_hal::Backend;
 
 const BYTES: usize = 4096;
 
@@ -41,7 +40,7 @@ fn a_buffer_that_is_only_copied_from_forgets_streams_that_have_ended() {
     }
     let events = backend.live_objects().events;
     assert!(completions(&constant) < 16 && events < 64, "{} marks, {events} events", completions(&constant));
-    assert!(backend.take_queries() < 4 * STREAMS, "to forget must not cost more than to use");
+    assert!(backend.take_calls("query_event") < 4 * STREAMS, "to forget must not cost more than to use");
     drop((constant, copy, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -106,15 +105,15 @@ fn a_write_waits_once_for_each_stream_that_read() {
         }
         assert_eq!(completions(&pinned), READERS);
     }
-    backend.take_waits();
+    backend.take_calls("stream_wait_event");
     writer.copy_to_host(&copy, &mut pinned).unwrap();
-    assert_eq!(backend.take_waits(), READERS as u64);
+    assert_eq!(backend.take_calls("stream_wait_event"), READERS as u64);
     assert_eq!(completions(&pinned), 1, "the writer has waited for the others");
     writer.copy_to_host(&copy, &mut pinned).unwrap();
-    assert_eq!(backend.take_waits(), 0, "they were waited for before");
+    assert_eq!(backend.take_calls("stream_wait_event"), 0, "they were waited for before");
     // A read now waits for the write, and for nothing else.
     stream_reads(&readers[0], &pinned, &copy);
-    assert_eq!((backend.take_waits(), completions(&pinned)), (1, 2));
+    assert_eq!((backend.take_calls("stream_wait_event"), completions(&pinned)), (1, 2));
 }
 
 fn stream_reads(stream: &Stream, pinned: &PinnedBuffer<u8>, copy: &crate::DeviceBuffer<u8>) {
@@ -154,13 +153,13 @@ fn a_request_asks_one_block_of_a_stream_that_is_behind() {
     }
     let host = runtime.statistics().host;
     assert_eq!((host.waiting_blocks, host.hits), (WAITING as u64, 0));
-    assert!(backend.take_queries() <= 2 * WAITING as u64);
+    assert!(backend.take_calls("query_event") <= 2 * WAITING as u64);
     // One stream has caught up. Finding each of its blocks takes one query of its own and at most one to the other
     // stream.
     backend.advance(streams[1].id());
     let taken: Vec<_> = (0..WAITING / 2).map(|_| runtime.pinned::<u8>(BYTES).unwrap()).collect();
     assert_eq!(runtime.statistics().host.hits, WAITING as u64 / 2);
-    assert!(backend.take_queries() <= WAITING as u64);
+    assert!(backend.take_calls("query_event") <= WAITING as u64);
     drop((taken, copy, streams, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -171,8 +170,7 @@ const MIB: usize = 1 << 20;
 
 /// A device of 16 MiB, with a block of 4 MiB that was dropped while a stream which is behind uses it.
 fn nearly_full() -> (Arc<ManualBackend>, Runtime, Stream, u64) {
-    let backend = ManualBackend::new();
-    backend.set_memory(16 * MIB as u64);
+    let backend = ManualBackend::with_memory(16 * MIB as u64);
     let runtime = Runtime::new(backend.clone()).unwrap();
     let stream = streams(&runtime, 1).remove(0);
     let (pinned, dropped) =
@@ -220,7 +218,10 @@ fn a_request_for_more_than_live_buffers_leave_waits_for_nothing() {
 fn a_request_that_waiting_makes_room_for_waits() {
     let (backend, runtime, _stream, dropped) = nearly_full();
     let device = runtime.device(0).unwrap();
+    // The request fits only into the dropped block and the gap behind it.
+    let gap = device.allocate::<u8>(4 * MIB).unwrap();
     let _live = device.allocate::<u8>(8 * MIB).unwrap();
+    drop(gap);
     device.allocate::<u8>(8 * MIB).unwrap();
     assert!(!backend.is_in_use(dropped));
 }
@@ -246,9 +247,9 @@ fn drop_refused(backend: &ManualBackend, runtime: &Runtime, refusals: u64) {
     let event = first.record().unwrap();
     let _ = event.id();
     // The graph that is captured is refused, then the one that is launched.
-    backend.refuse_destroys(1);
+    backend.refuse(&["destroy_"], 1);
     let graph = first.capture(|_| Ok(())).unwrap();
-    backend.refuse_destroys(refusals);
+    backend.refuse(&["destroy_"], refusals);
     drop((event, graph, second));
     drop(first);
     let live = backend.live_objects();
@@ -288,7 +289,7 @@ fn idle_events_that_a_trim_could_not_destroy_are_destroyed_later() {
     let (backend, runtime) = open();
     let stream = streams(&runtime, 1).remove(0);
     drop((0..10).map(|_| stream.record().unwrap()).collect::<Vec<_>>());
-    backend.refuse_destroys(10);
+    backend.refuse(&["destroy_"], 10);
     assert!(runtime.trim().is_err());
     assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (10, 10));
     runtime.trim().unwrap();
