@@ -19,7 +19,8 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
 /// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
 #[repr(C)]
 pub(crate) struct DeviceBlock {
-    services: Arc<Services>,
+    /// The address of the runtime's services, which tells runtimes apart. `frees` keeps them alive, so no other runtime has it.
+    services_address: usize,
     pub(crate) ptr: DevicePtr,
     /// Key of the stream noted last as [`Noted::Ordered`], 0 for none. Noting that stream again costs one load.
     last_use: AtomicU64,
@@ -89,8 +90,12 @@ impl fmt::Debug for DeviceBlock {
 impl DeviceBlock {
     pub(crate) fn new(frees: &Arc<DeferredFrees>, device: u32, ptr: DevicePtr, origin: Origin) -> Arc<Self> {
         let (last_use, uses, recording) = (AtomicU64::new(0), Mutex::default(), AtomicU32::new(0));
-        let (services, frees) = (Arc::clone(&frees.memory.services), Arc::clone(frees));
-        Arc::new(Self { services, ptr, last_use, device, recording, uses, origin, frees })
+        let (services_address, frees) = (Arc::as_ptr(&frees.memory.services).addr(), Arc::clone(frees));
+        Arc::new(Self { services_address, ptr, last_use, device, recording, uses, origin, frees })
+    }
+
+    fn services(&self) -> &Services {
+        &self.frees.memory.services
     }
 
     /// Counts a stream that uses the block in a capture, until the capture ends.
@@ -105,7 +110,7 @@ impl DeviceBlock {
     /// Returns whether the block belongs to the stream's runtime.
     #[inline(always)]
     pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
-        Arc::ptr_eq(&self.services, &stream.services)
+        self.services_address == Arc::as_ptr(&stream.services).addr()
     }
 
     /// Returns whether the stream was noted last.
@@ -175,7 +180,7 @@ impl DeviceBlock {
             if submission.recording.is_some() {
                 return Ok(Noted::InCapture);
             }
-            self.services.backend.stream_wait_event(stream.id, allocated.event())?;
+            self.services().backend.stream_wait_event(stream.id, allocated.event())?;
             Ok(Noted::Ordered)
         };
         wait().map_err(|error: Error| {
@@ -196,7 +201,7 @@ impl DeviceBlock {
     fn forget_ended_streams(&self) {
         let ended: Vec<_> = self.uses.lock().iter().filter_map(|(use_, _)| use_.if_ended()).collect();
         for (key, completion) in ended {
-            if self.services.is_surely_passed(&completion) {
+            if self.services().is_surely_passed(&completion) {
                 self.uses.lock().retain(|(use_, _)| use_.key() != key);
             }
         }
@@ -210,7 +215,7 @@ impl DeviceBlock {
         let mut outstanding = Vec::new();
         for use_ in uses.iter().filter(|use_| !use_.is_over()) {
             match use_.completion() {
-                UseEnd::At(completion) if self.services.is_surely_passed(&completion) => {}
+                UseEnd::At(completion) if self.services().is_surely_passed(&completion) => {}
                 UseEnd::At(completion) => outstanding.push(completion),
                 UseEnd::Later | UseEnd::Unknown => unmarked = true,
             }
@@ -220,7 +225,7 @@ impl DeviceBlock {
 
     /// Returns the ticket of the whole block.
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
-        self.services.check("share")?;
+        self.services().check("share")?;
         refuse_in_capture("share")?;
         if self.recording.load(Ordering::Relaxed) > 0 {
             return Err(Error::new(
@@ -265,7 +270,7 @@ impl DeviceBlock {
 
 impl Drop for DeviceBlock {
     fn drop(&mut self) {
-        if !self.services.may_release() {
+        if !self.services().may_release() {
             return;
         }
         let home = match std::mem::replace(&mut self.origin, Origin::Own { home: None }) {
@@ -283,7 +288,7 @@ impl Drop for DeviceBlock {
             Ok(true) => {}
             Ok(false) => self.frees.defer(free),
             Err(error) => {
-                self.services.count_failed_release(&error);
+                self.services().count_failed_release(&error);
                 self.frees.strand(free);
             }
         }
