@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 case ${1:-} in '' | --write) ;; *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2 ;; esac
 
 target=${CARGO_TARGET_DIR:-target}
-cargo build --quiet --locked --release -p highwater
+cargo build --quiet --locked --release -p highwater-cli
 program=$target/release/highwater
 page=docs/conformance.md
 begin='<!-- made by scripts/conformance-full.sh --write -->' end='<!-- end of what scripts/conformance-full.sh makes -->'
