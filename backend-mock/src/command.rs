@@ -70,7 +70,7 @@ impl Step {
     }
 }
 
-/// A point that the stream has come to. It is settled together with the count of completed commands.
+/// A point that the stream has reached. It is published together with the count of completed commands.
 pub(crate) type Settled = Option<(Arc<Point>, Progress)>;
 
 impl Command {

@@ -9,10 +9,10 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use super::control::DieAt;
 
-/// The limit on threads. Fewer are faster, and the buffers of so many still fit.
+/// The limit on threads. Fewer threads are faster, and the buffers of this number still fit.
 const MOST_THREADS: usize = 1024;
 
-/// The limit on workers. Fewer are faster, and the sockets of so many still fit.
+/// The limit on workers. Fewer workers are faster, and the sockets of this number still fit.
 const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:

@@ -22,7 +22,7 @@ pub(in super::super) fn command(arguments: &ConformanceWorkerArguments) -> Resul
     let (socket, inbox) = child::serve(arguments.child.parent, c"hw-cases", "highwater conformance")?;
     let outcome = serve(&socket, inbox, &Choice::of(&arguments.backend));
     if let Err(error) = &outcome {
-        // If the runner is gone, nobody reads it.
+        // If the runner is gone, the message is lost.
         let _ = Notice::Failed(Explanation::of(error)).send(&socket);
     }
     Ok(if outcome.is_ok() { Verdict::Good } else { Verdict::Bad })

@@ -24,7 +24,7 @@ use super::message::{Deed, Order};
 use super::pattern::Pattern;
 use super::random::Random;
 
-/// Offers that a consumer remembers: so many that some have expired.
+/// The number of offers that a consumer remembers, large enough that some have expired.
 const MOST_OFFERS: usize = 12;
 /// Buffers that it holds at once.
 const MOST_HELD: usize = 6;
@@ -40,7 +40,7 @@ pub(in super::super) fn command(arguments: &ConsumerArguments) -> Result<Verdict
         Ok(never) => match never {},
         Err(error) => error,
     };
-    // If nobody reads it, the exporter is gone.
+    // A failure means that the exporter is gone.
     let _ = Deed::Failed(format!("{error:#}")).send(&socket);
     Ok(Verdict::Bad)
 }

@@ -27,7 +27,7 @@ impl Matrix {
 pub enum Batch {
     /// One product.
     One,
-    /// A batch of so many products.
+    /// Creates a batch of this number of products.
     Of(i64),
 }
 

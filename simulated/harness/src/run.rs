@@ -18,7 +18,7 @@ pub enum Process {
     Own,
 }
 
-/// Something that a vendor's libraries do, as the outcome of calls. `N` names what it needs.
+/// A rule of a vendor's libraries, shown by the results of calls. `N` names its requirements.
 #[derive(Debug)]
 pub struct Rule<N: 'static> {
     /// By which a rule is chosen.

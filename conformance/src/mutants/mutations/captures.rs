@@ -98,7 +98,7 @@ mutants! {
         let open = captures(h);
         h.backend.record_event(move |reference, event, stream| {
             reference.record_event(event, stream)?;
-            // Who waits for this event later is told of the capture too.
+            // A later wait for this event reports the capture too.
             let first = open.with(|open| open.iter().copied().next());
             match first {
                 Some(first) if first.device() == stream.device() && !reference.is_recording(stream) => {

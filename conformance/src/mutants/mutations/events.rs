@@ -1,4 +1,4 @@
-//! Events: what a record marks, what a wait orders, and what is told about them.
+//! Events: the work that a record covers, the order that a wait makes, and the answers of queries.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -292,7 +292,7 @@ fn look_when_there(h: &mut Hooks) {
             return reference.copy(&copy, stream);
         }
         let reference = reference.clone();
-        // Who waits for the stream or the device waits for this thread.
+        // A wait for the stream or the device waits for this thread.
         let thread = std::thread::spawn(move || {
             reference.synchronize_stream(stream)?;
             waits.into_iter().try_for_each(|event| reference.synchronize_event(event))?;

@@ -91,7 +91,7 @@ mutants! {
         });
 }
 
-/// Gives memory of a kind so many bytes after the beginning of its block.
+/// Frees memory of a kind at an offset in bytes from the start of its block.
 fn shift(h: &mut Hooks, by: usize, kind: HostMemoryKind) {
     let moved = Shared::<HashSet<HostPtr>>::default();
     let given = moved.clone();

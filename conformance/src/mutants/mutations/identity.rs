@@ -1,4 +1,4 @@
-//! Who the backend is, and what its devices are.
+//! The identity of the backend, and the description of its devices.
 
 use std::collections::HashMap;
 

@@ -188,7 +188,7 @@ pub(crate) fn download<T: Copy + Default>(address: Ptr, count: usize, stream: Pt
     values
 }
 
-/// What is behind an address by so many bytes.
+/// Returns the address at an offset in bytes from another.
 pub(crate) fn behind(address: Ptr, bytes: usize) -> Ptr {
     address.wrapping_byte_add(bytes)
 }
