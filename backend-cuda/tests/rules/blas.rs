@@ -122,6 +122,7 @@ fn bad_arguments(log: &mut Log) -> Answer {
     log.is("lda < m", product([4; 3], [3, 4, 4], 0), 7);
     log.is("ldb < k", product([4; 3], [4, 3, 4], 0), 7);
     log.is("ldc < m", product([4; 3], [4, 4, 3], 0), 7);
+    log.is("lda < k, transposed", product([2, 4, 4], [3, 4, 4], 1), 7);
     log.is("an unknown transposition", product([4; 3], [4; 3], 9), 7);
     let null = std::ptr::null();
     log.is("no alpha", blas!(cublasSgemm_v2(handle, 0, 0, 4, 4, 4, null, block, 4, block, 4, zero, block, 4)), 7);
@@ -206,37 +207,46 @@ fn values(log: &mut Log) -> Answer {
             let [of_a, of_b, of_c] = shape.elements();
             let (a, b, c) = (numbers(input, of_a, 1), numbers(input, of_b, 2), numbers(output, of_c, 3));
             let [on_a, on_b] = [(&a, input), (&b, input)].map(|(values, of)| upload(&encode(of, values), stream));
-            let (on_a, on_b, on_c) = (on_a?, on_b?, upload(&encode(output, &c), stream)?);
+            let (on_a, on_b) = (on_a?, on_b?);
             let (alpha_bits, beta_bits) = (scale(compute, alpha), scale(compute, beta));
-            let (ta, tb) = (u32::from(transposed.0), u32::from(transposed.1));
-            let status = blas!(cublasGemmEx(
-                handle,
-                ta,
-                tb,
-                m as i32,
-                n as i32,
-                k as i32,
-                alpha_bits.as_ptr().cast(),
-                on_a,
-                input,
-                shape.lda as i32,
-                on_b,
-                input,
-                shape.ldb as i32,
-                beta_bits.as_ptr().cast(),
-                on_c,
-                output,
-                shape.ldc as i32,
-                compute,
-                -1
-            ));
-            let what = format!("{name}, transposed {transposed:?}, scales {alpha} {beta}");
-            log.is(&what, status, 0);
-            let seen = decode(output, &load::<u8>(on_c, of_c * bytes(output), stream)?);
             // Inputs are exact, the accumulation is that of the compute type, the output that of its own.
             let expected = shape.expected(Bound::of(output, compute), (alpha, beta), [&a, &b, &c], |_, value| value);
-            log.is(&what, compare(&seen, &expected), "right".to_owned());
-            for block in [on_a, on_b, on_c] {
+            // The calls differ in the types of sizes only.
+            macro_rules! product {
+                ($function:ident into $c:ident) => {
+                    blas!($function(
+                        handle,
+                        u32::from(transposed.0),
+                        u32::from(transposed.1),
+                        m as _,
+                        n as _,
+                        k as _,
+                        alpha_bits.as_ptr().cast(),
+                        on_a,
+                        input,
+                        shape.lda as _,
+                        on_b,
+                        input,
+                        shape.ldb as _,
+                        beta_bits.as_ptr().cast(),
+                        $c,
+                        output,
+                        shape.ldc as _,
+                        compute,
+                        -1
+                    ))
+                };
+            }
+            let [narrow, wide] = [upload(&encode(output, &c), stream)?, upload(&encode(output, &c), stream)?];
+            for (width, status, on_c) in
+                [(32, product!(cublasGemmEx into narrow), narrow), (64, product!(cublasGemmEx_64 into wide), wide)]
+            {
+                let what = format!("{name}, transposed {transposed:?}, scales {alpha} {beta}, sizes of {width} bits");
+                log.is(&what, status, 0);
+                let seen = decode(output, &load::<u8>(on_c, of_c * bytes(output), stream)?);
+                log.is(&what, compare(&seen, &expected), "right".to_owned());
+            }
+            for block in [on_a, on_b, narrow, wide] {
                 ok!(cu cuMemFree_v2(block));
             }
         }
@@ -253,45 +263,50 @@ fn batch(log: &mut Log) -> Answer {
     // The same A in each product.
     let (a, b) = (numbers(F32, of_a, 4), numbers(F32, of_b * count, 5));
     let (on_a, on_b) = (upload(&encode(F32, &a), stream)?, upload(&encode(F32, &b), stream)?);
-    let on_c = upload(&vec![9f32; stride * count], stream)?;
+    let [narrow, wide] = [upload(&vec![9f32; stride * count], stream)?, upload(&vec![9f32; stride * count], stream)?];
     let (one, zero) = (1f32, 0f32);
-    let status = blas!(cublasGemmStridedBatchedEx(
-        handle,
-        0,
-        0,
-        16,
-        12,
-        20,
-        bits(&one),
-        on_a,
-        F32,
-        16,
-        0,
-        on_b,
-        F32,
-        20,
-        of_b as i64,
-        bits(&zero),
-        on_c,
-        F32,
-        16,
-        stride as i64,
-        count as i32,
-        IN_32F,
-        -1
-    ));
-    log.is("status", status, 0);
-    let seen = decode(F32, &load::<u8>(on_c, stride * count * 4, stream)?);
-    for product in 0..count {
-        let (part, gap) = seen[product * stride..][..stride].split_at(of_c);
-        let expected = shape.expected(
-            Bound::of(F32, IN_32F),
-            (1.0, 0.0),
-            [&a, &b[product * of_b..], &vec![9.0; of_c]],
-            |_, value| value,
-        );
-        log.is(&format!("product {product}"), compare(part, &expected), "right".to_owned());
-        log.is("the gap behind it", gap.iter().all(|&value| value == 9.0), true);
+    macro_rules! products {
+        ($function:ident into $c:ident) => {
+            blas!($function(
+                handle,
+                0,
+                0,
+                16,
+                12,
+                20,
+                bits(&one),
+                on_a,
+                F32,
+                16,
+                0,
+                on_b,
+                F32,
+                20,
+                of_b as i64,
+                bits(&zero),
+                $c,
+                F32,
+                16,
+                stride as i64,
+                3,
+                IN_32F,
+                -1
+            ))
+        };
+    }
+    for (width, status, on_c) in [
+        (32, products!(cublasGemmStridedBatchedEx into narrow), narrow),
+        (64, products!(cublasGemmStridedBatchedEx_64 into wide), wide),
+    ] {
+        log.is(&format!("status, sizes of {width} bits"), status, 0);
+        let seen = decode(F32, &load::<u8>(on_c, stride * count * 4, stream)?);
+        for product in 0..count {
+            let (part, gap) = seen[product * stride..][..stride].split_at(of_c);
+            let matrices = [&a[..], &b[product * of_b..], &vec![9.0; of_c]];
+            let expected = shape.expected(Bound::of(F32, IN_32F), (1.0, 0.0), matrices, |_, value| value);
+            log.is(&format!("product {product}"), compare(part, &expected), "right".to_owned());
+            log.is("the gap behind it", gap.iter().all(|&value| value == 9.0), true);
+        }
     }
     destroy(handle)
 }
@@ -450,6 +465,10 @@ fn create_in_capture(log: &mut Log) -> Answer {
         log.is(&format!("{name}: end"), cu!(cuStreamEndCapture(stream, &mut 0)), 901);
     }
     log.is("after that", handle().and_then(destroy), Ok(()));
+    ok!(cu cuStreamBeginCapture_v2(stream, 2));
+    let second = handle()?;
+    log.is("relaxed: end", cu!(cuStreamEndCapture(stream, &mut 0)), 0);
+    destroy(second)?;
     destroy(first)
 }
 

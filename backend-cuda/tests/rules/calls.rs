@@ -160,7 +160,7 @@ library! {
     cuGraphExecDestroy(Handle);
     cuGraphGetNodes(Handle, *mut Handle, *mut usize);
     cuGraphNodeGetType(Handle, *mut u32);
-    cuLaunchHostFunc(Handle, HostFunction, Pointer);
+    cuLaunchHostFunc(Handle, Option<HostFunction>, Pointer);
     cuEventCreate(*mut Handle, u32);
     cuEventDestroy_v2(Handle);
     cuEventRecord(Handle, Handle);
@@ -183,6 +183,7 @@ library! {
     cuMemHostUnregister(Pointer);
     cuMemHostGetDevicePointer_v2(*mut u64, Pointer, u32);
     cuPointerGetAttribute(Pointer, u32, u64);
+    cuMemcpyAsync(u64, u64, usize, Handle);
     cuMemcpyHtoDAsync_v2(u64, Source, usize, Handle);
     cuMemcpyDtoHAsync_v2(Pointer, u64, usize, Handle);
     cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
@@ -227,9 +228,14 @@ library! {
     cublasSgemm_v2(Handle, u32, u32, i32, i32, i32, Source, u64, i32, u64, i32, Source, u64, i32);
     cublasGemmEx(
         Handle, u32, u32, i32, i32, i32, Source, u64, u32, i32, u64, u32, i32, Source, u64, u32, i32, u32, i32);
+    cublasGemmEx_64(
+        Handle, u32, u32, i64, i64, i64, Source, u64, u32, i64, u64, u32, i64, Source, u64, u32, i64, u32, i32);
     cublasGemmStridedBatchedEx(
         Handle, u32, u32, i32, i32, i32, Source, u64, u32, i32, i64, u64, u32, i32, i64, Source, u64, u32, i32, i64,
         i32, u32, i32);
+    cublasGemmStridedBatchedEx_64(
+        Handle, u32, u32, i64, i64, i64, Source, u64, u32, i64, i64, u64, u32, i64, i64, Source, u64, u32, i64, i64,
+        i64, u32, i32);
 }
 
 library! {

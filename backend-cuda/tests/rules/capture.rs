@@ -327,6 +327,7 @@ fn borders(log: &mut Log) -> Answer {
     ok!(cu cuMemsetD8Async(block, 1, 64, second));
     ok!(cu cuEventRecord(outside, second));
     ok!(cu cuStreamBeginCapture_v2(first, RELAXED));
+    log.is("waiting for one that was never recorded", cu!(cuStreamWaitEvent(first, event(2)?, 0)), 0);
     log.is("waiting for an event of outside", cu!(cuStreamWaitEvent(first, outside, 0)), 905);
     log.is("that capture's end", end(first).0, 901);
     ok!(cu cuStreamBeginCapture_v2(first, RELAXED));
@@ -373,7 +374,8 @@ fn own_stream(log: &mut Log) -> Answer {
 }
 
 fn legacy(log: &mut Log) -> Answer {
-    let (mut blocking, free, block) = (0, stream()?, memory(64)?);
+    let context = start(0)?;
+    let (mut blocking, free, block, fork) = (0, stream()?, memory(64)?, event(2)?);
     ok!(cu cuStreamCreate(&mut blocking, 0));
     ok!(cu cuStreamBeginCapture_v2(blocking, RELAXED));
     log.is("cuStreamIsCapturing of the legacy stream", status(0).0, 906);
@@ -383,8 +385,13 @@ fn legacy(log: &mut Log) -> Answer {
     ok!(cu cuStreamBeginCapture_v2(free, RELAXED));
     log.is("beside a non-blocking stream", cu!(cuMemsetD8Async(block, 1, 64, 0)), 0);
     log.is("its end", end(free), (0, true));
+    ok!(cu cuStreamBeginCapture_v2(free, RELAXED));
+    ok!(cu cuEventRecord(fork, free));
+    log.is("the legacy stream waits for its event", cu!(cuStreamWaitEvent(0, fork, 0)), 906);
+    log.is("its end after that", end(free), (901, false));
     ok!(cu cuStreamBeginCapture_v2(2, RELAXED));
     log.is("the thread's own stream", cu!(cuMemsetD8Async(block, 1, 64, 2)), 0);
+    log.is("that of another thread", on_another_thread(context, || (status(2), end(2)))?, ((0, 0), (401, false)));
     log.is("its end, too", end(2), (0, true));
     ok!(cu cuStreamDestroy_v2(blocking));
     ok!(cu cuMemFree_v2(block));

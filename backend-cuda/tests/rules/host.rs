@@ -72,6 +72,7 @@ fn registered(log: &mut Log) -> Answer {
     let start = at(memory, 100);
     log.is("at no border of a page", cu!(cuMemHostRegister_v2(start, 5000, 1)), 0);
     log.is("the device address is the host address", device_address(start) == Ok(start.addr() as u64), true);
+    log.is("freed as if it was allocated", cu!(cuMemFreeHost(start)), 1);
     store(block, &[9u8; 8192], stream)?;
     ok!(cu cuMemcpyDtoHAsync_v2(start, block, 5000, stream));
     ok!(cu cuStreamSynchronize(stream));

@@ -15,7 +15,7 @@
 //! Rules run in processes of their own, so that a rule that ends or blocks its process fails alone. Rules that leave a
 //! process as it was share one. Without a driver nothing is run and the program says so; with
 //! `HIGHWATER_RULES=required` that is a failure, and so is a rule that is left out for lack of a library. Rules about two
-//! devices are left out where there is one (`HIGHWATER_MOCK=devices=2` gives the simulation two).
+//! devices are left out where there is one; the simulation has two.
 //!
 //! A rule asserts what was seen on an NVIDIA H200 (driver 580.159, CUDA 13.0, cuBLAS 13.1) or stands in the vendor's
 //! documentation. Every other outcome is an observation, recorded for the comparison of two records.
@@ -84,7 +84,8 @@ fn main() -> ExitCode {
         begin: || rig::start(0).map(drop),
         end: || need("cuCtxSynchronize after the rule", cu!(cuCtxSynchronize())),
         // With the few of the default, a blocked stream stops others that have nothing to do with it.
-        environment: &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
+        // The simulation has two devices, so that no rule is left out.
+        environment: &[("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("HIGHWATER_MOCK", "devices=2")],
     };
     suite.main()
 }

@@ -103,7 +103,13 @@ fn copies(log: &mut Log) -> Answer {
     log.is("parts at odd places", load::<u8>(other, size, stream)? == expected, true);
     let past = cu!(cuMemcpyDtoDAsync_v2(other, block + 4096, size, stream));
     log.is("past the end of a block of 70001 bytes", past, 1);
-    log.is("from an address of nothing", cu!(cuMemcpyDtoDAsync_v2(other, 64, 64, stream)), 1);
+    for (what, address) in [("nothing", 64), ("null", 0), ("memory of this process", pattern.as_ptr().addr() as u64)] {
+        log.is(&format!("from an address of {what}"), cu!(cuMemcpyDtoDAsync_v2(other, address, 64, stream)), 1);
+    }
+    log.is("to null", cu!(cuMemcpyDtoDAsync_v2(0, other, 64, stream)), 1);
+    log.is("between memory of any kind", cu!(cuMemcpyAsync(host.addr() as u64, other, size, stream)), 0);
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("its bytes", bytes_at(host, size) == expected, true);
     ok!(cu cuMemFree_v2(block));
     ok!(cu cuMemFree_v2(other));
     ok!(cu cuMemFreeHost(host));
@@ -120,6 +126,7 @@ fn fills(log: &mut Log) -> Answer {
     log.is("bytes", load::<u8>(block, 30, stream)?, expected);
     log.is("16 bits at an odd address", cu!(cuMemsetD16Async(block + 1, 0, 1, stream)), 1);
     log.is("32 bits at half of a word", cu!(cuMemsetD32Async(block + 2, 0, 1, stream)), 1);
+    log.is("past the end", cu!(cuMemsetD8Async(block, 0, 65, stream)), 1);
     let host = pinned(64)?;
     log.is("page-locked memory", cu!(cuMemsetD8Async(host.addr() as u64 + 8, 9, 8, stream)), 0);
     ok!(cu cuStreamSynchronize(stream));
@@ -191,13 +198,16 @@ fn ordered(log: &mut Log) -> Answer {
 fn ordered_frees(log: &mut Log) -> Answer {
     let stream = stream()?;
     warm(stream)?;
-    let (mut block, target) = (0, memory(4096)?);
+    let (mut block, target, plain) = (0, memory(4096)?, memory(4096)?);
     ok!(cu cuMemAllocAsync(&mut block, 4096, stream));
     ok!(cu cuMemsetD8Async(block, 3, 4096, stream));
+    log.is("freed inside of it", cu!(cuMemFreeAsync(block + 256, stream)), 1);
     let gate = Gate::on(stream)?;
     ok!(cu cuMemcpyDtoDAsync_v2(target, block, 4096, stream));
     log.is("freed while the stream is blocked", (cu!(cuMemFreeAsync(block, stream)), gate.is_open()), (0, false));
-    log.is("the stream", cu!(cuStreamQuery(stream)), NOT_READY);
+    log.is("freed again", cu!(cuMemFreeAsync(block, stream)), 1);
+    log.is("plain memory", (cu!(cuMemFreeAsync(plain, stream)), gate.is_open()), (0, false));
+    log.is("the stream", (cu!(cuStreamQuery(stream)), gate.is_open()), (NOT_READY, false));
     gate.open();
     log.is("what the work before it read", kinds_of(load::<u8>(target, 4096, stream)?), vec![3]);
     ok!(cu cuMemFree_v2(target));
@@ -218,7 +228,7 @@ fn pool(log: &mut Log) -> Answer {
     let (mut address, bytes) = (0, 8 << 20);
     ok!(cu cuMemAllocAsync(&mut address, bytes, stream));
     log.is("reserved for 8 MiB is as much at least", get(5).map(|value| value >= bytes as u64), Ok(true));
-    log.is("used", get(7), Ok(bytes as u64));
+    log.is("used, and at most", (get(7), get(8)), (Ok(bytes as u64), Ok(bytes as u64)));
     ok!(cu cuMemFreeAsync(address, stream));
     ok!(cu cuStreamSynchronize(stream));
     log.is("with threshold 0, reserved after the stream was waited for", get(5), Ok(0));
@@ -237,17 +247,26 @@ fn pool(log: &mut Log) -> Answer {
 }
 
 fn pointers(log: &mut Log) -> Answer {
-    let (stream, block, host) = (stream()?, memory(4096)?, pinned(4096)?);
+    let (context, stream, block, host) = (start(0)?, stream()?, memory(4096)?, pinned(4096)?);
     let mut ordered = 0;
     ok!(cu cuMemAllocAsync(&mut ordered, 4096, stream));
-    let kind = |pointer: u64| {
-        let mut kind = 0u32;
-        let code = cu!(cuPointerGetAttribute((&raw mut kind).cast(), 2, pointer));
-        if code == 0 { Ok(kind) } else { Err(code) }
+    let attribute = |which: u32, pointer: u64| {
+        let mut value = 0u64;
+        let code = cu!(cuPointerGetAttribute((&raw mut value).cast(), which, pointer));
+        if code == 0 { Ok(value) } else { Err(code) }
     };
+    let kind = |pointer: u64| attribute(2, pointer);
     log.is("device memory", kind(block + 100), Ok(2));
     log.is("memory in the order of a stream", kind(ordered), Ok(2));
     log.is("page-locked memory", kind(host.addr() as u64), Ok(1));
+    log.is("the context", attribute(1, block + 100) == Ok(context as u64), true);
+    let range = (attribute(11, block + 100) == Ok(block), attribute(12, block + 100));
+    log.is("the range: from the start, and its bytes", range, (true, Ok(4096)));
+    log.is("whether it has a handle for other processes", [block, ordered].map(|of| attribute(10, of)), [Ok(1), Ok(0)]);
+    log.is("ids differ", attribute(7, block) == attribute(7, ordered), false);
+    let on_host = attribute(4, host.addr() as u64) == Ok(host.addr() as u64);
+    log.is("the host address", (attribute(4, block), on_host), (Err(1), true));
+    log.is("an unknown attribute, and null", (attribute(99, block), kind(0)), (Err(1), Err(1)));
     let local = Box::new(0u64);
     log.is("memory of this process", kind((&raw const *local).addr() as u64), Err(1));
     ok!(cu cuMemFree_v2(block));

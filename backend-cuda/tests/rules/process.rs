@@ -17,8 +17,10 @@ rules! {
     "context.stack" Driver Own stack: "contexts are pushed and popped for each thread, and retaining one gives the same each time";
     "context.released" Driver Own released: "the last release of a primary context ends it, and one more answers 201";
     "context.gemm-without-one" Blas Shared gemm_without_context: "a product on a thread without a context makes the primary one current";
+    "context.made-by-cublas" Blas Own made_by_cublas: "cublasCreate starts the driver and makes the first device's context current";
     "codes.names" Driver Shared names: "codes have the vendor's names, and an unknown code answers 1";
     "fork.after-init" Driver Own fork_after: "in a child forked after cuInit every call answers 3, and the parent goes on";
+    "fork.cublas" Blas Own fork_cublas: "cublasCreate answers 1 in a child forked after cuInit";
     "fork.before-init" Driver Own fork_before: "a child forked before cuInit can initialise the driver itself";
     "exit.codes" Blas Own exit: "the driver lives in thread locals and handlers registered after cuInit, and answers 4 in those registered before";
     "context.lost" Blas Own lost: "a product that touches memory of nobody answers 13, or 0 where the fault is met later; it loses the context, and all that follows answers 700";
@@ -66,6 +68,9 @@ fn without_context(log: &mut Log) -> Answer {
                 ("cuStreamCreate", cu!(cuStreamCreate(&mut handle, 1)), 201),
                 ("cuCtxGetDevice", cu!(cuCtxGetDevice(&mut 0)), 201),
                 ("cuCtxSynchronize", cu!(cuCtxSynchronize()), 201),
+                ("cuStreamSynchronize", cu!(cuStreamSynchronize(0)), 201),
+                ("cuMemGetInfo", cu!(cuMemGetInfo_v2(&mut 0, &mut 0)), 201),
+                ("cuMemGetAddressRange", cu!(cuMemGetAddressRange_v2(&mut 0, &mut 0, live)), 201),
                 ("cuMemFree of a live pointer", cu!(cuMemFree_v2(live)), 0),
             ];
             (current, codes)
@@ -114,6 +119,7 @@ fn released(log: &mut Log) -> Answer {
     let state = |flags: &mut u32, active: &mut i32| (cu!(cuDevicePrimaryCtxGetState(0, flags, active)), *active);
     log.is("before", state(&mut flags, &mut active), (0, 0));
     start(0)?;
+    let held = memory(4096)?;
     ok!(cu cuDevicePrimaryCtxRetain(&mut 0, 0));
     log.is("retained twice", state(&mut flags, &mut active), (0, 1));
     log.is("released once", (cu!(cuDevicePrimaryCtxRelease_v2(0)), state(&mut flags, &mut active)), (0, (0, 1)));
@@ -121,6 +127,7 @@ fn released(log: &mut Log) -> Answer {
     log.is("released once too often", cu!(cuDevicePrimaryCtxRelease_v2(0)), 201);
     log.is("cuMemAlloc in what was current", cu!(cuMemAlloc_v2(&mut 0, 64)), 709);
     start(0)?;
+    log.is("memory that went with it", cu!(cuMemFree_v2(held)), 1);
     log.is("retained anew", (memory(64).is_ok(), state(&mut flags, &mut active)), (true, (0, 1)));
     Ok(())
 }
@@ -153,6 +160,16 @@ fn gemm_without_context(log: &mut Log) -> Answer {
     log.is("the primary context is current after it", seen.2, (0, true));
     log.is("cuMemAlloc there", seen.3, 0);
     log.is("the value", crate::rig::load::<f32>(c, 1, stream)?, vec![9.0]);
+    need("cublasDestroy", blas!(cublasDestroy_v2(handle)))
+}
+
+fn made_by_cublas(log: &mut Log) -> Answer {
+    crate::calls::Lt::open()?;
+    let (mut handle, mut current) = (0, 0);
+    log.is("cuCtxGetCurrent before", cu!(cuCtxGetCurrent(&mut current)), 3);
+    log.is("cublasCreate", blas!(cublasCreate_v2(&mut handle)), 0);
+    log.is("cuCtxGetCurrent", (cu!(cuCtxGetCurrent(&mut current)), current != 0), (0, true));
+    log.is("cuMemAlloc", cu!(cuMemAlloc_v2(&mut 0, 64)), 0);
     need("cublasDestroy", blas!(cublasDestroy_v2(handle)))
 }
 
@@ -262,6 +279,14 @@ fn fork_after(log: &mut Log) -> Answer {
     log.is("the parent stores", store(live, &[1u8; 64], stream), Ok(()));
     log.is("the parent frees", cu!(cuMemFree_v2(live)), 0);
     log.is("the parent allocates", memory(4096).is_ok(), true);
+    Ok(())
+}
+
+fn fork_cublas(log: &mut Log) -> Answer {
+    crate::calls::Lt::open()?;
+    crate::calls::Blas::open()?;
+    start(0)?;
+    log.is("in the child: cublasCreate", forked(|| [blas!(cublasCreate_v2(&mut 0))])?, [1]);
     Ok(())
 }
 

@@ -124,7 +124,7 @@ unsafe extern "C" fn wait_for_gate(gate: Pointer) {
 impl Gate {
     pub(crate) fn on(stream: Handle) -> Answer<Self> {
         let gate: &'static AtomicBool = Box::leak(Box::default());
-        ok!(cu cuLaunchHostFunc(stream, wait_for_gate, std::ptr::from_ref(gate).cast_mut().cast()));
+        ok!(cu cuLaunchHostFunc(stream, Some(wait_for_gate), std::ptr::from_ref(gate).cast_mut().cast()));
         Ok(Self(gate))
     }
 
@@ -199,7 +199,7 @@ impl Counter {
     }
 
     pub(crate) fn count_on(&self, stream: Handle) -> u32 {
-        cu!(cuLaunchHostFunc(stream, add_one, std::ptr::from_ref(self.0).cast_mut().cast()))
+        cu!(cuLaunchHostFunc(stream, Some(add_one), std::ptr::from_ref(self.0).cast_mut().cast()))
     }
 
     pub(crate) fn value(&self) -> u32 {

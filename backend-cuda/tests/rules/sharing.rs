@@ -13,9 +13,11 @@ rules! {
     "ipc.handles" Driver Own handles: "a handle names a whole allocation, and only plain memory has one";
     "ipc.memory" Driver Own shared_memory: "another process opens memory once or more often, at one address, and both see what is written";
     "ipc.own-handle" Driver Own own_handle: "a process may not open its own handle (201)";
+    "ipc.exporter-ended" Driver Own exporter_ended: "a handle of a process that ended answers 400";
     "ipc.events" Driver Own shared_event: "another process sees when an event is done, and may wait for it";
     "vmm.mapped" Driver Own mapped: "memory is created, reserved, mapped and released in parts";
     "vmm.by-descriptor" Driver Own by_descriptor: "memory travels to another process by a descriptor, and both see what is written";
+    "devices.shared" Devices Own on_both: "another process opens memory on a second device at another address, and mapped memory has one address for both";
     "vmm.fabric" Driver Own fabric: "fabric memory is found out by trying";
 }
 
@@ -27,6 +29,8 @@ pub(crate) fn peer(name: &str, line: Line) -> Answer {
     crate::calls::Driver::open()?;
     match name {
         "ipc.memory" => memory_peer(line),
+        "ipc.exporter-ended" => exporter_peer(line),
+        "devices.shared" => second_device_peer(line),
         "ipc.events" => event_peer(line),
         "vmm.by-descriptor" => descriptor_peer(line),
         other => Err(format!("`{other}` has no part for another process")),
@@ -82,18 +86,21 @@ fn shared_memory(log: &mut Log) -> Answer {
     let handle = export(block).map_err(|code| format!("cuIpcGetMemHandle answered {code}"))?;
     let mut peer = Peer::start("ipc.memory")?;
     peer.line.send(&handle.0)?;
-    let seen: [u64; 10] = peer.line.receive()?;
+    let seen: [u64; 13] = peer.line.receive()?;
     let what = [
         ("opened", 0),
         ("opened again", 0),
         ("both are one address", 1),
         ("only this process's bytes are there", 0x5a),
         ("exported by who opened it", 1),
+        ("freed by who opened it", 1),
         ("closed once", 0),
         ("bytes after one close of two", 0x5a),
         ("filled there", 0),
+        ("closed inside of it", 1),
         ("closed twice", 0),
         ("an address that is not open closed", 1),
+        ("its bytes", 1),
     ];
     for ((what, expected), seen) in what.into_iter().zip(seen) {
         log.is(what, seen, expected);
@@ -122,20 +129,75 @@ fn memory_peer(mut line: Line) -> Answer {
     let same = u64::from(address == again);
     let first = only(&kinds_of(load::<u8>(address, BYTES, stream)?));
     let exported = export(address).err().unwrap_or(0);
+    let freed = cu!(cuMemFree_v2(address));
     let closed = cu!(cuIpcCloseMemHandle(address));
     let second = only(&kinds_of(load::<u8>(address, BYTES, stream)?));
     let filled = cu!(cuMemsetD8Async(address, 0xc1, BYTES, stream));
     ok!(cu cuStreamSynchronize(stream));
+    let closed_inside = cu!(cuIpcCloseMemHandle(address + 8));
     let closed_twice = cu!(cuIpcCloseMemHandle(address));
     let closed_too_often = cu!(cuIpcCloseMemHandle(address));
-    let [opened, reopened, exported, closed, filled, closed_twice, closed_too_often] =
-        [opened, reopened, exported, closed, filled, closed_twice, closed_too_often].map(u64::from);
-    line.send(&[opened, reopened, same, first, exported, closed, second, filled, closed_twice, closed_too_often])?;
+    let read = cu!(cuMemcpyDtoHAsync_v2([0u8; 8].as_mut_ptr().cast(), address, 8, stream));
+    line.send(&[opened, reopened].map(u64::from))?;
+    line.send(&[same, first])?;
+    line.send(&[exported, freed, closed].map(u64::from))?;
+    line.send(&[second])?;
+    line.send(&[filled, closed_inside, closed_twice, closed_too_often, read].map(u64::from))?;
     let without_flag = cu!(cuIpcOpenMemHandle_v2(&mut address, handle, 0));
     if without_flag == 0 {
         ok!(cu cuIpcCloseMemHandle(address));
     }
     line.send(&[u64::from(without_flag)])
+}
+
+fn exporter_ended(log: &mut Log) -> Answer {
+    start(0)?;
+    let mut peer = Peer::start("ipc.exporter-ended")?;
+    let handle = peer.line.receive_handle()?;
+    peer.end()?;
+    log.is("opened", cu!(cuIpcOpenMemHandle_v2(&mut 0, handle, 1)), 400);
+    Ok(())
+}
+
+fn exporter_peer(mut line: Line) -> Answer {
+    start(0)?;
+    let handle = export(memory(BYTES)?).map_err(|code| format!("cuIpcGetMemHandle answered {code}"))?;
+    line.send(&handle.0)
+}
+
+fn on_both(log: &mut Log) -> Answer {
+    start(0)?;
+    let (stream, block) = (stream()?, memory(BYTES)?);
+    ok!(cu cuMemsetD8Async(block, 0x5a, BYTES, stream));
+    ok!(cu cuStreamSynchronize(stream));
+    let handle = export(block).map_err(|code| format!("cuIpcGetMemHandle answered {code}"))?;
+    let mut peer = Peer::start("devices.shared")?;
+    peer.line.send(&handle.0)?;
+    let [opened, same, seen, device, closed] = peer.line.receive()?;
+    log.is("opened on the second device, at the address of the first", (opened, same), (0, 0));
+    log.is("its bytes, and its device", (seen, device), (0x5a, 1));
+    log.is("closed there", closed, 0);
+    peer.end()?;
+    let (mapped, _) = map_new(1)?;
+    ok!(cu cuMemsetD8Async(mapped, 3, MAPPED, stream));
+    ok!(cu cuStreamSynchronize(stream));
+    start(1)?;
+    log.is("access for the second device", cu!(cuMemSetAccess(mapped, MAPPED, &Access::read_write(1), 1)), 0);
+    let there = self::stream()?;
+    log.is("its bytes there", kinds_of(load::<u8>(mapped, MAPPED, there)?), vec![3]);
+    Ok(())
+}
+
+fn second_device_peer(mut line: Line) -> Answer {
+    start(0)?;
+    let (handle, mut near, mut far, mut device) = (line.receive_handle()?, 0, 0, 9u32);
+    ok!(cu cuIpcOpenMemHandle_v2(&mut near, handle, 1));
+    start(1)?;
+    let opened = cu!(cuIpcOpenMemHandle_v2(&mut far, handle, 1));
+    let seen = only(&kinds_of(load::<u8>(far, BYTES, stream()?)?));
+    ok!(cu cuPointerGetAttribute((&raw mut device).cast(), 9, far));
+    let closed = cu!(cuIpcCloseMemHandle(far));
+    line.send(&[u64::from(opened), u64::from(near == far), seen, u64::from(device), u64::from(closed)])
 }
 
 fn shared_event(log: &mut Log) -> Answer {
@@ -149,8 +211,8 @@ fn shared_event(log: &mut Log) -> Answer {
     ok!(cu cuEventRecord(done, stream));
     let mut peer = Peer::start("ipc.events")?;
     peer.line.send(&handle.0)?;
-    let [opened, before, waits, waiting] = peer.line.receive()?;
-    log.is("opened there", opened, 0);
+    let [opened, exported, before, waits, waiting] = peer.line.receive()?;
+    log.is("opened there, and exported by who opened it", (opened, exported != 0), (0, true));
     log.is("asked there, before", before, u64::from(NOT_READY));
     log.is("a stream waits there", waits, 0);
     log.is("that stream, before", waiting, u64::from(NOT_READY));
@@ -169,10 +231,11 @@ fn event_peer(mut line: Line) -> Answer {
     let (stream, handle) = (stream()?, line.receive_handle()?);
     let mut done = 0;
     let opened = cu!(cuIpcOpenEventHandle(&mut done, handle));
+    let exported = cu!(cuIpcGetEventHandle(&mut IpcHandle([0; 8]), done));
     let before = cu!(cuEventQuery(done));
     let waits = cu!(cuStreamWaitEvent(stream, done, 0));
     let waiting = cu!(cuStreamQuery(stream));
-    line.send(&[opened, before, waits, waiting].map(u64::from))?;
+    line.send(&[opened, exported, before, waits, waiting].map(u64::from))?;
     let came = wait_until(|| cu!(cuEventQuery(done)) == 0);
     let after = cu!(cuEventQuery(done));
     let synchronized = cu!(cuStreamSynchronize(stream));
@@ -206,6 +269,7 @@ fn mapped(log: &mut Log) -> Answer {
     let mut handle = 0;
     log.is("a part of it", cu!(cuMemCreate(&mut handle, 4096, &properties, 0)), 1);
     log.is("no bytes", cu!(cuMemCreate(&mut handle, 0, &properties, 0)), 1);
+    log.is("1 PiB", cu!(cuMemCreate(&mut handle, 1 << 50, &properties, 0)), 2);
     let (base, handle) = map_new(1)?;
     ok!(cu cuMemsetD8Async(base, 3, MAPPED, stream));
     log.is("its bytes", kinds_of(load::<u8>(base, MAPPED, stream)?), vec![3]);
@@ -223,10 +287,14 @@ fn mapped(log: &mut Log) -> Answer {
     let access = Access::read_write(0);
     let (mut both, mut second) = (0, 0);
     ok!(cu cuMemCreate(&mut second, MAPPED, &Properties::with_handles(0), 0));
+    log.is("100 bytes of addresses", cu!(cuMemAddressReserve(&mut both, 100, 0, 0, 0)), 1);
     ok!(cu cuMemAddressReserve(&mut both, 2 * MAPPED, 0, 0, 0));
+    log.is("mapped at no border of a page", cu!(cuMemMap(both + 4096, MAPPED, 0, handle, 0)), 1);
     log.is("mapped, first half", cu!(cuMemMap(both, MAPPED, 0, handle, 0)), 0);
     log.is("mapped where something is", cu!(cuMemMap(both, MAPPED, 0, second, 0)), 1);
     log.is("mapped, second half", cu!(cuMemMap(both + MAPPED as u64, MAPPED, 0, second, 0)), 0);
+    log.is("a fill without access", cu!(cuMemsetD8Async(both, 1, 64, stream)), 1);
+    log.is("access to a part", cu!(cuMemSetAccess(both, 4096, &access, 1)), 1);
     log.is("access to both", cu!(cuMemSetAccess(both, 2 * MAPPED, &access, 1)), 0);
     log.is("the first is the same memory", kinds_of(load::<u8>(both, MAPPED, stream)?), vec![3]);
     ok!(cu cuMemsetD8Async(both, 4, 2 * MAPPED, stream));
@@ -235,6 +303,8 @@ fn mapped(log: &mut Log) -> Answer {
     let mut descriptor = -1;
     let code = cu!(cuMemExportToShareableHandle((&raw mut descriptor).cast(), second, 1, 0));
     log.is("an export of what was not made for it", code, 1);
+    log.is("its addresses given back while mapped", cu!(cuMemAddressFree(both, 2 * MAPPED)), 1);
+    log.is("a part unmapped", cu!(cuMemUnmap(both, 4096)), 1);
     log.is("unmapped", cu!(cuMemUnmap(both, 2 * MAPPED)), 0);
     log.is("its addresses given back", cu!(cuMemAddressFree(both, 2 * MAPPED)), 0);
     log.is("released while mapped", cu!(cuMemRelease(handle)), 0);
@@ -262,13 +332,18 @@ fn by_descriptor(log: &mut Log) -> Answer {
     log.is("it closes on exec", flags, libc::FD_CLOEXEC);
     let mut peer = Peer::start("vmm.by-descriptor")?;
     peer.line.send_descriptor(descriptor.as_raw_fd())?;
-    drop(descriptor);
     let [imported, seen, filled, unmapped, released] = peer.line.receive()?;
     log.is("imported there", imported, 0);
     log.is("only this process's bytes are there", seen, 0x3c);
     log.is("filled, unmapped and released there", (filled, unmapped, released), (0, 0, 0));
     peer.end()?;
     log.is("the other's bytes are here", kinds_of(load::<u8>(base, MAPPED, stream)?), vec![0xc2]);
+    let mut imported = 0;
+    log.is("import of something else", cu!(cuMemImportFromShareableHandle(&mut imported, 0, 1)), 1);
+    ok!(cu cuMemImportFromShareableHandle(&mut imported, descriptor.as_raw_fd() as usize, 1));
+    drop(descriptor);
+    log.is("imported here, it has another handle", imported == handle, false);
+    log.is("and is the same memory", kinds_of(load::<u8>(map(imported)?, MAPPED, stream)?), vec![0xc2]);
     log.is("unmapped and released", (cu!(cuMemUnmap(base, MAPPED)), cu!(cuMemRelease(handle))), (0, 0));
     Ok(())
 }

@@ -1,7 +1,9 @@
 //! Streams.
 
-use crate::calls::cu;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use crate::calls::ok;
+use crate::calls::{Pointer, cu};
 use crate::rig::{
     Counter, Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, on_another_thread, pinned, start, stream, warm,
 };
@@ -131,6 +133,11 @@ fn legacy(log: &mut Log) -> Answer {
     Ok(())
 }
 
+unsafe extern "C" fn call_the_driver(answer: Pointer) {
+    // SAFETY: answers live for ever.
+    unsafe { &*answer.cast::<AtomicU32>() }.store(cu!(cuDeviceGetCount(&mut 0)), Ordering::SeqCst);
+}
+
 fn host_functions(log: &mut Log) -> Answer {
     let (stream, block, host, counter) = (stream()?, memory(4096)?, pinned(4096)?, Counter::new());
     for round in 1..=5u8 {
@@ -149,6 +156,11 @@ fn host_functions(log: &mut Log) -> Answer {
     gate.open();
     ok!(cu cuStreamSynchronize(stream));
     log.is("until the gate is open", (counter.value(), kinds_of(bytes_at(host, 4096))), (6, vec![9]));
+    let answer: &'static AtomicU32 = Box::leak(Box::default());
+    ok!(cu cuLaunchHostFunc(stream, Some(call_the_driver), std::ptr::from_ref(answer).cast_mut().cast()));
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("a call of the driver in one", answer.load(Ordering::SeqCst), 800);
+    log.is("a null one", cu!(cuLaunchHostFunc(stream, None, std::ptr::null_mut())), 1);
     ok!(cu cuMemFree_v2(block));
     ok!(cu cuMemFreeHost(host));
     Ok(())

@@ -65,7 +65,7 @@ pub struct Suite<N: 'static> {
     pub begin: fn() -> Answer,
     /// Runs after each rule of a shared process. What a rule left in the device would be seen by the next.
     pub end: fn() -> Answer,
-    /// Variables of the processes that run rules.
+    /// Variables of the processes that run rules, where the caller has not set them.
     pub environment: &'static [(&'static str, &'static str)],
 }
 
@@ -232,7 +232,7 @@ impl Server {
         let own = std::env::current_exe().map_err(|error| error.to_string())?;
         let mut command = Command::new(own);
         command
-            .envs(environment.iter().copied())
+            .envs(environment.iter().filter(|(name, _)| std::env::var_os(name).is_none()).copied())
             .env(NAMES, names.join(","))
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
