@@ -403,6 +403,9 @@ fn set_stream_drops(log: &mut Log) -> Answer {
     log.is("after setting modes", written()?, [true, false]);
     need("cublasSetWorkspace", blas!(cublasSetWorkspace_v2(handle, workspaces[1], room)))?;
     log.is("the second is bound", written()?, [false, true]);
+    need("cublasSetWorkspace", blas!(cublasSetWorkspace_v2(handle, workspaces[1], 0)))?;
+    log.is("no bytes of it are bound", written()?, [false, false]);
+    need("cublasSetWorkspace", blas!(cublasSetWorkspace_v2(handle, workspaces[1], room)))?;
     need("cublasSetStream", blas!(cublasSetStream_v2(handle, stream)))?;
     log.is("after cublasSetStream with the same stream", written()?, [false, false]);
     destroy(handle)?;

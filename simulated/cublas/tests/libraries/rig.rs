@@ -13,7 +13,6 @@ library! {
     cuInit(u32);
     cuDevicePrimaryCtxRetain(*mut Ptr, i32);
     cuCtxSetCurrent(Ptr);
-    cuCtxGetCurrent(*mut Ptr);
     cuCtxSynchronize();
     cuMemAlloc_v2(*mut u64, usize);
     cuMemFree_v2(u64);
@@ -24,12 +23,6 @@ library! {
     cuStreamSynchronize(Ptr);
     cuStreamQuery(Ptr);
     cuLaunchHostFunc(Ptr, unsafe extern "C" fn(Ptr), Ptr);
-    cuStreamBeginCapture_v2(Ptr, u32);
-    cuStreamEndCapture(Ptr, *mut Ptr);
-    cuGraphInstantiateWithFlags(*mut Ptr, Ptr, u64);
-    cuGraphLaunch(Ptr, Ptr);
-    cuGraphGetNodes(Ptr, *mut Ptr, *mut usize);
-    cuGraphNodeGetType(Ptr, *mut u32);
     cuMemHostAlloc(*mut Ptr, usize, u32);
     cuCtxEnablePeerAccess(Ptr, u32);
 }
@@ -41,14 +34,10 @@ library! {
     cublasGetVersion_v2(Ptr, *mut i32);
     cublasGetProperty(u32, *mut i32);
     cublasSetStream_v2(Ptr, Ptr);
-    cublasGetStream_v2(Ptr, *mut Ptr);
     cublasSetWorkspace_v2(Ptr, u64, usize);
     cublasSetMathMode(Ptr, u32);
-    cublasGetMathMode(Ptr, *mut u32);
-    cublasSetAtomicsMode(Ptr, u32);
     cublasGetAtomicsMode(Ptr, *mut u32);
     cublasSetPointerMode_v2(Ptr, u32);
-    cublasGetPointerMode_v2(Ptr, *mut u32);
     cublasSgemm_v2(Ptr, u32, u32, i32, i32, i32, *const f32, u64, i32, u64, i32, *const f32, u64, i32);
     cublasDgemm_v2(Ptr, u32, u32, i32, i32, i32, *const f64, u64, i32, u64, i32, *const f64, u64, i32);
     cublasSgemmStridedBatched(
@@ -56,15 +45,6 @@ library! {
     cublasGemmEx(
         Ptr, u32, u32, i32, i32, i32, *const c_void, u64, u32, i32, u64, u32, i32, *const c_void, u64, u32, i32, u32,
         i32);
-    cublasGemmEx_64(
-        Ptr, u32, u32, i64, i64, i64, *const c_void, u64, u32, i64, u64, u32, i64, *const c_void, u64, u32, i64, u32,
-        i32);
-    cublasGemmStridedBatchedEx(
-        Ptr, u32, u32, i32, i32, i32, *const c_void, u64, u32, i32, i64, u64, u32, i32, i64, *const c_void, u64, u32,
-        i32, i64, i32, u32, i32);
-    cublasGemmStridedBatchedEx_64(
-        Ptr, u32, u32, i64, i64, i64, *const c_void, u64, u32, i64, i64, u64, u32, i64, i64, *const c_void, u64, u32,
-        i64, i64, i64, u32, i32);
 }
 
 library! {
