@@ -2,9 +2,8 @@
 //! without elements, and foreign users of the same context.
 //!
 //! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's. With
-//! `HIGHWATER_TEST_OVER_SIMULATION` set, the tests run over the libraries that the loader finds, including real ones.
+//! `HIGHWATER_TEST_INSIDE=0`, the tests run over the libraries that the loader finds, including real ones.
 
-use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
@@ -13,23 +12,15 @@ use highwater_core::{
     EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments,
     PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
 };
+use highwater_simulated_harness::isolated;
 
-/// Returns the backend in the run over the simulation. Returns `None` after starting that run.
+/// Returns the backend in the run over the simulation. Returns `None` after that run.
 fn open(test: &str) -> Option<Arc<dyn Backend>> {
-    const INSIDE: &str = "HIGHWATER_TEST_OVER_SIMULATION";
-    if std::env::var_os(INSIDE).is_some() {
+    if isolated::version().is_some() {
         return Some(highwater_cuda::open().unwrap());
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
-    let mut command = Command::new(script);
-    command.arg("cuda").arg(std::env::current_exe().unwrap()).args(["--exact", test, "--test-threads=1"]);
-    for variable in ["HIGHWATER_MOCK", "HIGHWATER_SIMULATED_CUDA", "CUDA_VISIBLE_DEVICES"] {
-        command.env_remove(variable);
-    }
     // More devices than any test needs.
-    let output = command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    isolated::outside(test, &["cuda"], &[("HIGHWATER_MOCK", "devices=2")], None);
     None
 }
 

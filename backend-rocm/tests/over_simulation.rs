@@ -2,12 +2,12 @@
 //! numbers in `docs/rocm.md`.
 //!
 //! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of AMD's, once as HIP
-//! 7 and once as HIP 6. With `HIGHWATER_TEST_OVER_SIMULATION` set, the tests run over the libraries that the loader
+//! 7 and once as HIP 6. With `HIGHWATER_TEST_INSIDE` set to 7 or 6, the tests run over the libraries that the loader
 //! finds, including real ones. If a test states that the vendor does harm, it makes the call without the backend and
 //! observes the harm.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
@@ -16,49 +16,20 @@ use highwater_core::{
     HostPtr, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle, Runtime, StreamId, StreamOptions,
     StreamPriority, Ticket, Transport, Workspace,
 };
-
-const INSIDE: &str = "HIGHWATER_TEST_OVER_SIMULATION";
-
-/// Returns the command that runs `test` over libraries.
-fn again(libraries: &str, test: &str) -> Command {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
-    let mut command = Command::new(script);
-    command.arg(libraries).arg(std::env::current_exe().unwrap()).args(["--exact", test, "--test-threads=1"]);
-    for variable in [
-        "HIGHWATER_MOCK",
-        "HIGHWATER_SIMULATED_HIP",
-        "HIP_VISIBLE_DEVICES",
-        "HIGHWATER_HIP_LIBRARY",
-        "HIGHWATER_HIPBLAS_LIBRARY",
-        "ROCBLAS_TENSILE_LIBPATH",
-    ] {
-        command.env_remove(variable);
-    }
-    // More devices than any test needs.
-    command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1");
-    command
-}
-
-#[track_caller]
-fn passes(output: &Output) {
-    let said = String::from_utf8_lossy(&output.stdout);
-    // Standard error is not checked, because HIP writes warnings there at exit.
-    assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
-}
+use highwater_simulated_harness::{isolated, script, values};
 
 /// Returns whether this is the run over libraries. Otherwise, starts the run over both versions, with `settings` in the
 /// environment.
 fn inside_with(test: &str, settings: &[(&str, &str)]) -> bool {
-    if std::env::var_os(INSIDE).is_some() {
+    if isolated::version().is_some() {
         return true;
     }
-    for libraries in ["rocm", "rocm6"] {
-        passes(&again(libraries, test).envs(settings.iter().copied()).output().unwrap());
-    }
+    // More devices than any test needs.
+    isolated::outside(test, &["rocm", "rocm6"], &[&[("HIGHWATER_MOCK", "devices=2")], settings].concat(), None);
     false
 }
 
-/// Returns the backend in the run over libraries. Returns `None` after starting that run.
+/// Returns the backend in the run over libraries. Returns `None` after that run.
 fn open(test: &str) -> Option<Arc<dyn Backend>> {
     inside_with(test, &[]).then(|| highwater_rocm::open().unwrap())
 }
@@ -227,38 +198,28 @@ fn r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6() {
     assert_eq!(ticket.transport(), Transport::Legacy);
     let mut other = Command::new(std::env::current_exe().unwrap());
     other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, ticket.to_string());
-    passes(&other.output().unwrap());
+    assert!(other.status().unwrap().success());
     let values = stream.download(&buffer).unwrap();
     assert!(values[..500].iter().all(|value| *value == 2.5) && values[500..].iter().all(|value| *value == 1.5));
     drop((buffer, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-/// Computes the product of two 2 x 2 matrices in column order, with the first transposed or not, and returns the bytes
-/// of C. A is 1, 2, 3, 4 and B is 1, 0, 0, 2.
-fn product(backend: &dyn Backend, factors: DataType, result: DataType, transposed: bool, mode: MathMode) -> Vec<u8> {
-    let number = |data_type: DataType, value: f32| -> Vec<u8> {
-        match data_type {
-            DataType::F16 => match value as i32 {
-                0 => 0_u16,
-                1 => 0x3c00,
-                2 => 0x4000,
-                3 => 0x4200,
-                _ => 0x4400,
-            }
-            .to_le_bytes()
-            .to_vec(),
-            DataType::Bf16 => ((value.to_bits() >> 16) as u16).to_le_bytes().to_vec(),
-            DataType::F32 => value.to_le_bytes().to_vec(),
-            _ => f64::from(value).to_le_bytes().to_vec(),
-        }
+/// Checks the product of two 2 x 2 matrices in column order, with the first transposed or not. A is 1, 2, 3, 4 and B is
+/// 1, 0, 0, 2.
+fn product(backend: &dyn Backend, factors: DataType, result: DataType, transposed: bool, mode: MathMode) {
+    let number_of = |data_type: DataType| match data_type {
+        DataType::F16 => values::F16,
+        DataType::Bf16 => values::BF16,
+        DataType::F32 => values::F32,
+        _ => values::F64,
     };
     let stream = stream(backend);
     let (a, b, c) = (allocate(backend, 256), allocate(backend, 256), allocate(backend, 256));
     let host = backend.host_allocator();
     let room = host.allocate(64, &HostOptions::new()).unwrap();
     for (block, values) in [(a, [1.0, 2.0, 3.0, 4.0]), (b, [1.0, 0.0, 0.0, 2.0])] {
-        let bytes: Vec<u8> = values.into_iter().flat_map(|value| number(factors, value)).collect();
+        let bytes = values::encode(number_of(factors), &values);
         // SAFETY: The room holds 64 bytes, and the copy is waited for before it is written again.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), room.as_ptr(), bytes.len());
@@ -279,12 +240,7 @@ fn product(backend: &dyn Backend, factors: DataType, result: DataType, transpose
     let size = result.bytes();
     let seen = bytes_of(backend, c, 4 * size, stream);
     let expected = if transposed { [1.0, 3.0, 4.0, 8.0] } else { [1.0, 2.0, 6.0, 8.0] };
-    let wide = |value: f32| match (result, value as i32) {
-        (DataType::F16, 6) => 0x4600_u16.to_le_bytes().to_vec(),
-        (DataType::F16, 8) => 0x4800_u16.to_le_bytes().to_vec(),
-        _ => number(result, value),
-    };
-    let expected: Vec<u8> = expected.into_iter().flat_map(wide).collect();
+    let expected = values::encode(number_of(result), &expected);
     assert_eq!(seen, expected, "{factors:?} to {result:?}, transposed: {transposed}");
     handle.destroy().unwrap();
     for block in [a, b, c] {
@@ -293,7 +249,6 @@ fn product(backend: &dyn Backend, factors: DataType, result: DataType, transpose
     // SAFETY: The copies are done.
     unsafe { host.free(room) }.unwrap();
     backend.destroy_stream(stream).unwrap();
-    seen
 }
 
 #[test]
@@ -337,12 +292,9 @@ fn file_in(folder: &Path, name: &str) -> PathBuf {
 #[test]
 fn r2_6_libraries_of_two_releases_are_refused() {
     const TEST: &str = "r2_6_libraries_of_two_releases_are_refused";
-    if std::env::var_os(INSIDE).is_none() {
+    if isolated::version().is_none() {
         // Both must exist before one runs.
-        for libraries in ["rocm", "rocm6"] {
-            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
-            assert!(Command::new(script).args([libraries, "true"]).status().unwrap().success());
-        }
+        let _folders = ["rocm", "rocm6"].map(script::folder);
     }
     if !inside_with(TEST, &[]) {
         return;
@@ -398,6 +350,19 @@ fn lose(backend: &dyn Backend, stream: StreamId) {
     assert_ne!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamQuery")(raw) }, 0);
 }
 
+/// Ends the capture of a stream, and runs its graph once.
+fn replay(backend: &dyn Backend, stream: StreamId) {
+    // SAFETY: The tests began the capture, and its blocks outlive the launch.
+    unsafe {
+        let graph = backend.end_capture(stream).unwrap();
+        let executable = backend.instantiate_graph(graph).unwrap();
+        backend.launch_graph(executable, stream).unwrap();
+        backend.synchronize_stream(stream).unwrap();
+        backend.destroy_graph_exec(executable).unwrap();
+        backend.destroy_graph(graph).unwrap();
+    }
+}
+
 #[test]
 fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     let Some(backend) = open("r3_1_streams_that_died_with_a_capture_work_again_under_their_ids") else { return };
@@ -436,15 +401,7 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     // The stream is captured again, and the graph runs.
     backend.begin_capture(first, CaptureMode::Global).unwrap();
     fill(&*backend, block, 5, 4096, first);
-    // SAFETY: This test began it, and the block outlives the launch.
-    unsafe {
-        let graph = backend.end_capture(first).unwrap();
-        let executable = backend.instantiate_graph(graph).unwrap();
-        backend.launch_graph(executable, first).unwrap();
-        backend.synchronize_stream(first).unwrap();
-        backend.destroy_graph_exec(executable).unwrap();
-        backend.destroy_graph(graph).unwrap();
-    }
+    replay(&*backend, first);
     assert!(bytes_of(&*backend, block, 4096, first).iter().all(|byte| *byte == 5));
     handle.destroy().unwrap();
     backend.destroy_event(event).unwrap();
@@ -506,15 +463,7 @@ fn r3_2_what_a_capture_forbids_does_not_lose_it() {
         std::thread::scope(|scope| {
             scope.spawn(calls);
         });
-        // SAFETY: This test began it, and the block outlives the launch.
-        unsafe {
-            let graph = backend.end_capture(captured).unwrap();
-            let executable = backend.instantiate_graph(graph).unwrap();
-            backend.launch_graph(executable, captured).unwrap();
-            backend.synchronize_stream(captured).unwrap();
-            backend.destroy_graph_exec(executable).unwrap();
-            backend.destroy_graph(graph).unwrap();
-        }
+        replay(&*backend, captured);
         assert!(bytes_of(&*backend, block, 4096, captured).iter().all(|byte| *byte == 3), "{mode:?}");
         free(&*backend, block);
         backend.destroy_event(before).unwrap();
@@ -547,7 +496,7 @@ fn r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives() {
 fn r3_4_an_architecture_without_kernels_is_refused_and_the_process_lives() {
     const TEST: &str = "r3_4_an_architecture_without_kernels_is_refused_and_the_process_lives";
     let empty = std::env::temp_dir().join(format!("highwater-rocm-no-kernels-{}", std::process::id()));
-    if std::env::var_os(INSIDE).is_none() {
+    if isolated::version().is_none() {
         std::fs::create_dir_all(&empty).unwrap();
     }
     let inside = inside_with(TEST, &[("ROCBLAS_TENSILE_LIBPATH", empty.to_str().unwrap())]);
@@ -934,18 +883,15 @@ fn atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them(
     const TEST: &str = "atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them";
     let Some(backend) = open(TEST) else { return };
     let mut handle = blas(&*backend);
-    let file = highwater_driver::loaded_files("libhipblas.so").pop().unwrap();
+    // SAFETY: The vendor's function, with its arguments.
+    let ask =
+        unsafe { of_library::<unsafe extern "C" fn(u64, *mut u32) -> i32>("libhipblas.so", "hipblasGetAtomicsMode") };
     let mut mode = 9;
-    // SAFETY: The symbol has these arguments; the call writes one number, which outlives it.
-    let asks = || unsafe {
-        let library = std::mem::ManuallyDrop::new(libloading::Library::new(&file).unwrap());
-        *library.get::<unsafe extern "C" fn(u64, *mut u32) -> i32>(b"hipblasGetAtomicsMode").unwrap()
-    };
-    // SAFETY: The handle is alive.
-    assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 0));
+    // SAFETY: The handle is alive, and the number lives until the call returns.
+    assert_eq!((unsafe { ask(handle.raw(), &mut mode) }, mode), (0, 0));
     handle.set_atomics_mode(AtomicsMode::Allowed).unwrap();
     // SAFETY: As above.
-    assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 1));
+    assert_eq!((unsafe { ask(handle.raw(), &mut mode) }, mode), (0, 1));
     let can = backend.capabilities(0).unwrap();
     assert_eq!(can.blas_workspace, major() >= 7);
     let stream = stream(&*backend);

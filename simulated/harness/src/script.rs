@@ -7,11 +7,15 @@ use std::process::{Command, Output};
 use libloading::Library;
 
 /// Variables of the caller that would change what a test sees.
-const FOREIGN: [&str; 5] = [
+const FOREIGN: [&str; 9] = [
     "HIGHWATER_MOCK",
     "HIGHWATER_SIMULATED_CUDA",
     "HIGHWATER_SIMULATED_HIP",
+    "HIGHWATER_HIP_LIBRARY",
+    "HIGHWATER_HIPBLAS_LIBRARY",
     "CUBLAS_WORKSPACE_CONFIG",
+    "ROCBLAS_TENSILE_LIBPATH",
+    "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
 ];
 

@@ -3,10 +3,8 @@
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-use half::{bf16, f16};
-
 use highwater_simulated_harness::isolated::version;
-use highwater_simulated_harness::values::{diagonal_of, is_diagonal};
+use highwater_simulated_harness::values::{BF16, F16, F32, F64, bytes, decode, diagonal_of, encode, is_diagonal};
 use highwater_simulated_harness::{Shared, code, isolated, ok};
 
 use crate::rig::{Blas, Hip, Ptr, allocate, download, free_bytes, gate_on, optional, store, stream, text, upload};
@@ -137,48 +135,33 @@ isolated! {
         // A is 2x3, transposed from 3x2; B is 3x2. All values are exact in every type.
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, -1.0, 2.0, 1.0, 0.5]);
         let expected = [-2.0f64, -2.0, 5.5, 16.0];
-        let run = |input: i32, output: i32, compute: i32, a: Ptr, b: Ptr, c: Ptr| {
-            let (one, zero) = ((1f32, 1f64, f16::ONE), (0f32, 0f64, f16::ZERO));
-            let scale = |scales: &(f32, f64, f16)| match compute {
-                7 => std::ptr::from_ref(&scales.1).cast::<c_void>(),
-                0 => std::ptr::from_ref(&scales.2).cast(),
-                _ => std::ptr::from_ref(&scales.0).cast(),
+        let c = allocate(32);
+        let run = |input: u32, output: u32, compute: i32| {
+            let [a, b] = [a, b].map(|values| upload(&encode(input, &values), stream));
+            let of_scales = match compute {
+                7 => F64,
+                0 => F16,
+                _ => F32,
             };
+            let [one, zero] = [1.0, 0.0].map(|value| encode(of_scales, &[value]));
+            let (of, to) = (input as i32, output as i32);
             // SAFETY: the matrices are as large as it says, and the scales are read during the call.
             unsafe {
                 symbol(
-                    handle, TRANSPOSED, PLAIN, 2, 2, 3, scale(&one), a, input, 3, b, input, 3, scale(&zero), c, output, 2,
+                    handle, TRANSPOSED, PLAIN, 2, 2, 3, one.as_ptr().cast(), a, of, 3, b, of, 3, zero.as_ptr().cast(), c, to, 2,
                     compute, DEFAULT,
                 )
             }
         };
-        let singles = [a, b].map(|values| upload(&values.map(|value| value as f32), stream));
-        let doubles = [a, b].map(|values| upload(&values, stream));
-        let halves = [a, b].map(|values| upload(&values.map(|value| f16::from_f64(value).to_bits()), stream));
-        let brains = [a, b].map(|values| upload(&values.map(|value| bf16::from_f64(value).to_bits()), stream));
-        let c = allocate(32);
-        for compute in [2, 6] {
-            assert_eq!(run(0, 0, compute, singles[0], singles[1], c), 0);
-            assert_eq!(download::<f32>(c, 4, stream).iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), expected);
-        }
-        assert_eq!(run(1, 1, 7, doubles[0], doubles[1], c), 0);
-        assert_eq!(download::<f64>(c, 4, stream), expected);
-        for compute in [0, 2] {
-            assert_eq!(run(2, 2, compute, halves[0], halves[1], c), 0);
-            let seen: Vec<_> = download::<u16>(c, 4, stream).iter().map(|&bits| f16::from_bits(bits).to_f64()).collect();
-            assert_eq!(seen, expected);
-        }
-        assert_eq!(run(14, 14, 2, brains[0], brains[1], c), 0);
-        let seen: Vec<_> = download::<u16>(c, 4, stream).iter().map(|&bits| bf16::from_bits(bits).to_f64()).collect();
-        assert_eq!(seen, expected);
-        // To 32 bits.
-        for (input, [a, b]) in [(2, halves), (14, brains)] {
-            store(c, &[0f32; 4], stream);
-            assert_eq!(run(input, 0, 2, a, b, c), 0);
-            assert_eq!(download::<f32>(c, 4, stream).iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), expected);
+        for (input, output, compute) in [
+            (F32, F32, 2), (F32, F32, 6), (F64, F64, 7), (F16, F16, 0), (F16, F16, 2), (BF16, BF16, 2), (F16, F32, 2), (BF16, F32, 2),
+        ] {
+            store(c, &[0u8; 32], stream);
+            assert_eq!(run(input, output, compute), 0, "{input} {output} {compute}");
+            assert_eq!(decode(output, &download(c, 4 * bytes(output), stream)), expected, "{input} {output} {compute}");
         }
         for (input, output, compute) in [(0, 2, 2), (1, 1, 2), (0, 0, 7), (2, 0, 0), (3, 10, 9), (0, 0, 20), (99, 99, 2)] {
-            assert_eq!(run(input, output, compute, singles[0], singles[1], c), 7, "{input} {output} {compute}");
+            assert_eq!(run(input, output, compute), 7, "{input} {output} {compute}");
         }
     }
 
