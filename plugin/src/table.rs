@@ -16,61 +16,42 @@ use highwater_hal::{
 /// Versions of the table that this version of Highwater supports.
 pub const TABLE_VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
 
-/// A group of operations. A table has all of a group or none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Group {
-    /// The operations of every backend: identity, devices, streams, events, memory, copies and fills.
-    Required,
-    /// Elapsed time between events.
-    Timing,
-    /// Raw handles of streams and events, to and from other code.
-    Foreign,
-    /// Page-locked host memory.
-    Host,
-    /// Page-locking of memory that other code allocated.
-    Register,
-    /// BLAS and Lt handles.
-    Blas,
-    /// Lt plans.
-    Lt,
-    /// Stream capture and replay.
-    Capture,
-    /// Memory and events of other processes.
-    Ipc,
-    /// Restoring a handle that foreign code has used.
-    Reset,
+macro_rules! groups {
+    ($($group:ident $name:literal: $words:literal;)+) => {
+        /// A group of operations. A table has all of a group or none.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub(super) enum Group {
+            $(#[doc = $words] $group),+
+        }
+
+        impl Group {
+            /// Every group.
+            pub(super) const ALL: &'static [Self] = &[$(Self::$group),+];
+
+            /// Returns the name for messages and for the header.
+            pub(super) const fn name(self) -> &'static str {
+                match self { $(Self::$group => $name),+ }
+            }
+
+            /// Returns the description for the header.
+            pub(super) const fn words(self) -> &'static str {
+                match self { $(Self::$group => $words),+ }
+            }
+        }
+    };
 }
 
-impl Group {
-    /// Every group.
-    pub(super) const ALL: [Self; 10] = [
-        Self::Required,
-        Self::Timing,
-        Self::Foreign,
-        Self::Host,
-        Self::Register,
-        Self::Blas,
-        Self::Lt,
-        Self::Capture,
-        Self::Ipc,
-        Self::Reset,
-    ];
-
-    /// Returns the name for messages and for the header.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Required => "required",
-            Self::Timing => "timing",
-            Self::Foreign => "foreign",
-            Self::Host => "host",
-            Self::Register => "register",
-            Self::Blas => "blas",
-            Self::Lt => "lt",
-            Self::Capture => "capture",
-            Self::Ipc => "ipc",
-            Self::Reset => "reset",
-        }
-    }
+groups! {
+    Required "required": "the operations of every backend";
+    Timing "timing": "elapsed time between events";
+    Foreign "foreign": "raw handles of streams and events, to and from other code";
+    Host "host": "page-locked host memory";
+    Register "register": "page-locking of memory that other code allocated";
+    Blas "blas": "BLAS and Lt handles";
+    Lt "lt": "Lt plans";
+    Capture "capture": "stream capture and replay";
+    Ipc "ipc": "memory and events of other processes";
+    Reset "reset": "restoring a handle that foreign code has used";
 }
 
 /// A slot of the table, as C declares it.
@@ -332,8 +313,7 @@ fn receiver_name(receiver: &str) -> &'static str {
 
 impl std::fmt::Debug for Table {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let groups: Vec<&str> =
-            Group::ALL.into_iter().filter(|group| matches!(self.group(*group), Ok(true))).map(Group::name).collect();
+        let groups: Vec<&str> = self.groups().collect();
         f.debug_struct("Table").field("size", &self.size).field("groups", &groups).finish()
     }
 }
@@ -352,6 +332,11 @@ impl Table {
             (true, Some(_)) => Ok(false),
             (false, Some((slot, _))) => Err(slot.name),
         }
+    }
+
+    /// Returns the names of the groups that the table has.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &'static str> {
+        Group::ALL.iter().filter(|group| self.group(**group) == Ok(true)).map(|group| group.name())
     }
 
     /// Returns the size of the smallest valid table, which ends after the required operations.
