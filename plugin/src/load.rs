@@ -96,7 +96,8 @@ impl fmt::Display for Stage {
 }
 
 /// The reason why a plugin was not loaded, or its backend not opened.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{error}")]
 #[non_exhaustive]
 pub struct Refusal {
     /// The stage that failed.
@@ -106,14 +107,6 @@ pub struct Refusal {
     /// The error.
     pub error: Error,
 }
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 impl From<Refusal> for Error {
     fn from(refusal: Refusal) -> Self {
