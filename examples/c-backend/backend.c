@@ -398,7 +398,7 @@ static int32_t synchronize_event(hw_backend *b, hw_id id, hw_error *e) {
 }
 
 /* ---- groups required and host: memory, copies, fills */
-/* Zeroed: the program makes slices of host memory, so that has to be initialised (host.usable). */
+/* Zeroed: the program makes slices of host memory, so that has to be initialized (host.usable). */
 static int32_t add_block(hw_backend *b, struct blocks *to, uint64_t bytes, uint64_t *answer, hw_error *e) {
     if (bytes == 0)
         return invalid(e, "size of a block", bytes);

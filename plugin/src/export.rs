@@ -56,15 +56,7 @@ impl Deref for Exported {
 }
 
 impl Exported {
-    fn host(&self) -> &dyn HostAllocator {
-        &*self.host
-    }
-
-    fn sharing(&self) -> Result<&dyn IpcSharing> {
-        self.sharing.as_deref().ok_or_else(|| Error::lacks("ipc_sharing", "ipc_transports"))
-    }
-
-    fn create_handle(&self, device: u32, options: &BlasOptions) -> Result<HandlePtr> {
+    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<HandlePtr> {
         let handle = self.backend.create_blas_handle(device, options)?;
         let exported = Box::new(ExportedHandle { handle, tags: self.tags });
         Ok(HandlePtr(NonNull::from(Box::leak(exported)).cast()))
@@ -81,21 +73,37 @@ struct ExportedHandle {
 mod receive {
     use super::*;
 
-    fn null<T>() -> Result<T, Wrong> {
-        Err(Wrong::from("a null pointer for the backend or the handle".to_owned()))
+    fn null<T>() -> Result<T> {
+        Err(unanswered("a null pointer for the backend or the handle".to_owned()))
     }
 
     /// # Safety
     /// The pointer must be null, or come from `open` and not have been passed to `close`.
-    pub(super) unsafe fn backend<'a>(pointer: *mut RawBackend) -> Result<(&'a Exported, Tags), Wrong> {
+    pub(super) unsafe fn backend<'a>(pointer: *mut RawBackend) -> Result<(&'a Exported, Tags)> {
         // SAFETY: the caller ensures it, and the object is only shared.
         let exported = unsafe { pointer.cast::<Exported>().as_ref() };
         exported.map_or_else(null, |exported| Ok((exported, exported.tags)))
     }
 
     /// # Safety
+    /// As for [`backend`].
+    pub(super) unsafe fn host<'a>(pointer: *mut RawBackend) -> Result<(&'a dyn HostAllocator, Tags)> {
+        // SAFETY: the caller ensures it.
+        unsafe { backend(pointer) }.map(|(exported, tags)| (&*exported.host, tags))
+    }
+
+    /// # Safety
+    /// As for [`backend`].
+    pub(super) unsafe fn sharing<'a>(pointer: *mut RawBackend) -> Result<(&'a dyn IpcSharing, Tags)> {
+        // SAFETY: the caller ensures it.
+        let (exported, tags) = unsafe { backend(pointer) }?;
+        let sharing = exported.sharing.as_deref().ok_or_else(|| Error::lacks("ipc_sharing", "ipc_transports"))?;
+        Ok((sharing, tags))
+    }
+
+    /// # Safety
     /// As for [`backend`], and no other call may use the pointer from here on.
-    pub(super) unsafe fn owned_backend(pointer: *mut RawBackend) -> Result<(Box<Exported>, Tags), Wrong> {
+    pub(super) unsafe fn owned_backend(pointer: *mut RawBackend) -> Result<(Box<Exported>, Tags)> {
         if pointer.is_null() {
             return null();
         }
@@ -108,9 +116,7 @@ mod receive {
     /// # Safety
     /// The pointer must be null, or come from `create_handle` and not have been passed to `handle_close`. One thread at a time
     /// may use it.
-    pub(super) unsafe fn handle<'a>(
-        pointer: *mut RawHandle,
-    ) -> Result<(&'a mut (dyn BlasHandle + 'static), Tags), Wrong> {
+    pub(super) unsafe fn handle<'a>(pointer: *mut RawHandle) -> Result<(&'a mut (dyn BlasHandle + 'static), Tags)> {
         // SAFETY: the caller ensures it, including that one thread at a time uses the handle.
         let exported = unsafe { pointer.cast::<ExportedHandle>().as_mut() };
         exported.map_or_else(null, |exported| Ok((&mut *exported.handle, exported.tags)))
@@ -118,7 +124,7 @@ mod receive {
 
     /// # Safety
     /// As for [`handle`], and no other call may use the pointer from here on.
-    pub(super) unsafe fn owned_handle(pointer: *mut RawHandle) -> Result<(Box<ExportedHandle>, Tags), Wrong> {
+    pub(super) unsafe fn owned_handle(pointer: *mut RawHandle) -> Result<(Box<ExportedHandle>, Tags)> {
         if pointer.is_null() {
             return null();
         }
@@ -189,9 +195,20 @@ fn outcome<T>(outcome: Result<T>) -> Result<T> {
     outcome
 }
 
+/// The body of a slot: its own, or the call of the method.
+macro_rules! body {
+    (=> $call:expr) => {
+        // SAFETY: the slot has the safety conditions of the trait's method, and the program meets them.
+        unsafe { $call }
+    };
+    ($body:block => $call:expr) => {
+        $body
+    };
+}
+
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])+ $group:ident $receiver:ident $name:ident $operation:literal
-        ($($argument:ident: $type:ty),*) $(-> $answer:ty)? $body:block)+) => {
+    ($($(#[doc = $doc:literal])+ $group:ident $name:ident: $receiver:ident.$method:ident
+        ($($(& $($by:lifetime)?)? $argument:ident: $type:ty),*) $(-> $answer:ty)? $(= $body:block)?;)+) => {
         /// The functions of the table.
         mod functions {
             use super::*;
@@ -216,7 +233,8 @@ macro_rules! functions {
                             let $argument = unsafe { <$type as Argument>::lift($argument, tags) }?;
                         )*
                         #[allow(clippy::let_unit_value, unused_variables, reason = "a slot without an answer")]
-                        let outcome = outcome($body)?;
+                        #[allow(unused_unsafe, reason = "some methods are safe to call")]
+                        let outcome = outcome(body!($($body)? => $receiver.$method($($(& $($by)?)? $argument),*)))?;
                         $(
                             // SAFETY: the caller ensures it.
                             unsafe { <$answer as Answer>::put(outcome, answer, tags) }.map_err(unanswered)?;

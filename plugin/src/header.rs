@@ -146,7 +146,7 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
     for slot in slots {
         if group != Some(slot.group) {
             group = Some(slot.group);
-            let title = format!("---- group {}: {}", slot.group.name(), words(slot.group));
+            let title = format!("---- group {}: {}", slot.group.name(), slot.group.words());
             writeln!(text)?;
             write_comment_with_clauses(text, slots, &title, Home::Group(slot.group))?;
         }
@@ -251,21 +251,6 @@ fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
         .map(ToOwned::to_owned)
         .or_else(|| constant.map(|constant| format!("HW_{}", constant.name)))
         .or_else(|| slot.map(|slot| format!("`{}`", slot.name)))
-}
-
-const fn words(group: Group) -> &'static str {
-    match group {
-        Group::Required => "the operations of every backend",
-        Group::Timing => "elapsed time between events",
-        Group::Foreign => "raw handles of streams and events, to and from other code",
-        Group::Host => "page-locked host memory",
-        Group::Register => "page-locking of memory that other code allocated",
-        Group::Blas => "BLAS and Lt handles",
-        Group::Lt => "Lt plans",
-        Group::Capture => "stream capture and replay",
-        Group::Ipc => "memory and events of other processes",
-        Group::Reset => "restoring a handle that foreign code has used",
-    }
 }
 
 fn write_struct(text: &mut String, one: &Struct) -> std::fmt::Result {

@@ -8,11 +8,9 @@ use super::link::Link;
 use super::raw::RawHandle;
 use super::table::Group;
 use highwater_hal::{
-    AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
-    DeviceInfo, DevicePtr, Error, ErrorKind, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId,
-    HostAllocator, HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill,
-    MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport,
-    Transports, Workspace,
+    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, DevicePtr, Error, ErrorKind, Gemm,
+    HostAllocator, HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PlanArguments, PlanId,
+    PlanOptions, Result, StreamId, Transports, Workspace,
 };
 
 /// A limit far above the devices of any process.
@@ -64,6 +62,21 @@ impl Imported {
         let sharing = shares.then(|| Arc::new(ImportedSharing { link: Arc::clone(&link) }));
         let host = Arc::new(ImportedHost { link: Arc::clone(&link) });
         Ok(Self { link, identity, capabilities, host, sharing })
+    }
+
+    /// Returns the capabilities that were read at the opening.
+    fn held_capabilities(&self, device: u32) -> Result<Capabilities> {
+        self.capabilities.get(device as usize).copied().ok_or_else(|| {
+            let message = format!("there is no device {device}; there are {}", self.capabilities.len());
+            Error::new(ErrorKind::InvalidArgument, "capabilities", message)
+                .with_hint("ordinals count from 0 and are below `device_count()`")
+        })
+    }
+
+    fn create_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        let link = &self.link;
+        let handle = link.create_handle(link.backend(), &device, options)?.0;
+        Ok(Box::new(ImportedHandle { link: Arc::clone(link), handle, kind: options.kind, device }))
     }
 }
 
@@ -117,165 +130,64 @@ fn difference(claimed: &Capabilities, held: &Capabilities) -> String {
     names.join(", ")
 }
 
-// SAFETY: every call goes to the plugin, and its answer goes to core. The loader of the plugin vouches for its clauses.
-unsafe impl Backend for Imported {
-    fn identity(&self) -> &Identity {
-        &self.identity
-    }
-
-    fn device_count(&self) -> u32 {
-        self.link.devices()
-    }
-
-    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.link.device_info(self.link.backend(), &device)
-    }
-
-    fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        match self.capabilities.get(device as usize) {
-            Some(capabilities) => Ok(*capabilities),
-            None => {
-                let message = format!("there is no device {device}; there are {}", self.capabilities.len());
-                Err(Error::new(ErrorKind::InvalidArgument, "capabilities", message)
-                    .with_hint("ordinals count from 0 and are below `device_count()`"))
-            }
-        }
-    }
-
-    fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.link.memory_info(self.link.backend(), &device)
-    }
-
-    fn live_objects(&self) -> LiveObjects {
-        self.link.live_objects(self.link.backend()).unwrap_or_default()
-    }
-
-    fn is_exiting(&self) -> bool {
-        highwater_hal::exit::has_begun() || self.link.is_exiting(self.link.backend()).unwrap_or(false)
-    }
-
-    fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
-        self.link.create_stream(self.link.backend(), &device, options)
-    }
-
-    fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        self.link.destroy_stream(self.link.backend(), &stream)
-    }
-
-    fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.link.query_stream(self.link.backend(), &stream)
-    }
-
-    fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.link.synchronize_stream(self.link.backend(), &stream)
-    }
-
-    fn synchronize_device(&self, device: u32) -> Result<()> {
-        self.link.synchronize_device(self.link.backend(), &device)
-    }
-
-    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        self.link.stream_wait_event(self.link.backend(), &stream, &event)
-    }
-
-    fn raw_stream(&self, stream: StreamId) -> Result<u64> {
-        self.link.raw_stream(self.link.backend(), &stream)
-    }
-
-    unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
-        self.link.stream_from_raw(self.link.backend(), &device, &raw)
-    }
-
-    fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
-        self.link.create_event(self.link.backend(), &device, options)
-    }
-
-    fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.link.destroy_event(self.link.backend(), &event)
-    }
-
-    fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        self.link.record_event(self.link.backend(), &event, &stream)
-    }
-
-    fn query_event(&self, event: EventId) -> Result<Completion> {
-        self.link.query_event(self.link.backend(), &event)
-    }
-
-    fn synchronize_event(&self, event: EventId) -> Result<()> {
-        self.link.synchronize_event(self.link.backend(), &event)
-    }
-
-    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
-        self.link.event_elapsed_ns(self.link.backend(), &start, &end)
-    }
-
-    fn raw_event(&self, event: EventId) -> Result<u64> {
-        self.link.raw_event(self.link.backend(), &event)
-    }
-
-    unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
-        self.link.event_from_raw(self.link.backend(), &device, &raw)
-    }
-
-    fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        self.link.allocate(self.link.backend(), &device, options)
-    }
-
-    unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        self.link.free(self.link.backend(), &device, &ptr, &stream)
-    }
-
-    unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        self.link.copy(self.link.backend(), copy, &stream)
-    }
-
-    unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        self.link.fill(self.link.backend(), fill, &stream)
-    }
-
-    fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
-        self.link.begin_capture(self.link.backend(), &stream, &mode)
-    }
-
-    unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
-        self.link.end_capture(self.link.backend(), &stream)
-    }
-
-    fn is_capturing(&self, stream: StreamId) -> Result<bool> {
-        self.link.is_capturing(self.link.backend(), &stream)
-    }
-
-    fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
-        self.link.instantiate_graph(self.link.backend(), &graph)
-    }
-
-    unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
-        self.link.launch_graph(self.link.backend(), &graph, &stream)
-    }
-
-    fn destroy_graph(&self, graph: GraphId) -> Result<()> {
-        self.link.destroy_graph(self.link.backend(), &graph)
-    }
-
-    fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
-        self.link.destroy_graph_exec(self.link.backend(), &graph)
-    }
-
-    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        let link = &self.link;
-        let handle = link.create_handle(link.backend(), &device, options)?.0;
-        Ok(Box::new(ImportedHandle { link: Arc::clone(link), handle, kind: options.kind, device }))
-    }
-
-    fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-        Arc::clone(&self.host) as Arc<dyn HostAllocator>
-    }
-
-    fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
-        self.sharing.as_ref().map(|sharing| Arc::clone(sharing) as Arc<dyn IpcSharing>)
-    }
+/// The answer of a method: the plugin's to a call of the slot with the method's name, with two exceptions.
+macro_rules! answer {
+    ($imported:ident.capabilities($device:ident)) => {
+        $imported.held_capabilities($device)
+    };
+    ($imported:ident.create_blas_handle($device:ident, $options:ident)) => {
+        $imported.create_handle($device, $options)
+    };
+    ($imported:ident.$method:ident($($argument:ident),*)) => {
+        $imported.link.$method($imported.link.backend() $(, &$argument)*)
+    };
 }
+
+macro_rules! methods {
+    ($($variant:ident: [$($fn:tt)+] $method:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {$(
+        $($fn)+ $method(&self $(, $argument: $type)*) -> Result<$answer> {
+            answer!(self.$method($($argument),*))
+        }
+    )*};
+}
+
+macro_rules! imported {
+    (Backend { $($backend:tt)* } BlasHandle { $($h:tt)* } HostAllocator { $($a:tt)* } IpcSharing { $($sharing:tt)* }) => {
+        // SAFETY: every call goes to the plugin, and its answer goes to core. The loader of the plugin vouches for its clauses.
+        unsafe impl Backend for Imported {
+            fn identity(&self) -> &Identity {
+                &self.identity
+            }
+
+            fn device_count(&self) -> u32 {
+                self.link.devices()
+            }
+
+            fn live_objects(&self) -> LiveObjects {
+                self.link.live_objects(self.link.backend()).unwrap_or_default()
+            }
+
+            fn is_exiting(&self) -> bool {
+                highwater_hal::exit::has_begun() || self.link.is_exiting(self.link.backend()).unwrap_or(false)
+            }
+
+            fn host_allocator(&self) -> Arc<dyn HostAllocator> {
+                Arc::clone(&self.host) as Arc<dyn HostAllocator>
+            }
+
+            fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
+                self.sharing.as_ref().map(|sharing| Arc::clone(sharing) as Arc<dyn IpcSharing>)
+            }
+
+            methods! { $($backend)* }
+        }
+
+        impl IpcSharing for ImportedSharing {
+            methods! { $($sharing)* }
+        }
+    };
+}
+highwater_hal::for_each_operation!(imported);
 
 /// A handle in a plugin.
 #[derive(Debug)]
@@ -388,26 +300,4 @@ unsafe impl HostAllocator for ImportedHost {
 #[derive(Debug)]
 struct ImportedSharing {
     link: Arc<Link>,
-}
-
-impl IpcSharing for ImportedSharing {
-    unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
-        self.link.export_memory(self.link.backend(), &device, &ptr, &transport)
-    }
-
-    fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
-        self.link.open_memory(self.link.backend(), &device, handle)
-    }
-
-    unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
-        self.link.close_memory(self.link.backend(), &device, &ptr)
-    }
-
-    fn export_event(&self, event: EventId) -> Result<EventHandle> {
-        self.link.export_event(self.link.backend(), &event)
-    }
-
-    fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
-        self.link.open_event(self.link.backend(), &device, handle)
-    }
 }

@@ -215,7 +215,7 @@ const BROKEN: &str = "the plugin breaks its contract: report it to its maker";
 
 /// The call of one slot, without an answer or with one.
 macro_rules! call {
-    ($link:ident, $operation:literal, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*)) => {{
+    ($link:ident, $operation:expr, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*)) => {{
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
         $(let $argument = <$type as Argument>::form($argument);)*
@@ -225,7 +225,7 @@ macro_rules! call {
         let code = unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, error) };
         if code == 0 { Ok(()) } else { Err($link.failed($operation, stringify!($name), code, error)) }
     }};
-    ($link:ident, $operation:literal, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*), $answer:ty) => {{
+    ($link:ident, $operation:expr, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*), $answer:ty) => {{
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
         $(let $argument = <$type as Argument>::form($argument);)*
@@ -251,8 +251,8 @@ macro_rules! answer_type {
 }
 
 macro_rules! calls {
-    ($($(#[doc = $doc:literal])+ $group:ident $receiver:ident $name:ident $operation:literal
-        ($($argument:ident: $type:ty),*) $(-> $answer:ty)? $body:block)+) => {
+    ($($(#[doc = $doc:literal])+ $group:ident $name:ident: $receiver:ident.$method:ident
+        ($($(& $($by:lifetime)?)? $argument:ident: $type:ty),*) $(-> $answer:ty)? $(= $body:block)?;)+) => {
         /// The call of each slot.
         #[allow(dead_code, reason = "`drop` calls `close` directly")]
         impl Link {
@@ -264,7 +264,7 @@ macro_rules! calls {
                     $receiver: *mut receiver_type!($receiver)
                     $(, $argument: &$type)*
                 ) -> Result<answer_type!($($answer)?)> {
-                    call!(self, $operation, $name, $receiver, ($($argument: $type),*) $(, $answer)?)
+                    call!(self, stringify!($method), $name, $receiver, ($($argument: $type),*) $(, $answer)?)
                 }
             )+
         }

@@ -96,7 +96,8 @@ impl fmt::Display for Stage {
 }
 
 /// The reason why a plugin was not loaded, or its backend not opened.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{error}")]
 #[non_exhaustive]
 pub struct Refusal {
     /// The stage that failed.
@@ -106,14 +107,6 @@ pub struct Refusal {
     /// The error.
     pub error: Error,
 }
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 impl From<Refusal> for Error {
     fn from(refusal: Refusal) -> Self {
@@ -191,7 +184,7 @@ impl Plugin {
     /// Returns the groups of operations that its table has.
     #[must_use]
     pub fn groups(&self) -> Vec<&'static str> {
-        Group::ALL.into_iter().filter(|group| self.table.group(*group) == Ok(true)).map(Group::name).collect()
+        self.table.groups().collect()
     }
 
     /// Returns the warnings so far: abilities that its devices claim without the slots for them.
@@ -439,7 +432,7 @@ fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
     // SAFETY: the function returns null or a table that begins with its size (the contract of the header).
     let table =
         unsafe { read_table(table.cast()) }.map_err(|what| bad(format!("its table of version {highest} {what}")))?;
-    for group in Group::ALL {
+    for &group in Group::ALL {
         match table.group(group) {
             Ok(false) if group == Group::Required => {
                 return Err(bad("its table has none of the required slots".to_owned()));

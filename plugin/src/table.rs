@@ -16,61 +16,42 @@ use highwater_hal::{
 /// Versions of the table that this version of Highwater supports.
 pub const TABLE_VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
 
-/// A group of operations. A table has all of a group or none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Group {
-    /// The operations of every backend: identity, devices, streams, events, memory, copies and fills.
-    Required,
-    /// Elapsed time between events.
-    Timing,
-    /// Raw handles of streams and events, to and from other code.
-    Foreign,
-    /// Page-locked host memory.
-    Host,
-    /// Page-locking of memory that other code allocated.
-    Register,
-    /// BLAS and Lt handles.
-    Blas,
-    /// Lt plans.
-    Lt,
-    /// Stream capture and replay.
-    Capture,
-    /// Memory and events of other processes.
-    Ipc,
-    /// Restoring a handle that foreign code has used.
-    Reset,
+macro_rules! groups {
+    ($($group:ident $name:literal: $words:literal;)+) => {
+        /// A group of operations. A table has all of a group or none.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub(super) enum Group {
+            $(#[doc = $words] $group),+
+        }
+
+        impl Group {
+            /// Every group.
+            pub(super) const ALL: &'static [Self] = &[$(Self::$group),+];
+
+            /// Returns the name for messages and for the header.
+            pub(super) const fn name(self) -> &'static str {
+                match self { $(Self::$group => $name),+ }
+            }
+
+            /// Returns the description for the header.
+            pub(super) const fn words(self) -> &'static str {
+                match self { $(Self::$group => $words),+ }
+            }
+        }
+    };
 }
 
-impl Group {
-    /// Every group.
-    pub(super) const ALL: [Self; 10] = [
-        Self::Required,
-        Self::Timing,
-        Self::Foreign,
-        Self::Host,
-        Self::Register,
-        Self::Blas,
-        Self::Lt,
-        Self::Capture,
-        Self::Ipc,
-        Self::Reset,
-    ];
-
-    /// Returns the name for messages and for the header.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Required => "required",
-            Self::Timing => "timing",
-            Self::Foreign => "foreign",
-            Self::Host => "host",
-            Self::Register => "register",
-            Self::Blas => "blas",
-            Self::Lt => "lt",
-            Self::Capture => "capture",
-            Self::Ipc => "ipc",
-            Self::Reset => "reset",
-        }
-    }
+groups! {
+    Required "required": "the operations of every backend";
+    Timing "timing": "elapsed time between events";
+    Foreign "foreign": "raw handles of streams and events, to and from other code";
+    Host "host": "page-locked host memory";
+    Register "register": "page-locking of memory that other code allocated";
+    Blas "blas": "BLAS and Lt handles";
+    Lt "lt": "Lt plans";
+    Capture "capture": "stream capture and replay";
+    Ipc "ipc": "memory and events of other processes";
+    Reset "reset": "restoring a handle that foreign code has used";
 }
 
 /// A slot of the table, as C declares it.
@@ -90,278 +71,161 @@ pub(super) struct Slot {
     pub(super) offset: usize,
 }
 
-/// The list of operations: `GROUP RECEIVER NAME "OPERATION" (ARGUMENTS) -> ANSWER { BODY }`. The plugin runs the body.
-/// `OPERATION` is the name of the trait's method, for errors.
+/// The list of operations: `GROUP NAME: RECEIVER.METHOD(ARGUMENTS) -> ANSWER;`, where an `&` marks an argument that the trait's
+/// method takes by reference. The plugin calls the method. If `= { BODY }` follows, it runs the body instead.
 macro_rules! slots {
     ($callback:ident) => {
         $callback! {
             /// Closes the backend. Called once, as the last call of the backend, but never once the process exits.
-            Required owned_backend close "close" () {
+            Required close: owned_backend.close() = {
                 drop(owned_backend);
                 Ok(())
-            }
+            };
             /// Returns the name and the versions of the backend, the same in every call.
-            Required backend identity "identity" () -> Identity {
+            Required identity: backend.identity() -> Identity = {
                 Ok(backend.identity().clone())
-            }
+            };
             /// Returns the number of devices, which is at least 1 and never changes. Their ordinals count from 0.
-            Required backend device_count "device_count" () -> u32 {
+            Required device_count: backend.device_count() -> u32 = {
                 Ok(backend.device_count())
-            }
+            };
             /// Returns the description of a device.
-            Required backend device_info "device_info" (device: u32) -> DeviceInfo {
-                backend.device_info(device)
-            }
+            Required device_info: backend.device_info(device: u32) -> DeviceInfo;
             /// Returns the abilities and facts of a device, the same in every call. Called once.
-            Required backend capabilities "capabilities" (device: u32) -> Capabilities {
-                backend.capabilities(device)
-            }
+            Required capabilities: backend.capabilities(device: u32) -> Capabilities;
             /// Returns the free and the total memory.
-            Required backend memory_info "memory_info" (device: u32) -> MemoryInfo {
-                backend.memory_info(device)
-            }
+            Required memory_info: backend.memory_info(device: u32) -> MemoryInfo;
             /// Returns the number of live objects of each kind, by the backend's own count.
-            Required backend live_objects "live_objects" () -> LiveObjects {
+            Required live_objects: backend.live_objects() -> LiveObjects = {
                 Ok(backend.live_objects())
-            }
+            };
             /// Returns 1 once the backend knows that the process has begun to exit, else 0. The program also checks this itself.
-            Required backend is_exiting "is_exiting" () -> bool {
+            Required is_exiting: backend.is_exiting() -> bool = {
                 Ok(backend.is_exiting())
-            }
+            };
             /// Creates a stream.
-            Required backend create_stream "create_stream" (device: u32, options: StreamOptions) -> StreamId {
-                backend.create_stream(device, &options)
-            }
+            Required create_stream: backend.create_stream(device: u32, &options: StreamOptions) -> StreamId;
             /// Destroys a stream without waiting. Its work is still executed.
-            Required backend destroy_stream "destroy_stream" (stream: StreamId) {
-                backend.destroy_stream(stream)
-            }
+            Required destroy_stream: backend.destroy_stream(stream: StreamId);
             /// Returns HW_COMPLETE if all work enqueued so far has been executed, else HW_PENDING. Does not wait.
-            Required backend query_stream "query_stream" (stream: StreamId) -> Completion {
-                backend.query_stream(stream)
-            }
+            Required query_stream: backend.query_stream(stream: StreamId) -> Completion;
             /// Waits until all work enqueued so far has been executed.
-            Required backend synchronize_stream "synchronize_stream" (stream: StreamId) {
-                backend.synchronize_stream(stream)
-            }
+            Required synchronize_stream: backend.synchronize_stream(stream: StreamId);
             /// Waits for every stream of the device.
-            Required backend synchronize_device "synchronize_device" (device: u32) {
-                backend.synchronize_device(device)
-            }
+            Required synchronize_device: backend.synchronize_device(device: u32);
             /// Makes the stream wait, on the device, for the event's latest record at the time of the call.
-            Required backend stream_wait_event "stream_wait_event" (stream: StreamId, event: EventId) {
-                backend.stream_wait_event(stream, event)
-            }
+            Required stream_wait_event: backend.stream_wait_event(stream: StreamId, event: EventId);
             /// Creates an event. Timing and sharing at once return HW_ERROR_INVALID_ARGUMENT.
-            Required backend create_event "create_event" (device: u32, options: EventOptions) -> EventId {
-                backend.create_event(device, &options)
-            }
+            Required create_event: backend.create_event(device: u32, &options: EventOptions) -> EventId;
             /// Destroys an event without waiting.
-            Required backend destroy_event "destroy_event" (event: EventId) {
-                backend.destroy_event(event)
-            }
+            Required destroy_event: backend.destroy_event(event: EventId);
             /// Records the event at the stream's current point. Replaces an earlier record.
-            Required backend record_event "record_event" (event: EventId, stream: StreamId) {
-                backend.record_event(event, stream)
-            }
+            Required record_event: backend.record_event(event: EventId, stream: StreamId);
             /// Returns HW_COMPLETE if the stream has reached the latest record or if there is none, else HW_PENDING.
-            Required backend query_event "query_event" (event: EventId) -> Completion {
-                backend.query_event(event)
-            }
+            Required query_event: backend.query_event(event: EventId) -> Completion;
             /// Waits until the stream has reached the latest record.
-            Required backend synchronize_event "synchronize_event" (event: EventId) {
-                backend.synchronize_event(event)
-            }
+            Required synchronize_event: backend.synchronize_event(event: EventId);
             /// Allocates device memory with unspecified contents, at a multiple of 256.
-            Required backend allocate "allocate" (device: u32, options: AllocateOptions) -> DevicePtr {
-                backend.allocate(device, &options)
-            }
+            Required allocate: backend.allocate(device: u32, &options: AllocateOptions) -> DevicePtr;
             /// Frees a block. Stream-ordered memory is freed in the order of `stream`. Other memory takes a `stream` of zeros.
-            Required backend free "free" (device: u32, ptr: DevicePtr, stream: Option<StreamId>) {
-                // SAFETY: the slot has the safety conditions of the trait's method, and the program meets them.
-                unsafe { backend.free(device, ptr, stream) }
-            }
+            Required free: backend.free(device: u32, ptr: DevicePtr, stream: Option<StreamId>);
             /// Enqueues a copy from or to device memory. The other side is device memory or page-locked host memory.
-            Required backend copy "copy" (copy: MemoryCopy, stream: StreamId) {
-                // SAFETY: as for `free`.
-                unsafe { backend.copy(&copy, stream) }
-            }
+            Required copy: backend.copy(&copy: MemoryCopy, stream: StreamId);
             /// Enqueues a fill of device memory.
-            Required backend fill "fill" (fill: MemoryFill, stream: StreamId) {
-                // SAFETY: as for `free`.
-                unsafe { backend.fill(&fill, stream) }
-            }
+            Required fill: backend.fill(&fill: MemoryFill, stream: StreamId);
 
             /// Returns the nanoseconds between the records of two events with timing.
-            Timing backend event_elapsed_ns "event_elapsed_ns" (start: EventId, end: EventId) -> u64 {
-                backend.event_elapsed_ns(start, end)
-            }
+            Timing event_elapsed_ns: backend.event_elapsed_ns(start: EventId, end: EventId) -> u64;
 
             /// Returns the vendor's handle of the stream as a number.
-            Foreign backend raw_stream "raw_stream" (stream: StreamId) -> u64 {
-                backend.raw_stream(stream)
-            }
+            Foreign raw_stream: backend.raw_stream(stream: StreamId) -> u64;
             /// Wraps a stream that other code made and owns. `destroy_stream` forgets it.
-            Foreign backend stream_from_raw "stream_from_raw" (device: u32, raw: u64) -> StreamId {
-                // SAFETY: as for `free`.
-                unsafe { backend.stream_from_raw(device, raw) }
-            }
+            Foreign stream_from_raw: backend.stream_from_raw(device: u32, raw: u64) -> StreamId;
             /// Returns the vendor's handle of the event as a number.
-            Foreign backend raw_event "raw_event" (event: EventId) -> u64 {
-                backend.raw_event(event)
-            }
+            Foreign raw_event: backend.raw_event(event: EventId) -> u64;
             /// Wraps an event that other code made and owns. `destroy_event` forgets it.
-            Foreign backend event_from_raw "event_from_raw" (device: u32, raw: u64) -> EventId {
-                // SAFETY: as for `free`.
-                unsafe { backend.event_from_raw(device, raw) }
-            }
+            Foreign event_from_raw: backend.event_from_raw(device: u32, raw: u64) -> EventId;
 
             /// Allocates page-locked memory with unspecified contents, at a multiple of 64.
-            Host backend host_allocate "allocate" (bytes: usize, options: HostOptions) -> HostPtr {
-                backend.host().allocate(bytes, &options)
-            }
+            Host host_allocate: host.allocate(bytes: usize, &options: HostOptions) -> HostPtr;
             /// Frees page-locked memory.
-            Host backend host_free "free" (ptr: HostPtr) {
-                // SAFETY: as for `free`.
-                unsafe { backend.host().free(ptr) }
-            }
+            Host host_free: host.free(ptr: HostPtr);
             /// Returns the address of page-locked memory on the device.
-            Host backend host_device_address "device_address" (ptr: HostPtr, device: u32) -> DevicePtr {
-                backend.host().device_address(ptr, device)
-            }
+            Host host_device_address: host.device_address(ptr: HostPtr, device: u32) -> DevicePtr;
 
             /// Page-locks memory that other code allocated.
-            Register backend host_register "register" (ptr: HostPtr, bytes: usize, options: HostOptions) {
-                // SAFETY: as for `free`.
-                unsafe { backend.host().register(ptr, bytes, &options) }
-            }
+            Register host_register: host.register(ptr: HostPtr, bytes: usize, &options: HostOptions);
             /// Undoes `host_register`.
-            Register backend host_unregister "unregister" (ptr: HostPtr) {
-                // SAFETY: as for `free`.
-                unsafe { backend.host().unregister(ptr) }
-            }
+            Register host_unregister: host.unregister(ptr: HostPtr);
 
             /// Creates a handle of a kind, HW_BLAS_KIND_... . One thread at a time uses it.
-            Blas backend create_handle "create_blas_handle" (device: u32, kind: BlasOptions) -> HandlePtr {
-                backend.create_handle(device, &kind)
-            }
+            Blas create_handle: backend.create_blas_handle(device: u32, &kind: BlasOptions) -> HandlePtr;
             /// Binds the stream of later products.
-            Blas handle handle_set_stream "set_stream" (stream: StreamId) {
-                handle.set_stream(stream)
-            }
+            Blas handle_set_stream: handle.set_stream(stream: StreamId);
             /// Binds the memory for intermediate results, or the handle's own.
-            Blas handle handle_set_workspace "set_workspace" (workspace: Option<Workspace>) {
-                // SAFETY: as for `free`.
-                unsafe { handle.set_workspace(workspace) }
-            }
+            Blas handle_set_workspace: handle.set_workspace(workspace: Option<Workspace>);
             /// Sets the precision of 32-bit products: HW_MATH_MODE_... .
-            Blas handle handle_set_math_mode "set_math_mode" (mode: MathMode) {
-                handle.set_math_mode(mode)
-            }
+            Blas handle_set_math_mode: handle.set_math_mode(mode: MathMode);
             /// Sets the use of atomics in kernels: HW_ATOMICS_MODE_... .
-            Blas handle handle_set_atomics_mode "set_atomics_mode" (mode: AtomicsMode) {
-                handle.set_atomics_mode(mode)
-            }
+            Blas handle_set_atomics_mode: handle.set_atomics_mode(mode: AtomicsMode);
             /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. The program has checked sizes, leading
             /// dimensions and strides: every element is inside the address space, and no two products of a batch share one.
-            Blas handle handle_gemm "gemm" (gemm: Gemm) {
-                // SAFETY: as for `free`.
-                unsafe { handle.gemm(&gemm) }
-            }
+            Blas handle_gemm: handle.gemm(&gemm: Gemm);
             /// Returns the vendor's handle as a number.
-            Blas handle handle_raw "raw" () -> u64 {
+            Blas handle_raw: handle.raw() -> u64 = {
                 Ok(handle.raw())
-            }
+            };
             /// Destroys the vendor's handle. Later calls except `handle_close` return HW_ERROR_INVALID_HANDLE.
-            Blas handle handle_destroy "destroy" () {
-                handle.destroy()
-            }
+            Blas handle_destroy: handle.destroy();
             /// Closes the handle, and destroys the vendor's if it still exists. Called once, as the last call of the handle.
-            Blas owned_handle handle_close "destroy" () {
+            Blas handle_close: owned_handle.destroy() = {
                 drop(owned_handle);
                 Ok(())
-            }
+            };
 
             /// Creates a plan, which belongs to the handle.
-            Lt handle create_plan "create_plan" (options: PlanOptions) -> PlanId {
-                handle.create_plan(&options)
-            }
+            Lt create_plan: handle.create_plan(&options: PlanOptions) -> PlanId;
             /// Enqueues one run of a plan on the bound stream, with the bound workspace.
-            Lt handle run_plan "run_plan" (plan: PlanId, arguments: PlanArguments) {
-                // SAFETY: as for `free`.
-                unsafe { handle.run_plan(plan, &arguments) }
-            }
+            Lt run_plan: handle.run_plan(plan: PlanId, &arguments: PlanArguments);
             /// Destroys a plan. Runs that were enqueued before are still executed.
-            Lt handle destroy_plan "destroy_plan" (plan: PlanId) {
-                handle.destroy_plan(plan)
-            }
+            Lt destroy_plan: handle.destroy_plan(plan: PlanId);
 
             /// Starts to record the work of the stream instead of executing it, in a mode HW_CAPTURE_... .
-            Capture backend begin_capture "begin_capture" (stream: StreamId, mode: CaptureMode) {
-                backend.begin_capture(stream, mode)
-            }
+            Capture begin_capture: backend.begin_capture(stream: StreamId, mode: CaptureMode);
             /// Ends the capture and returns the recorded graph.
-            Capture backend end_capture "end_capture" (stream: StreamId) -> GraphId {
-                // SAFETY: as for `free`.
-                unsafe { backend.end_capture(stream) }
-            }
+            Capture end_capture: backend.end_capture(stream: StreamId) -> GraphId;
             /// Returns 1 if the stream takes part in a capture, else 0.
-            Capture backend is_capturing "is_capturing" (stream: StreamId) -> bool {
-                backend.is_capturing(stream)
-            }
+            Capture is_capturing: backend.is_capturing(stream: StreamId) -> bool;
             /// Makes an executable graph from a graph.
-            Capture backend instantiate_graph "instantiate_graph" (graph: GraphId) -> GraphExecId {
-                backend.instantiate_graph(graph)
-            }
+            Capture instantiate_graph: backend.instantiate_graph(graph: GraphId) -> GraphExecId;
             /// Enqueues one execution of the graph.
-            Capture backend launch_graph "launch_graph" (graph: GraphExecId, stream: StreamId) {
-                // SAFETY: as for `free`.
-                unsafe { backend.launch_graph(graph, stream) }
-            }
+            Capture launch_graph: backend.launch_graph(graph: GraphExecId, stream: StreamId);
             /// Destroys a graph. Executable graphs made from it stay alive.
-            Capture backend destroy_graph "destroy_graph" (graph: GraphId) {
-                backend.destroy_graph(graph)
-            }
+            Capture destroy_graph: backend.destroy_graph(graph: GraphId);
             /// Destroys an executable graph. A launch that was enqueued before is still executed.
-            Capture backend destroy_graph_exec "destroy_graph_exec" (graph: GraphExecId) {
-                backend.destroy_graph_exec(graph)
-            }
+            Capture destroy_graph_exec: backend.destroy_graph_exec(graph: GraphExecId);
 
             /// Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .
-            Ipc backend export_memory "export_memory" (device: u32, ptr: DevicePtr, transport: Transport) -> MemoryHandle {
-                // SAFETY: as for `free`.
-                unsafe { backend.sharing()?.export_memory(device, ptr, transport) }
-            }
+            Ipc export_memory: sharing.export_memory(device: u32, ptr: DevicePtr, transport: Transport) -> MemoryHandle;
             /// Maps memory of another process for the device.
-            Ipc backend open_memory "open_memory" (device: u32, memory: MemoryHandle) -> DevicePtr {
-                backend.sharing()?.open_memory(device, &memory)
-            }
+            Ipc open_memory: sharing.open_memory(device: u32, &memory: MemoryHandle) -> DevicePtr;
             /// Undoes one `open_memory`.
-            Ipc backend close_memory "close_memory" (device: u32, ptr: DevicePtr) {
-                // SAFETY: as for `free`.
-                unsafe { backend.sharing()?.close_memory(device, ptr) }
-            }
+            Ipc close_memory: sharing.close_memory(device: u32, ptr: DevicePtr);
             /// Returns a handle of an event that was created with `interprocess`.
-            Ipc backend export_event "export_event" (event: EventId) -> EventHandle {
-                backend.sharing()?.export_event(event)
-            }
+            Ipc export_event: sharing.export_event(event: EventId) -> EventHandle;
             /// Opens an event of another process. `destroy_event` closes it.
-            Ipc backend open_event "open_event" (device: u32, event: EventHandle) -> EventId {
-                backend.sharing()?.open_event(device, &event)
-            }
+            Ipc open_event: sharing.open_event(device: u32, &event: EventHandle) -> EventId;
             /// Reports that the program has closed the descriptor that came with this `descriptor_token`.
-            Ipc backend release_descriptor "release_descriptor" (token: u64) {
+            Ipc release_descriptor: backend.release_descriptor(token: u64) = {
                 let _ = backend;
                 // SAFETY: the program passes each token once.
                 unsafe { crate::marshalling::drop_descriptor(token) };
                 Ok(())
-            }
+            };
 
             /// Restores every vendor setting of the handle to its value on a fresh handle. Its plans stay. If this fails or is
             /// missing, core destroys handles that foreign code has used.
-            Reset handle handle_reset "reset" () {
-                handle.reset()
-            }
+            Reset handle_reset: handle.reset();
         }
     };
 }
@@ -382,8 +246,8 @@ macro_rules! receiver_type {
 pub(super) use receiver_type;
 
 macro_rules! table {
-    ($($(#[doc = $doc:literal])+ $group:ident $receiver:ident $name:ident $operation:literal
-        ($($argument:ident: $type:ty),*) $(-> $answer:ty)? $body:block)+) => {
+    ($($(#[doc = $doc:literal])+ $group:ident $name:ident: $receiver:ident.$method:ident
+        ($($(& $($by:lifetime)?)? $argument:ident: $type:ty),*) $(-> $answer:ty)? $(= $body:block)?;)+) => {
         /// The operations of a backend, for one version of the table.
         #[derive(Clone, Copy)]
         #[repr(C)]
@@ -417,7 +281,7 @@ macro_rules! table {
                 name: stringify!($name),
                 group: Group::$group,
                 doc: text_of(&[$($doc),+]),
-                method: trait_of(Group::$group, stringify!($receiver)).map(|of| (of, $operation)),
+                method: trait_of(stringify!($receiver)).map(|of| (of, stringify!($method))),
                 arguments: vec![
                     <*mut receiver_type!($receiver) as CType>::declare(receiver_name(stringify!($receiver))),
                     $(<<$type as Argument>::Abi as CType>::declare(stringify!($argument)),)*
@@ -431,25 +295,25 @@ macro_rules! table {
 }
 slots!(table);
 
-/// The trait of a method.
-fn trait_of(group: Group, receiver: &str) -> Option<&'static str> {
-    match (group, receiver) {
-        (_, "owned_backend" | "owned_handle") => None,
-        (_, "handle") => Some("BlasHandle"),
-        (Group::Host | Group::Register, _) => Some("HostAllocator"),
-        (Group::Ipc, _) => Some("IpcSharing"),
-        _ => Some("Backend"),
+/// The trait of a receiver.
+fn trait_of(receiver: &str) -> Option<&'static str> {
+    match receiver {
+        "backend" => Some("Backend"),
+        "handle" => Some("BlasHandle"),
+        "host" => Some("HostAllocator"),
+        "sharing" => Some("IpcSharing"),
+        _ => None,
     }
 }
 
-fn receiver_name(receiver: &'static str) -> &'static str {
-    receiver.strip_prefix("owned_").unwrap_or(receiver)
+/// The name of a receiver in C, which has backends and handles only.
+fn receiver_name(receiver: &str) -> &'static str {
+    if matches!(receiver, "handle" | "owned_handle") { "handle" } else { "backend" }
 }
 
 impl std::fmt::Debug for Table {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let groups: Vec<&str> =
-            Group::ALL.into_iter().filter(|group| matches!(self.group(*group), Ok(true))).map(Group::name).collect();
+        let groups: Vec<&str> = self.groups().collect();
         f.debug_struct("Table").field("size", &self.size).field("groups", &groups).finish()
     }
 }
@@ -468,6 +332,11 @@ impl Table {
             (true, Some(_)) => Ok(false),
             (false, Some((slot, _))) => Err(slot.name),
         }
+    }
+
+    /// Returns the names of the groups that the table has.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &'static str> {
+        Group::ALL.iter().filter(|group| self.group(**group) == Ok(true)).map(|group| group.name())
     }
 
     /// Returns the size of the smallest valid table, which ends after the required operations.

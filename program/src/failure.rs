@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::error::Error;
-use std::fmt;
 
 use highwater::ErrorKind;
 use highwater::hal::display_foreign;
@@ -17,13 +16,15 @@ pub(super) const CANNOT: u8 = 2;
 const LOST_WORKER: u8 = 3;
 
 /// An error with a hint for the user.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub(super) struct Failure {
     /// The kind for programs: an error kind of the library, or `worker`.
     kind: Cow<'static, str>,
     exit_code: u8,
     message: String,
     hint: String,
+    #[source]
     cause: Option<Box<dyn Error + Send + Sync>>,
 }
 
@@ -55,18 +56,6 @@ impl Failure {
     pub(super) fn because_of(mut self, cause: impl Error + Send + Sync + 'static) -> Self {
         self.cause = Some(Box::new(cause));
         self
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl Error for Failure {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.cause.as_deref().map(|cause| cause as _)
     }
 }
 

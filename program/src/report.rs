@@ -1,7 +1,6 @@
 //! The result of the main job, as a table for people and as an object for programs.
 
 use std::collections::BTreeSet;
-use std::io;
 use std::ops::AddAssign;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use highwater::Statistics;
 use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
-use super::frame::{Field, Frame, Payload};
+use super::frame::fields;
 use super::table::Table;
 use super::task::Tally;
 
@@ -43,17 +42,15 @@ impl Holdings {
     }
 }
 
-impl Field for Holdings {
-    fn put(&self, frame: &mut Frame) {
-        self.clone().numbers().iter().for_each(|number| number.put(frame));
-    }
-
-    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
-        let mut holdings = Self::default();
-        holdings.numbers().into_iter().try_for_each(|number| Field::take(payload).map(|taken| *number = taken))?;
-        Ok(holdings)
-    }
-}
+fields!(Holdings {
+    handles_created,
+    threads_served,
+    workspaces,
+    workspace_bytes,
+    pinned_requested_bytes,
+    pinned_held_bytes,
+    mapped_bytes,
+});
 
 impl From<Statistics> for Holdings {
     fn from(statistics: Statistics) -> Self {

@@ -3,15 +3,18 @@
 #![forbid(unsafe_code)]
 
 mod built;
+mod started;
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+
+use started::Run;
 
 const NO_DRIVER: &str = "/nowhere/libdriver.so";
 
@@ -91,39 +94,13 @@ impl Home {
         }
         // No driver, even if this machine has one, so that the best backend is the one of the test.
         command.env("HIGHWATER_CUDA_LIBRARY", NO_DRIVER).env("HIGHWATER_HIP_LIBRARY", NO_DRIVER);
-        let Output { status, stdout, stderr } = command.envs(variables.iter().copied()).output().unwrap();
-        let text = |bytes| String::from_utf8(bytes).unwrap();
-        Run { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
+        Run::of(command.envs(variables.iter().copied()).output().unwrap(), arguments)
     }
 }
 
 impl Drop for Home {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-struct Run {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl Run {
-    fn object(&self) -> Value {
-        serde_json::from_str(&self.stdout)
-            .unwrap_or_else(|error| panic!("{error} in {:?}\n{}", self.stdout, self.stderr))
-    }
-
-    /// The work could not be done, and the error has all of `parts`, and a hint.
-    #[track_caller]
-    fn assert_error(&self, parts: &[&str]) {
-        assert_eq!((self.code, self.stdout.as_str()), (Some(2), ""), "{}", self.stderr);
-        assert_eq!(self.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", self.stderr);
-        assert!(self.stderr.contains("\nhint: "), "{}", self.stderr);
-        for part in parts {
-            assert!(self.stderr.contains(part), "`{part}` is missing in:\n{}", self.stderr);
-        }
     }
 }
 
@@ -163,8 +140,7 @@ const PLAIN: &str = "int plain(void) { return 7; }";
 #[test]
 fn where_there_is_nothing_one_line_says_where_it_was_looked_for() {
     let home = Home::new();
-    let table = home.run(&["doctor"], &[]);
-    assert_eq!(table.code, Some(0), "{}", table.stderr);
+    let table = home.run(&["doctor"], &[]).ended(0);
     let lines: Vec<&str> = table.stdout.lines().filter(|line| line.contains("plugins looked for in")).collect();
     let [line] = lines[..] else { panic!("{}", table.stdout) };
     let folder = format!("{} (absent)", home.plugins().display());
@@ -215,8 +191,7 @@ fn every_broken_plugin_is_told_with_its_reason_and_harms_nobody() {
     fs::create_dir(&folder).unwrap();
     fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
 
-    let run = home.run(&["doctor", "--json"], &[]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = home.run(&["doctor", "--json"], &[]).ended(0);
     let object = run.object();
     assert!(object["usable"].as_array().unwrap().contains(&"mock".into()), "{object}");
     for (name, outcome, reason) in [
@@ -237,11 +212,15 @@ fn every_broken_plugin_is_told_with_its_reason_and_harms_nobody() {
     // One that could never be meant stands behind all others.
     let mocks = object["backends"].as_array().unwrap().iter().filter(|backend| backend["name"] == "mock");
     assert_eq!(mocks.map(|mock| mock["origin"].as_str().unwrap()).next(), Some("built in"), "{object}");
-    let table = home.run(&["doctor"], &[]);
-    assert_eq!(table.code, Some(0), "{}", table.stderr);
-    for words in ["wrong platform", "no entry point", "symbol missing", "invalid manifest", "not permitted", "hint: "] {
-        assert!(table.stdout.contains(words), "`{words}` is missing in:\n{}", table.stdout);
-    }
+    let table = home.run(&["doctor"], &[]).ended(0);
+    table.assert_printed(&[
+        "wrong platform",
+        "no entry point",
+        "symbol missing",
+        "invalid manifest",
+        "not permitted",
+        "hint: ",
+    ]);
 
     // Whoever asks for one of them by name is told the same, and gets no other.
     for arguments in [&["--backend", "crashes"][..], &["conformance", "--backend", "crashes"]] {
@@ -259,8 +238,7 @@ fn a_plugin_that_hangs_holds_nobody_up_for_longer_than_its_limit() {
     let object = home.run(&["doctor", "--json", "--load-limit", "1"], &[]).object();
     assert_said(&object, &home, "hangs", "hung in the probe", "within 1s");
     // The best of all is found all the same.
-    let best = home.run(&["--workers", "0", "--load-limit", "1"], &[]);
-    assert_eq!(best.code, Some(0), "{}", best.stderr);
+    let best = home.run(&["--workers", "0", "--load-limit", "1"], &[]).ended(0);
     assert!(best.stderr.contains("not hangs: hung in the probe"), "{}", best.stderr);
     assert!(started.elapsed() < Duration::from_secs(60));
 }
@@ -354,16 +332,14 @@ fn what_others_called_their_files_is_no_command_to_the_terminal() {
 #[test]
 fn the_variable_names_the_backend_where_the_command_line_does_not() {
     let home = Home::new();
-    let named = home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", "mock")]);
-    assert_eq!(named.code, Some(0), "{}", named.stderr);
+    let named = home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", "mock")]).ended(0);
     assert!(named.stderr.contains("backend mock: `mock` was asked for"), "{}", named.stderr);
     home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", "metal")]).assert_error(&["no backend is named `metal`"]);
     let text = home.write("text.so", "this is no library\n").display().to_string();
     home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", &text)]).assert_error(&[]);
     let none = home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", "/nowhere/lib.so")]);
     none.assert_error(&["`/nowhere/lib.so`: No such file"]);
-    let both = home.run(&["--workers", "0", "--backend", "mock"], &[("HIGHWATER_BACKEND", "metal")]);
-    assert_eq!(both.code, Some(0), "{}", both.stderr);
+    home.run(&["--workers", "0", "--backend", "mock"], &[("HIGHWATER_BACKEND", "metal")]).ended(0);
     // Doctor looks at it too.
     let object = home.run(&["doctor", "--json"], &[("HIGHWATER_BACKEND", &text)]).object();
     let first = &object["backends"][0];
@@ -376,13 +352,12 @@ fn a_folder_that_is_none_is_told() {
     let file = home.write("file", "");
     let path = format!("relative:{}:{}", file.display(), home.0.join("none").display());
     let variables = [("HIGHWATER_PLUGIN_PATH", path.as_str())];
-    let table = home.run(&["doctor"], &variables);
-    assert_eq!(table.code, Some(0), "{}", table.stderr);
-    for part in
-        ["relative (not tried): a relative path", "hint: give an absolute path", "file (failed): Not a directory"]
-    {
-        assert!(table.stdout.contains(part), "`{part}` is missing in:\n{}", table.stdout);
-    }
+    let table = home.run(&["doctor"], &variables).ended(0);
+    table.assert_printed(&[
+        "relative (not tried): a relative path",
+        "hint: give an absolute path",
+        "file (failed): Not a directory",
+    ]);
     assert!(table.stdout.contains(&format!("{} (absent)", home.0.join("none").display())), "{}", table.stdout);
 }
 
@@ -391,8 +366,7 @@ fn a_probe_answers_in_one_object_whatever_the_plugin_prints() {
     let home = Home::new();
     home.library("chatty", &format!("#include <stdio.h>\n__attribute__((constructor)) void c(void) {{ puts(\"hello\"); fflush(stdout); }}{PLAIN}"), &[]);
     let file = home.plugins().join("chatty.so").display().to_string();
-    let run = home.run(&["probe", "--open", &file], &[]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = home.run(&["probe", "--open", &file], &[]).ended(0);
     let object = run.object();
     assert_eq!((&object["probe"], &object["file"]), (&1.into(), &file.as_str().into()), "{object}");
     assert_eq!(
@@ -409,8 +383,7 @@ fn a_probe_answers_in_one_object_whatever_the_plugin_prints() {
 fn a_plugin_that_works_is_usable_by_name_by_path_and_by_the_variable() {
     let home = Home::new();
     home.plugin("test", "NOTHING");
-    let run = home.run(&["doctor", "--json"], &[]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = home.run(&["doctor", "--json"], &[]).ended(0);
     let object = run.object();
     let plugin = said(&object, &home, "test");
     assert_eq!((&plugin["outcome"], &plugin["usable"]), (&"usable".into(), &true.into()), "{plugin}");
@@ -428,8 +401,7 @@ fn a_plugin_that_works_is_usable_by_name_by_path_and_by_the_variable() {
         assert_eq!((taken.name.as_str(), taken.origin.library()), ("test", Some(&*home.plugins().join("test.so"))));
     }
     // It has no hardware behind it, so nobody gets it without asking for it.
-    let best = home.run(&["--workers", "0"], &[]);
-    assert_eq!(best.code, Some(0), "{}", best.stderr);
+    let best = home.run(&["--workers", "0"], &[]).ended(0);
     assert!(best.stderr.contains("not test: usable: it opens, but is no real device"), "{}", best.stderr);
     // Its device multiplies nothing, so the answer is wrong: it was this one that was used, and no other.
     let path = home.plugins().join("test.so").display().to_string();
@@ -452,8 +424,7 @@ fn workers_open_the_plugin_of_their_owner() {
     fs::set_permissions(home.plugins(), Permissions::from_mode(0o777)).unwrap();
     let variables = [("HIGHWATER_BACKEND", manifest.as_str())];
     home.run(&["--workers", "2"], &variables).assert_error(&["mode 0777"]);
-    let run = home.run(&["--workers", "2", "--json", "--allow-insecure-plugins"], &variables);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = home.run(&["--workers", "2", "--json", "--allow-insecure-plugins"], &variables).ended(0);
     assert!(run.stderr.contains("was asked for by HIGHWATER_BACKEND"), "{}", run.stderr);
     assert_eq!(run.object()["processes"], 3, "{}", run.stdout);
 }

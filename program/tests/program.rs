@@ -4,6 +4,7 @@
 
 #[path = "program/conformance.rs"]
 mod conformance;
+mod started;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -14,58 +15,14 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 
+use started::{Process, Run};
+
 /// A run that takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-struct Run {
-    /// Whether it was called with `--json`.
-    json: bool,
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl Run {
-    /// The one object on standard output.
-    fn object(&self) -> Value {
-        let value: Value = serde_json::from_str(&self.stdout)
-            .unwrap_or_else(|error| panic!("{error} in {:?}\n{}", self.stdout, self.stderr));
-        assert!(value.is_object(), "{}", self.stdout);
-        value
-    }
-
-    /// The program failed with exactly one error, which has all of `parts`, and a hint; with `--json` standard output
-    /// holds the same as an object, else nothing.
-    #[track_caller]
-    fn assert_error(&self, parts: &[&str]) {
-        assert_eq!(self.code, Some(2), "{}", self.stderr);
-        self.assert_told(parts);
-    }
-
-    /// The same, whatever the exit code.
-    #[track_caller]
-    fn assert_told(&self, parts: &[&str]) {
-        if self.json {
-            let object = self.object();
-            assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
-            let text = |key: &str| object["error"][key].as_str().unwrap();
-            assert!(self.stderr.contains(&format!("error: {}\nhint: {}\n", text("message"), text("hint"))), "{object}");
-            assert!(!text("kind").is_empty(), "{object}");
-        } else {
-            assert_eq!(self.stdout, "");
-        }
-        assert_eq!(self.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", self.stderr);
-        assert!(self.stderr.contains("\nhint: "), "{}", self.stderr);
-        assert!(!self.stderr.contains("panicked") && !self.stderr.contains("left"), "{}", self.stderr);
-        for part in parts {
-            assert!(self.stderr.contains(part), "`{part}` is missing in:\n{}", self.stderr);
-        }
-    }
-}
 
 /// The program with the mock as `mock` describes it. It takes the mock by default, also on a machine with a GPU.
 fn command_on(mock: &str, arguments: &[&str]) -> Command {
@@ -165,9 +122,7 @@ fn devices(object: &Value) -> Vec<(u64, u64)> {
 
 #[test]
 fn the_main_job_classifies_and_leaves_nothing() {
-    let run = highwater(&["--backend", "mock", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&["--backend", "mock", "--json"]).ended(0).object();
     assert_eq!(object["backend"], "mock");
     assert!(object["accuracy"].as_f64().unwrap() >= 0.96, "{object}");
     assert_eq!(object["predictions_equal_cpu"], true);
@@ -199,9 +154,7 @@ fn any_number_of_workers_threads_and_passes_gives_the_same_predictions() {
     for (workers, threads, repeat) in [(0, 1, 2), (0, 40, 1), (1, 7, 2), (3, 1, 3), (5, 5, 1)] {
         let (workers_text, threads_text, repeat_text) = (workers.to_string(), threads.to_string(), repeat.to_string());
         let arguments = ["--workers", &workers_text, "--threads", &threads_text, "--repeat", &repeat_text, "--json"];
-        let run = highwater(&arguments);
-        assert_eq!(run.code, Some(0), "{}", run.stderr);
-        let object = run.object();
+        let object = highwater(&arguments).ended(0).object();
         let integer = |key: &str| object[key].as_u64().unwrap();
         assert_eq!((integer("images"), integer("correct")), (540 * repeat, 530 * repeat), "{object}");
         let all_threads = threads * workers.max(1);
@@ -222,9 +175,8 @@ fn workers_are_spread_over_the_devices_in_turns() {
         ("devices=2", 0, vec![(0, 0)]),
     ];
     for (mock, workers, expected) in cases {
-        let run = highwater_on(mock, &["--backend", "mock", "--workers", &workers.to_string(), "--json"]);
-        assert_eq!(run.code, Some(0), "{}", run.stderr);
-        let object = run.object();
+        let object =
+            highwater_on(mock, &["--backend", "mock", "--workers", &workers.to_string(), "--json"]).ended(0).object();
         assert_eq!(devices(&object), expected, "{mock}: {object}");
         let integers = ["correct", "leaks", "weights_shared_bytes"].map(|key| object[key].as_u64().unwrap());
         assert_eq!(integers, [530, 0, workers * WEIGHTS_BYTES], "{mock}: {object}");
@@ -241,11 +193,16 @@ fn workers_are_spread_over_the_devices_in_turns() {
 
 #[test]
 fn the_table_names_each_device_that_was_used() {
-    let run = highwater_on("devices=2", &["--backend", "mock", "--workers", "3"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    for part in ["devices", "0: ", ", 2 workers, ", "1: ", ", 1 worker, ", "once on each of 2 devices", "descriptor"] {
-        assert!(run.stdout.contains(part), "`{part}` is missing in:\n{}", run.stdout);
-    }
+    let run = highwater_on("devices=2", &["--backend", "mock", "--workers", "3"]).ended(0);
+    run.assert_printed(&[
+        "devices",
+        "0: ",
+        ", 2 workers, ",
+        "1: ",
+        ", 1 worker, ",
+        "once on each of 2 devices",
+        "descriptor",
+    ]);
     let one = highwater(&["--backend", "mock"]);
     assert!(one.stdout.contains("descriptor") && !one.stdout.contains("devices"), "{}", one.stdout);
 }
@@ -253,17 +210,15 @@ fn the_table_names_each_device_that_was_used() {
 #[test]
 fn a_worker_that_dies_on_one_of_two_devices_ends_the_job() {
     for when in ["ticket", "33"] {
-        let run = highwater_on("devices=2", &["--backend", "mock", "--die-at", when, "--json"]);
-        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        let run = highwater_on("devices=2", &["--backend", "mock", "--die-at", when, "--json"]).ended(3);
         run.assert_told(&["worker ", "ended early", "of 540 images"]);
     }
 }
 
 #[test]
 fn without_arguments_a_table_says_which_backend_was_taken_and_why() {
-    let run = highwater_without_gpu("", &[]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    for part in [
+    let run = highwater_without_gpu("", &[]).ended(0);
+    run.assert_printed(&[
         "backend",
         "3: the owner of the weights, and 2 workers with 2 threads each",
         "accuracy",
@@ -272,9 +227,7 @@ fn without_arguments_a_table_says_which_backend_was_taken_and_why() {
         "threads served",
         "requested",
         "leaks",
-    ] {
-        assert!(run.stdout.contains(part), "`{part}` is missing in:\n{}", run.stdout);
-    }
+    ]);
     assert!(run.stderr.starts_with("backend "), "{}", run.stderr);
     assert!(run.stderr.contains("540 of 540 images"), "{}", run.stderr);
     assert!(run.stderr.lines().count() < 20, "{}", run.stderr);
@@ -309,9 +262,7 @@ fn a_device_that_cannot_share_is_used_by_one_process_which_says_so() {
 
 #[test]
 fn scale_compares_one_two_and_four_workers() {
-    let run = highwater(&["--backend", "mock", "--scale", "--repeat", "3", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&["--backend", "mock", "--scale", "--repeat", "3", "--json"]).ended(0).object();
     let rows = object["scale"].as_array().unwrap();
     let workers: Vec<_> = rows.iter().map(|row| row["workers"].as_u64().unwrap()).collect();
     assert_eq!(workers, [1, 2, 4]);
@@ -322,56 +273,17 @@ fn scale_compares_one_two_and_four_workers() {
         assert_eq!(row["weights_shared_bytes"].as_u64(), Some(workers * WEIGHTS_BYTES));
         assert_eq!((row["correct"].as_u64(), row["leaks"].as_u64()), (Some(3 * 530), Some(0)));
     }
-    let table = highwater(&["--backend", "mock", "--scale", "--repeat", "1"]);
-    assert_eq!(table.code, Some(0), "{}", table.stderr);
-    for part in ["workers", "images per second", "ratio to 1 worker", "1.00"] {
-        assert!(table.stdout.contains(part), "`{part}` is missing in:\n{}", table.stdout);
-    }
+    let table = highwater(&["--backend", "mock", "--scale", "--repeat", "1"]).ended(0);
+    table.assert_printed(&["workers", "images per second", "ratio to 1 worker", "1.00"]);
 }
 
 // ---------------------------------------------------------------- several processes
 
+/// The beginning of the names of the mock's memory.
+const MEMORY: &str = "highwater-mock";
+
 /// A job that does not end by itself.
 const ENDLESS: [&str; 4] = ["--backend", "mock", "--repeat", "1000000"];
-
-/// A running process, seen from outside.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Process(u32);
-
-impl Process {
-    /// What stands in one of its files in /proc; nothing where it has ended.
-    fn file(self, name: &str) -> String {
-        fs::read_to_string(format!("/proc/{}/{name}", self.0)).unwrap_or_default()
-    }
-
-    /// Whether it runs; one that has ended and that nobody has waited for does not.
-    fn runs(self) -> bool {
-        let stat = self.file("stat");
-        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-        state.is_some_and(|state| !"ZX".contains(state))
-    }
-
-    fn children(self) -> Vec<Process> {
-        let is_child = |process: &Process| {
-            let stat = process.file("stat");
-            let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
-            parent == Some(self.0)
-        };
-        let entries = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
-        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok().map(Process)).filter(is_child).collect()
-    }
-
-    /// Inodes of the mock's memory that it maps.
-    fn device_memory(self) -> BTreeSet<String> {
-        let maps = self.file("maps");
-        let lines = maps.lines().filter(|line| line.contains("memfd:highwater-mock"));
-        lines.map(|line| line.split_whitespace().nth(4).unwrap().to_owned()).collect()
-    }
-
-    fn send(self, signal: Signal) {
-        kill_process(Pid::from_raw(self.0 as i32).unwrap(), signal).unwrap();
-    }
-}
 
 /// Waits until a condition holds.
 fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
@@ -403,8 +315,8 @@ impl Job {
         job.wait_for_workers(workers);
         let process = Process(job.owner.id());
         wait_until("the weights are opened", PATIENCE, || {
-            let own = process.device_memory();
-            job.workers.iter().all(|worker| !worker.device_memory().is_disjoint(&own))
+            let own = process.shared_memory(MEMORY);
+            job.workers.iter().all(|worker| !worker.shared_memory(MEMORY).is_disjoint(&own))
         });
         job
     }
@@ -446,10 +358,10 @@ impl Drop for Job {
 #[test]
 fn each_worker_maps_the_memory_of_its_owner() {
     let job = Job::start(2);
-    let owner = Process(job.owner.id()).device_memory();
+    let owner = Process(job.owner.id()).shared_memory(MEMORY);
     assert_eq!(owner.len(), 1, "{owner:?}");
     for worker in &job.workers {
-        let memory = worker.device_memory();
+        let memory = worker.shared_memory(MEMORY);
         // Its own device's, and the owner's.
         assert!(memory.len() == 2 && memory.is_superset(&owner), "{memory:?} {owner:?}");
     }
@@ -458,11 +370,11 @@ fn each_worker_maps_the_memory_of_its_owner() {
 #[test]
 fn each_worker_maps_the_memory_of_its_device_and_of_no_other() {
     let job = Job::start_on("latency=1ms,devices=2", 3);
-    let owner = Process(job.owner.id()).device_memory();
+    let owner = Process(job.owner.id()).shared_memory(MEMORY);
     assert_eq!(owner.len(), 2, "{owner:?}");
-    let mut of_each: BTreeMap<String, usize> = owner.iter().map(|inode| (inode.clone(), 0)).collect();
+    let mut of_each: BTreeMap<_, usize> = owner.iter().map(|block| (block.clone(), 0)).collect();
     for worker in &job.workers {
-        let memory = worker.device_memory();
+        let memory = worker.shared_memory(MEMORY);
         // Its own two devices', and one of the owner's.
         let opened: Vec<_> = memory.intersection(&owner).collect();
         assert!(memory.len() == 3 && opened.len() == 1, "{memory:?} {owner:?}");
@@ -476,19 +388,16 @@ fn each_worker_maps_the_memory_of_its_device_and_of_no_other() {
 #[test]
 fn a_worker_that_kills_itself_is_named_with_its_signal_and_the_images() {
     // The only worker takes batches in their order, one at a time.
-    let run = highwater(&["--workers", "1", "--threads", "1", "--die-at", "70", "--json"]);
-    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    let run = highwater(&["--workers", "1", "--threads", "1", "--die-at", "70", "--json"]).ended(3);
     run.assert_told(&["worker ", "ended early (signal: 9 (SIGKILL)); unfinished: 476 of 540 images (64-539)"]);
     run.assert_told(&["with this worker: 96 (64-159)"]);
     assert_eq!(run.object()["error"]["kind"], "worker");
     // Before the first answer, and before the weights are opened.
     for at in ["0", "ticket"] {
-        let run = highwater(&["--die-at", at]);
-        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        let run = highwater(&["--die-at", at]).ended(3);
         run.assert_told(&["signal: 9 (SIGKILL)", "unfinished: "]);
     }
-    let run = highwater(&["--repeat", "3", "--die-at", "1619"]);
-    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    let run = highwater(&["--repeat", "3", "--die-at", "1619"]).ended(3);
     run.assert_told(&["of 1620 images", "-1619)"]);
 }
 
@@ -498,8 +407,7 @@ fn a_worker_killed_from_outside_ends_the_job_and_the_other_workers() {
         let job = Job::start(3);
         let victim = job.workers[1];
         victim.send(signal);
-        let run = job.finish(&ENDLESS);
-        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        let run = job.finish(&ENDLESS).ended(3);
         let named = format!("worker {} ended early (signal: {}", victim.0, signal.as_raw());
         run.assert_told(&[&named, "unfinished: ", "of 540000000 images"]);
     }
@@ -547,8 +455,7 @@ fn a_worker_killed_while_it_starts_is_named_too() {
     job.wait_for_workers(1);
     let victim = job.workers[0];
     victim.send(Signal::KILL);
-    let run = job.finish(&["--json"]);
-    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    let run = job.finish(&["--json"]).ended(3);
     run.assert_told(&[&format!("worker {} ended early (signal: 9 (SIGKILL))", victim.0)]);
 }
 
@@ -606,9 +513,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
 
 #[test]
 fn thirty_kills_lose_nothing_and_free_nothing_early() {
-    let run = highwater(&["soak", "ipc", "--kills", "30", "--seed", "7", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&["soak", "ipc", "--kills", "30", "--seed", "7", "--json"]).ended(0).object();
     let integer = |key: &str| object[key].as_u64().unwrap_or_else(|| panic!("{key} in {object}"));
     assert_eq!((integer("kills"), integer("seed")), (30, 7));
     let nothing = ["leaked_bytes", "leaked_objects", "early_frees", "unexpected", "processes_left", "descriptors_left"];
@@ -627,11 +532,8 @@ fn thirty_kills_lose_nothing_and_free_nothing_early() {
     ];
     assert!(something.iter().all(|key| integer(key) > 0), "{object}");
     assert!(object["seconds"].as_f64().unwrap() > 0.0);
-    let table = highwater(&["soak", "ipc", "--kills", "3"]);
-    assert_eq!(table.code, Some(0), "{}", table.stderr);
-    for part in ["kills", "limbo", "early frees", "leaked", "left"] {
-        assert!(table.stdout.contains(part), "`{part}` is missing in:\n{}", table.stdout);
-    }
+    let table = highwater(&["soak", "ipc", "--kills", "3"]).ended(0);
+    table.assert_printed(&["kills", "limbo", "early frees", "leaked", "left"]);
     assert!(table.stderr.contains("seed ") && table.stderr.contains("3 of 3 kills"), "{}", table.stderr);
 }
 
@@ -785,8 +687,7 @@ fn corrupt_files_are_refused_with_what_is_wrong() {
 fn weights_that_classify_badly_are_a_bad_answer_and_no_error() {
     let data = Data::copy();
     data.set("weights.safetensors", "layer2.weight", Dtype::F32, &[64, 10], &[0; 64 * 10 * 4]);
-    let run = data.run();
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let run = data.run().ended(1);
     assert!(run.object()["accuracy"].as_f64().unwrap() < 0.96);
     assert!(run.stderr.contains("error: the accuracy is"), "{}", run.stderr);
 }
@@ -849,15 +750,13 @@ fn memory_that_the_device_does_not_take_back_is_a_leak_and_a_bad_answer() {
     // A free that fails once is made again.
     let run = highwater_on("fail=free:1", &["--backend", "mock", "--workers", "0", "--json"]);
     assert_eq!((run.code, run.object()["leaks"].as_u64()), (Some(0), Some(0)), "{}", run.stderr);
-    let run = highwater_on("fail=free:1..", &["--backend", "mock", "--workers", "0", "--json"]);
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let run = highwater_on("fail=free:1..", &["--backend", "mock", "--workers", "0", "--json"]).ended(1);
     let leaks = run.object()["leaks"].as_u64().unwrap();
     assert!(leaks > 0);
     assert!(run.stderr.contains("error: not everything could be given back: free: "), "{}", run.stderr);
     assert!(run.stderr.contains(&format!("error: objects still alive at the end: {leaks}")), "{}", run.stderr);
     // Those of the owner and of two workers count.
-    let run = highwater_on("fail=free:1..", &["--backend", "mock", "--json"]);
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let run = highwater_on("fail=free:1..", &["--backend", "mock", "--json"]).ended(1);
     assert!(run.object()["leaks"].as_u64().unwrap() >= 3, "{}", run.stderr);
     assert!(run.stderr.contains("error: not everything could be given back: worker "), "{}", run.stderr);
 }
@@ -990,9 +889,7 @@ fn options_in_front_of_a_command_are_refused() {
 
 #[test]
 fn doctor_names_every_backend_and_what_was_tried() {
-    let run = highwater(&["doctor", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&["doctor", "--json"]).ended(0).object();
     assert!(object["usable"].as_array().unwrap().contains(&"mock".into()), "{object}");
     let backends = object["backends"].as_array().unwrap();
     // Plugins of this machine may stand between them.
@@ -1008,8 +905,7 @@ fn doctor_names_every_backend_and_what_was_tried() {
             assert!(!tried.is_empty() && tried.iter().all(|t| t["name"].is_string() && t["reason"].is_string()));
         }
     }
-    let table = highwater(&["doctor"]);
-    assert_eq!(table.code, Some(0));
+    let table = highwater(&["doctor"]).ended(0);
     assert!(names.iter().all(|name| table.stdout.contains(name)), "{}", table.stdout);
 }
 

@@ -58,16 +58,8 @@ pub(super) struct Failure {
 }
 
 impl Failure {
-    pub(super) fn candidate(&self, name: &str, origin: &Origin) -> Candidate {
-        Candidate {
-            name: name.to_owned(),
-            origin: origin.clone(),
-            outcome: self.outcome,
-            reason: self.error.message().to_owned(),
-            hint: self.error.hint().to_owned(),
-            tried: self.tried.clone(),
-            notes: self.notes.clone(),
-        }
+    pub(super) fn new(outcome: Outcome, error: Error) -> Self {
+        Self { outcome, error, tried: Vec::new(), notes: Vec::new() }
     }
 }
 
@@ -92,11 +84,10 @@ impl Contender<'_> {
     fn not_tried(&self, reason: &str) -> Candidate {
         match &self.state {
             State::Off => {
-                let mut candidate = self.candidate(Outcome::NotTried, "it is not built in");
-                candidate.hint = format!("build with the feature `{}`", self.name);
-                candidate
+                let hint = format!("build with the feature `{}`", self.name);
+                Candidate { hint, ..self.candidate(Outcome::NotTried, "it is not built in") }
             }
-            State::Broken(failure) => failure.candidate(&self.name, &self.origin),
+            State::Broken(failure) => self.failed(failure),
             State::Ready(_) => self.candidate(Outcome::NotTried, reason),
         }
     }
@@ -109,10 +100,8 @@ impl Contender<'_> {
         name: Option<String>,
         notes: Vec<String>,
     ) -> Candidate {
-        let mut candidate = self.candidate(outcome, reason);
-        candidate.notes = notes;
-        candidate.name = name.unwrap_or(candidate.name);
-        candidate
+        let name = name.unwrap_or_else(|| self.name.clone());
+        Candidate { name, notes, ..self.candidate(outcome, reason) }
     }
 
     /// Returns the error of this contender alone, which names its file.
@@ -134,7 +123,8 @@ impl Contender<'_> {
     }
 
     fn failed(&self, failure: &Failure) -> Candidate {
-        failure.candidate(&self.name, &self.origin)
+        let Failure { outcome, error, tried, notes } = failure.clone();
+        Candidate { hint: error.hint().to_owned(), tried, notes, ..self.candidate(outcome, error.message()) }
     }
 }
 
@@ -219,12 +209,7 @@ pub(super) fn only(
     let opened = match &asked.state {
         State::Ready(open) => open(),
         State::Broken(failure) => Err(failure.clone()),
-        State::Off => Err(Failure {
-            outcome: Outcome::NotTried,
-            error: unknown(contenders, &[], &asked.name, ""),
-            tried: Vec::new(),
-            notes: Vec::new(),
-        }),
+        State::Off => Err(Failure::new(Outcome::NotTried, unknown(contenders, &[], &asked.name, ""))),
     };
     match opened {
         Ok(Opening { backend, name, notes }) => {
@@ -350,27 +335,9 @@ fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n s
     // Two errors turn a name of three letters into almost any other.
     let most = lower.chars().count() / 3;
     let near = known
-        .map(|known| (distance(&lower, &known.to_lowercase()), known))
+        .map(|known| (strsim::osa_distance(&lower, &known.to_lowercase()), known))
         .filter(|(errors, _)| *errors <= most.min(2));
     near.min_by_key(|(errors, _)| *errors).map(|(_, known)| known)
-}
-
-/// Counts the letters to insert, remove or replace between two words, and the neighbors to swap.
-fn distance(one: &str, other: &str) -> usize {
-    let (one, other): (Vec<char>, Vec<char>) = (one.chars().take(100).collect(), other.chars().take(100).collect());
-    let mut rows: Vec<Vec<usize>> = vec![(0..=other.len()).collect()];
-    for (i, a) in one.iter().enumerate() {
-        let mut row = vec![i + 1];
-        for (j, b) in other.iter().enumerate() {
-            let mut least = (rows[i][j] + usize::from(a != b)).min(rows[i][j + 1] + 1).min(row[j] + 1);
-            if i > 0 && j > 0 && *a == other[j - 1] && one[i - 1] == *b {
-                least = least.min(rows[i - 1][j - 1] + 1);
-            }
-            row.push(least);
-        }
-        rows.push(row);
-    }
-    rows[one.len()][other.len()]
 }
 
 fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str) -> Error {
@@ -455,7 +422,7 @@ mod tests {
 
     fn failure(outcome: Outcome) -> Failure {
         let error = Error::new(ErrorKind::Vendor, OPERATION, format!("it is {outcome}")).with_hint("mend it");
-        Failure { outcome, error, tried: Vec::new(), notes: Vec::new() }
+        Failure::new(outcome, error)
     }
 
     fn fails() -> State<'static> {
@@ -560,7 +527,7 @@ mod tests {
     fn where_the_mock_was_allowed_and_failed_its_kind_and_hint_are_given() {
         let failing = State::Ready(Box::new(|| {
             let error = Error::new(ErrorKind::InvalidArgument, "mock_options", "no").with_hint("expected bytes");
-            Err(Failure { outcome: Outcome::of(&error), error, tried: Vec::new(), notes: Vec::new() })
+            Err(Failure::new(Outcome::of(&error), error))
         }));
         let all = [built_in("cuda", true, fails()), built_in("mock", false, failing)];
         let error = best(&all, Vec::new(), Fallback::Mock).unwrap_err().error;
@@ -606,7 +573,6 @@ mod tests {
             }
             assert!(error.message().contains("asked for by HIGHWATER_BACKEND"), "{error}");
         }
-        assert_eq!((distance("abc", "abc"), distance("abc", "bac"), distance("", "abc")), (0, 1, 3));
     }
 
     #[test]
@@ -626,7 +592,7 @@ mod tests {
     fn a_path_that_leads_nowhere_is_no_plugin_called_plugin() {
         let failure = || {
             let error = Error::new(ErrorKind::LibraryMissing, OPERATION, "`/nowhere/lib.so`: No such file");
-            Failure { outcome: Outcome::LibraryMissing, error, tried: Vec::new(), notes: Vec::new() }
+            Failure::new(Outcome::LibraryMissing, error)
         };
         let origin = Origin::Plugin { manifest: None, library: None };
         let state = State::Broken(failure());

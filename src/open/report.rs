@@ -10,100 +10,99 @@ use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 /// The operation that errors of this folder name.
 pub(super) const OPERATION: &str = "open";
 
-/// The outcome for a backend, or for a place that is searched for plugins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Outcome {
-    /// The backend was opened and returned.
-    Taken,
-    /// The backend opens, and was not requested.
-    Usable,
-    /// The backend was not tried; the reason says why.
-    NotTried,
-    /// A vendor's library, or the plugin itself, could not be opened.
-    LibraryMissing,
-    /// A symbol is missing in a vendor's library, or one that the plugin needs.
-    SymbolMissing,
-    /// The libraries work, but there is no usable device.
-    DeviceMissing,
-    /// The backend was found, but is too old or is not supported by this version.
-    Unsupported,
-    /// Initialization failed in another way.
-    Failed,
-    /// Of a place: its variable or folder is not set.
-    NotSet,
-    /// Of a place: the folder does not exist, or contains no plugin.
-    Absent,
-    /// Of a place: its plugins are among the candidates.
-    Searched,
-    /// The plugin is for other machines, or its file is not a library.
-    WrongPlatform,
-    /// The plugin's manifest is invalid; the reason names file and line.
-    InvalidManifest,
-    /// Another user could change the file, or it cannot be read.
-    NotPermitted,
-    /// The plugin's library has no entry point.
-    NoEntryPoint,
-    /// The plugin and this program have no version of the table in common.
-    VersionOutOfRange,
-    /// The plugin's table is invalid.
-    BadTable,
-    /// The process that probed the plugin crashed.
-    CrashedInProbe,
-    /// The process that probed the plugin did not end, and was killed.
-    HungInProbe,
+/// Enums whose values have words for reports.
+macro_rules! worded {
+    ($($(#[$attribute:meta])* enum $name:ident { $($(#[doc = $doc:literal])+ $value:ident = $words:literal,)+ })+) => {$(
+        $(#[$attribute])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum $name {
+            $($(#[doc = $doc])+ $value,)+
+        }
+
+        impl $name {
+            /// Every value once.
+            #[allow(dead_code, reason = "only outcomes are read from their words")]
+            const ALL: &'static [Self] = &[$(Self::$value),+];
+
+            /// Returns the words of reports.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$value => $words),+ }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.as_str())
+            }
+        }
+    )+};
+}
+
+worded! {
+    /// The outcome for a backend, or for a place that is searched for plugins.
+    enum Outcome {
+        /// The backend was opened and returned.
+        Taken = "taken",
+        /// The backend opens, and was not requested.
+        Usable = "usable",
+        /// The backend was not tried; the reason says why.
+        NotTried = "not tried",
+        /// A vendor's library, or the plugin itself, could not be opened.
+        LibraryMissing = "library missing",
+        /// A symbol is missing in a vendor's library, or one that the plugin needs.
+        SymbolMissing = "symbol missing",
+        /// The libraries work, but there is no usable device.
+        DeviceMissing = "no device",
+        /// The backend was found, but is too old or is not supported by this version.
+        Unsupported = "unsupported",
+        /// Initialization failed in another way.
+        Failed = "failed",
+        /// Of a place: its variable or folder is not set.
+        NotSet = "not set",
+        /// Of a place: the folder does not exist, or contains no plugin.
+        Absent = "absent",
+        /// Of a place: its plugins are among the candidates.
+        Searched = "searched",
+        /// The plugin is for other machines, or its file is not a library.
+        WrongPlatform = "wrong platform",
+        /// The plugin's manifest is invalid; the reason names file and line.
+        InvalidManifest = "invalid manifest",
+        /// Another user could change the file, or it cannot be read.
+        NotPermitted = "not permitted",
+        /// The plugin's library has no entry point.
+        NoEntryPoint = "no entry point",
+        /// The plugin and this program have no version of the table in common.
+        VersionOutOfRange = "version out of range",
+        /// The plugin's table is invalid.
+        BadTable = "bad table",
+        /// The process that probed the plugin crashed.
+        CrashedInProbe = "crashed in the probe",
+        /// The process that probed the plugin did not end, and was killed.
+        HungInProbe = "hung in the probe",
+    }
+
+    /// The kind of a place that is searched for plugins, in the order of the search.
+    enum PlaceKind {
+        /// A path from the caller.
+        Path = "path",
+        /// The environment variable `HIGHWATER_BACKEND`: a name or a path, used if the caller gave neither.
+        BackendVariable = "HIGHWATER_BACKEND",
+        /// A folder from the caller.
+        SearchFolder = "search folder",
+        /// A folder of the environment variable `HIGHWATER_PLUGIN_PATH`.
+        PathVariable = "HIGHWATER_PLUGIN_PATH",
+        /// The user's folder.
+        UserFolder = "user folder",
+        /// A folder of the system.
+        SystemFolder = "system folder",
+        /// The folder of the executable.
+        Executable = "beside the executable",
+    }
 }
 
 impl Outcome {
-    /// Every outcome once.
-    const ALL: [Self; 19] = [
-        Self::Taken,
-        Self::Usable,
-        Self::NotTried,
-        Self::LibraryMissing,
-        Self::SymbolMissing,
-        Self::DeviceMissing,
-        Self::Unsupported,
-        Self::Failed,
-        Self::NotSet,
-        Self::Absent,
-        Self::Searched,
-        Self::WrongPlatform,
-        Self::InvalidManifest,
-        Self::NotPermitted,
-        Self::NoEntryPoint,
-        Self::VersionOutOfRange,
-        Self::BadTable,
-        Self::CrashedInProbe,
-        Self::HungInProbe,
-    ];
-
-    /// Returns the outcome in the words of reports.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Taken => "taken",
-            Self::Usable => "usable",
-            Self::NotTried => "not tried",
-            Self::LibraryMissing => "library missing",
-            Self::SymbolMissing => "symbol missing",
-            Self::DeviceMissing => "no device",
-            Self::Unsupported => "unsupported",
-            Self::Failed => "failed",
-            Self::NotSet => "not set",
-            Self::Absent => "absent",
-            Self::Searched => "searched",
-            Self::WrongPlatform => "wrong platform",
-            Self::InvalidManifest => "invalid manifest",
-            Self::NotPermitted => "not permitted",
-            Self::NoEntryPoint => "no entry point",
-            Self::VersionOutOfRange => "version out of range",
-            Self::BadTable => "bad table",
-            Self::CrashedInProbe => "crashed in the probe",
-            Self::HungInProbe => "hung in the probe",
-        }
-    }
-
     /// Returns whether something exists and does not work. False if nothing exists.
     #[must_use]
     pub const fn is_broken(self) -> bool {
@@ -113,7 +112,7 @@ impl Outcome {
     /// Returns the outcome with these words.
     #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "only probes send outcomes as words"))]
     pub(super) fn of_words(words: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|outcome| outcome.as_str() == words)
+        Self::ALL.iter().copied().find(|outcome| outcome.as_str() == words)
     }
 
     pub(super) fn of(error: &Error) -> Self {
@@ -124,12 +123,6 @@ impl Outcome {
             ErrorKind::Unsupported => Self::Unsupported,
             _ => Self::Failed,
         }
-    }
-}
-
-impl fmt::Display for Outcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
     }
 }
 
@@ -198,48 +191,6 @@ pub struct Candidate {
     pub tried: Vec<OpenFailure>,
     /// Warnings of a plugin, a plugin that was not probed, or an unsafe file that was allowed.
     pub notes: Vec<String>,
-}
-
-/// The kind of a place that is searched for plugins, in the order of the search.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PlaceKind {
-    /// A path from the caller.
-    Path,
-    /// The environment variable `HIGHWATER_BACKEND`: a name or a path, used if the caller gave neither.
-    BackendVariable,
-    /// A folder from the caller.
-    SearchFolder,
-    /// A folder of the environment variable `HIGHWATER_PLUGIN_PATH`.
-    PathVariable,
-    /// The user's folder.
-    UserFolder,
-    /// A folder of the system.
-    SystemFolder,
-    /// The folder of the executable.
-    Executable,
-}
-
-impl PlaceKind {
-    /// Returns the kind in the words of reports.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Path => "path",
-            Self::BackendVariable => "HIGHWATER_BACKEND",
-            Self::SearchFolder => "search folder",
-            Self::PathVariable => "HIGHWATER_PLUGIN_PATH",
-            Self::UserFolder => "user folder",
-            Self::SystemFolder => "system folder",
-            Self::Executable => "beside the executable",
-        }
-    }
-}
-
-impl fmt::Display for PlaceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
-    }
 }
 
 /// A place that was searched for plugins, and the outcome.
@@ -356,30 +307,20 @@ pub struct Opened {
 ///
 /// `?` converts it to an [`Error`], or boxes it unchanged. Either way the report is its
 /// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, shows the error alone.
-#[derive(Clone)]
+#[derive(Clone, thiserror::Error)]
+#[error("{error}")]
 #[non_exhaustive]
 pub struct OpenError {
     /// The error.
     pub error: Error,
     /// The outcome for each backend and each place.
+    #[source]
     pub report: LoadReport,
-}
-
-impl fmt::Display for OpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(&self.error, f)
-    }
 }
 
 impl fmt::Debug for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.error, f)
-    }
-}
-
-impl std::error::Error for OpenError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.report)
     }
 }
 
@@ -449,7 +390,7 @@ mod tests {
 
     #[test]
     fn outcomes_are_known_by_their_words() {
-        for outcome in Outcome::ALL {
+        for &outcome in Outcome::ALL {
             assert_eq!(Outcome::of_words(outcome.as_str()), Some(outcome));
         }
         assert_eq!(Outcome::of_words("splendid"), None);

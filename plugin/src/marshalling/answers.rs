@@ -126,7 +126,7 @@ structs_out! {
         }
     Capabilities as RawCapabilities:
         |capabilities, tags| {
-            let transports = TRANSPORTS.into_iter().filter(|transport| capabilities.ipc_transports.contains(*transport));
+            let transports = Transport::ALL.iter().filter(|transport| capabilities.ipc_transports.contains(**transport));
             RawCapabilities {
                 size: bytes_of::<RawCapabilities>(),
                 abilities: Abilities::of(&capabilities),
@@ -146,7 +146,7 @@ structs_out! {
             let mut capabilities = Self::none();
             Abilities::put(raw.abilities, &mut capabilities);
             Facts::put(raw.facts, &mut capabilities);
-            let transports = TRANSPORTS.into_iter().filter(|transport| raw.ipc_transports & 1 << transport.code() != 0);
+            let transports = Transport::ALL.iter().copied().filter(|transport| raw.ipc_transports & 1 << transport.code() != 0);
             capabilities.ipc_transports = transports.fold(Transports::NONE, Transports::with);
             capabilities.register_piece_bytes = raw.register_piece_bytes as usize;
             capabilities.workspace_alignment = raw.workspace_alignment as usize;
@@ -205,6 +205,3 @@ fn names(lines: &str) -> &'static [&'static str] {
     kept.insert(lines.to_owned(), names);
     names
 }
-
-/// Every transport of this version.
-const TRANSPORTS: [Transport; 3] = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];

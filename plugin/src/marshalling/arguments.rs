@@ -8,7 +8,7 @@ use super::super::codes::{
 };
 use super::super::raw::*;
 use super::descriptors::{lift_descriptor, raw_descriptor};
-use super::ids::{NO_ID, lift_id, raw_id};
+use super::values::{NO_ID, lift_id, raw_id};
 use super::{Argument, Tags, Wrong, bytes_of, choice, flag};
 use highwater_hal::{
     AllocateOptions, DataType, DeviceMemoryKind, DevicePtr, EventHandle, EventOptions, FillPattern, Gemm, GemmShape,

@@ -3,16 +3,14 @@
 //! An [`Argument`] goes from the program to the plugin, and an [`Answer`] comes back. The sender lowers a value to its C type,
 //! and the receiver lifts it. The receiver reads everything as numbers, and checks it.
 //!
-//! - `numbers`: integers, flags and enums
-//! - `ids`: ids, addresses and handles
+//! - `values`: integers, flags, enums, ids, addresses and handles
 //! - `arguments`, `answers`: structs
 //! - `descriptors`: file descriptors and their release
 
 mod answers;
 mod arguments;
 mod descriptors;
-mod ids;
-mod numbers;
+mod values;
 
 use std::sync::Arc;
 
@@ -22,7 +20,7 @@ use super::raw::CType;
 use highwater_hal::{BackendTag, ErrorKind};
 
 pub(super) use self::descriptors::drop_descriptor;
-pub(super) use self::ids::HandlePtr;
+pub(super) use self::values::HandlePtr;
 
 /// An argument that cannot be accepted.
 #[derive(Debug)]

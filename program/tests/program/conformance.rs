@@ -8,13 +8,12 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::{Process, command_on, highwater, highwater_on, run_to_its_end, scratch_folder, wait_until};
+use super::started::Process;
+use super::{command_on, highwater, highwater_on, run_to_its_end, scratch_folder, wait_until};
 
 #[test]
 fn conformance_counts_its_cases() {
-    let run = highwater(&["conformance", "--backend", "mock", "--filter", "copies.", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&["conformance", "--backend", "mock", "--filter", "copies.", "--json"]).ended(0).object();
     assert_eq!(object["backend"], "mock");
     let integer = |key: &str| object[key].as_u64().unwrap();
     assert!(integer("passed") > 0 && integer("failed") == 0, "{object}");
@@ -27,24 +26,20 @@ fn conformance_counts_its_cases() {
 
 #[test]
 fn conformance_starts_the_program_again_for_cases_about_two_processes() {
-    let run = highwater(&["conformance", "--backend", "mock", "--filter", "sharing.devices_", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object =
+        highwater(&["conformance", "--backend", "mock", "--filter", "sharing.devices_", "--json"]).ended(0).object();
     assert_eq!((&object["passed"], &object["cases"]), (&1.into(), &1.into()), "{object}");
 }
 
 #[test]
 fn conformance_fails_where_a_promise_is_broken() {
     let arguments = ["conformance", "--backend", "mock", "--filter", "fills."];
-    let run = highwater_on("fail=fill:1", &[&arguments[..], &["--json"]].concat());
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater_on("fail=fill:1", &[&arguments[..], &["--json"]].concat()).ended(1).object();
     assert_eq!(object["failed"], 1, "{object}");
     let failure = &object["failures"][0];
     assert!(failure["case"].as_str().unwrap().starts_with("fills."), "{failure}");
     assert!(failure["message"].as_str().unwrap().contains("fill"), "{failure}");
-    let table = highwater_on("fail=fill:1", &arguments);
-    assert_eq!(table.code, Some(1));
+    let table = highwater_on("fail=fill:1", &arguments).ended(1);
     assert!(table.stdout.contains("1 failed"), "{}", table.stdout);
 }
 
@@ -64,8 +59,7 @@ fn conformance_says_why_it_skips_and_names_the_clause_of_a_failure_at_once() {
 fn conformance_lists_cases_and_clauses_and_runs_none() {
     // The program does not query a backend that cannot open.
     let arguments = ["conformance", "--list", "--filter", "copy.exact", "--backend", "cuda"];
-    let run = highwater(&arguments);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = highwater(&arguments).ended(0);
     let line = |start: &str| run.stdout.lines().find(|line| line.starts_with(start)).map(str::to_owned);
     assert!(line("copies.").is_some_and(|line| line.contains("[copy.exact")), "{}", run.stdout);
     let clause = line("copy.exact (Backend::copy): exactly `bytes` bytes arrive");
@@ -103,9 +97,7 @@ const HANGING: &str = "latency=1000s";
 fn conformance_kills_a_case_that_does_not_end_and_goes_on() {
     // The first of them hangs. The others work on no stream, and pass in a new process.
     let arguments = ["conformance", "--filter", "ids.st", "--limit", "1", "--json"];
-    let run = highwater_on(HANGING, &arguments);
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater_on(HANGING, &arguments).ended(1).object();
     assert_eq!((&object["failed"], &object["passed"]), (&1.into(), &3.into()), "{object}");
     let failure = &object["failures"][0];
     assert_eq!(failure["case"], "ids.stale_streams_are_refused", "{object}");
@@ -167,8 +159,7 @@ fn conformance_counts_every_round_and_repeats_a_shuffle() {
     assert_eq!(first_of("11"), first_of("11"));
     let others: BTreeSet<String> = ["1", "2", "3", "4"].map(first_of).into();
     assert!(others.len() > 1, "{others:?}");
-    let run = highwater(&arguments);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = highwater(&arguments).ended(0);
     assert!(
         run.stdout.contains("14 cases: 14 passed") && run.stderr.contains("seed 11"),
         "{}{}",
@@ -182,8 +173,7 @@ fn conformance_certifies_a_full_run() {
     let folder = scratch_folder("certificate");
     let file = folder.join("mock.json");
     let path = file.to_str().unwrap();
-    let run = highwater(&["conformance", "--certificate", path, "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let run = highwater(&["conformance", "--certificate", path, "--json"]).ended(0);
     let (object, certificate) = (run.object(), fs::read_to_string(&file).unwrap());
     let certificate: Value = serde_json::from_str(&certificate).unwrap();
     assert_eq!(certificate["conforms"], true);
@@ -210,16 +200,14 @@ fn conformance_certifies_a_full_run() {
 #[test]
 fn conformance_sweeps_the_calls_of_its_cases() {
     let arguments = ["conformance", "--fault-sweep", "--filter", "ids.", "--sample", "5", "--json"];
-    let run = highwater(&arguments);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
+    let object = highwater(&arguments).ended(0).object();
     assert!(object["calls_swept"].as_u64().unwrap() > 50 && object["failures"] == json!([]), "{object}");
     // The mock's own fault is none that may be.
     let run = highwater_on(
         "fail=destroy_event:1",
         &["conformance", "--fault-sweep", "--filter", "ids.streams_and_events_count", "--jobs", "1"],
-    );
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    )
+    .ended(1);
     assert!(run.stdout.contains("without a fault"), "{}", run.stdout);
 }
 

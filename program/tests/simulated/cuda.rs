@@ -1,12 +1,11 @@
 //! CUDA.
 
-use std::collections::BTreeSet;
-use std::fs;
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Simulated;
+use super::started::Process;
 
 const CUDA: Simulated = Simulated { libraries: "cuda", backend: "cuda" };
 
@@ -61,31 +60,8 @@ fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
     CUDA.main_job_on_two_devices("descriptor");
 }
 
-/// What stands in a file of a process in /proc; nothing where it has ended.
-fn of_process(process: u32, name: &str) -> String {
-    fs::read_to_string(format!("/proc/{process}/{name}")).unwrap_or_default()
-}
-
-/// The workers of a program, which are its children that are the same program.
-fn workers_of(owner: u32) -> Vec<u32> {
-    let is_worker = |&process: &u32| {
-        let stat = of_process(process, "stat");
-        let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
-        parent == Some(owner) && of_process(process, "cmdline").contains("\0worker\0")
-    };
-    let entries = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_worker).collect()
-}
-
-/// Memory for sharing that a process maps: its inode, and the number of its device.
-fn shareable_memory(process: u32) -> BTreeSet<(String, String)> {
-    let maps = of_process(process, "maps");
-    let block = |line: &str| {
-        let (_, device) = line.split_once("memfd:highwater-simulated-vmm-")?;
-        Some((line.split_whitespace().nth(4)?.to_owned(), device.split(' ').next()?.to_owned()))
-    };
-    maps.lines().filter_map(block).collect()
-}
+/// The beginning of the names of memory for sharing, which end in the number of the device.
+const MEMORY: &str = "highwater-simulated-vmm-";
 
 /// A job that does not end by itself.
 struct Endless(Child);
@@ -103,11 +79,14 @@ fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
     let arguments = ["--backend", "cuda", "--workers", "3", "--repeat", "1000000"];
     let mut command = CUDA.command("", &[("HIGHWATER_MOCK", "devices=2,latency=1ms")], &arguments);
     let mut job = Endless(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
-    let owner = job.0.id();
-    // The libraries may have to be built first.
+    let owner = Process(job.0.id());
+    let workers = |owner: Process| {
+        // The libraries may have to be built first, which starts other programs.
+        owner.children().into_iter().filter(|child| child.file("cmdline").contains("\0worker\0"))
+    };
     let started = Instant::now();
     let mapped = loop {
-        let mapped: Vec<_> = workers_of(owner).into_iter().map(shareable_memory).collect();
+        let mapped: Vec<_> = workers(owner).map(|worker| worker.shared_memory(MEMORY)).collect();
         if mapped.len() == 3 && mapped.iter().all(|mapped| !mapped.is_empty()) {
             break mapped;
         }
@@ -115,7 +94,7 @@ fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
         assert!(started.elapsed() < Duration::from_secs(300), "the workers open nothing: {mapped:?}");
         thread::sleep(Duration::from_millis(5));
     };
-    let weights = shareable_memory(owner);
+    let weights = owner.shared_memory(MEMORY);
     let on = |number: &str| weights.iter().filter(|(_, device)| device == number).count();
     assert_eq!((weights.len(), on("0"), on("1")), (2, 1, 1), "{weights:?}");
     assert!(mapped.iter().all(|mapped| mapped.len() == 1 && mapped.is_subset(&weights)), "{mapped:?} {weights:?}");
@@ -141,7 +120,6 @@ fn every_conformance_case_passes_with_the_libraries_of_cuda_12() {
 #[test]
 fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let arguments = ["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "499", "--jobs", "2", "--json"];
-    let output = CUDA.run("", &[], &arguments);
-    let object = super::object(&output);
-    assert!(output.status.success() && object["calls_swept"].as_u64().unwrap() > 50, "{object}");
+    let object = CUDA.run("", &[], &arguments).ended(0).object();
+    assert!(object["calls_swept"].as_u64().unwrap() > 50, "{object}");
 }

@@ -9,11 +9,15 @@
 mod built;
 mod cuda;
 mod rocm;
+#[path = "../started/mod.rs"]
+mod started;
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use serde_json::Value;
+
+use started::Run;
 
 /// What describes devices and libraries to the program, so that a test says it all.
 const VARIABLES: [&str; 9] = [
@@ -61,16 +65,14 @@ impl Simulated {
     }
 
     /// Runs the program over a variant of the libraries.
-    fn run(self, variant: &str, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
-        self.command(variant, settings, arguments).output().expect("bash runs the script")
+    fn run(self, variant: &str, settings: &[(&str, &str)], arguments: &[&str]) -> Run {
+        Run::of(self.command(variant, settings, arguments).output().expect("bash runs the script"), arguments)
     }
 
     /// What `doctor` says of the backend: what became of it, why, and what to do.
     #[track_caller]
     fn doctor(self, variant: &str, settings: &[(&str, &str)]) -> (String, String, String) {
-        let output = self.run(variant, settings, &["doctor", "--json"]);
-        assert!(output.status.success(), "{output:?}");
-        let object = object(&output);
+        let object = self.run(variant, settings, &["doctor", "--json"]).ended(0).object();
         let mut backends = object["backends"].as_array().unwrap().iter();
         let backend = backends.find(|backend| backend["name"] == self.backend).unwrap();
         let text = |key: &str| backend[key].as_str().unwrap().to_owned();
@@ -95,9 +97,8 @@ impl Simulated {
     /// Runs the main job, which works in three processes on one copy of the weights, and leaks nothing.
     #[track_caller]
     fn main_job(self, settings: &[(&str, &str)], workers: &str) -> Value {
-        let output = self.run("", settings, &["--backend", self.backend, "--workers", workers, "--json"]);
-        assert!(output.status.success(), "{output:?}");
-        let object = object(&output);
+        let arguments = ["--backend", self.backend, "--workers", workers, "--json"];
+        let object = self.run("", settings, &arguments).ended(0).object();
         assert_eq!(object["backend"], self.backend);
         assert_eq!((&object["leaks"], &object["predictions_equal_cpu"]), (&0.into(), &true.into()), "{object}");
         assert_eq!(object["correct"], 530, "{object}");
@@ -121,10 +122,7 @@ impl Simulated {
     /// A code that no header knows is an error with its number.
     #[track_caller]
     fn tells_an_unknown_code(self) {
-        let output = self.run("unknown-code", &[], &["--backend", self.backend, "--json"]);
-        assert_eq!(output.status.code(), Some(2), "{output:?}");
-        let message = object(&output)["error"]["message"].as_str().unwrap().to_owned();
-        assert!(message.contains("921"), "{message}");
+        self.run("unknown-code", &[], &["--backend", self.backend, "--json"]).assert_error(&["921"]);
     }
 
     /// Runs the suite and checks that no case fails, and that no more are skipped than `most_skipped`.
@@ -152,14 +150,8 @@ impl Simulated {
     /// Runs the suite, of which no case may fail.
     #[track_caller]
     fn conformance(self, variant: &str, settings: &[(&str, &str)], which: &[&str]) -> Value {
-        let output = self.run(variant, settings, &[&["conformance", "--json"], which].concat());
-        let object = object(&output);
-        assert!(output.status.success() && object["failed"] == 0, "{}", String::from_utf8_lossy(&output.stderr));
+        let object = self.run(variant, settings, &[&["conformance", "--json"], which].concat()).ended(0).object();
+        assert_eq!(object["failed"], 0, "{object}");
         object
     }
-}
-
-#[track_caller]
-fn object(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error} in {output:?}"))
 }

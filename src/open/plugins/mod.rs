@@ -369,7 +369,7 @@ fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure
             let what = format!("`{expected_name}` was asked for, and `{library}` is `{said_name}`");
             let error =
                 Error::new(ErrorKind::UnknownBackend, OPERATION, what).with_hint("ask for the name or for the file");
-            return Err(Failure { outcome: Outcome::Failed, error, tried: Vec::new(), notes });
+            return Err(Failure { notes, ..Failure::new(Outcome::Failed, error) });
         }
         Named::Manifest { path, version: said } if *said != version => {
             let [said, version] = [said, &version].map(|version| display_foreign(version).to_string());

@@ -107,5 +107,5 @@ fn with_hint(outcome: Outcome, error: Error) -> Failure {
         _ => "ask the plugin's vendor, or remove the plugin".to_owned(),
     };
     let error = if error.hint().is_empty() { error.with_hint(usual) } else { error };
-    Failure { outcome, error, tried: Vec::new(), notes: Vec::new() }
+    Failure::new(outcome, error)
 }
