@@ -8,14 +8,14 @@ use highwater_hal::{
     EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions, Transport,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, needs};
+use crate::case::{CaseResult, Failure, cases, check};
 use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream, sharing};
 
 cases! {
     group "fork";
     calls_in_a_forked_child_are_refused: ["backend.forked"];
-    calls_about_sharing_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::shareable_memory];
-    calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::capture];
+    calls_about_sharing_in_a_forked_child_are_refused: ["backend.forked"] needs [has::shareable_memory];
+    calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [has::capture];
 }
 
 /// The time limit of all calls of a child.

@@ -6,7 +6,7 @@ use highwater_hal::{
     Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
 
 cases! {
@@ -15,10 +15,9 @@ cases! {
     stale_events_are_refused: ["backend.ids-checked", "event.destroy-stale"];
     foreign_ids_are_refused: ["backend.ids-checked"];
     forged_ids_are_refused: ["backend.ids-checked"];
-    ids_that_name_another_device_are_refused: ["backend.ids-checked"] needs [needs::TWO_DEVICES];
-    forged_graphs_are_refused: ["backend.ids-checked"] needs [needs::has::capture];
-    stale_ids_stay_stale_when_slots_are_used_again:
-        ["backend.ids-checked", "stream.destroy-stale", "event.destroy-stale"];
+    ids_that_name_another_device_are_refused: ["backend.ids-checked"] needs [TWO_DEVICES];
+    forged_graphs_are_refused: ["backend.ids-checked"] needs [has::capture];
+    stale_ids_stay_stale_when_slots_are_used_again: ["backend.ids-checked", "stream.destroy-stale", "event.destroy-stale"];
     refused_work_is_not_done: ["backend.ids-checked"];
     handles_refuse_bad_streams: ["backend.ids-checked"];
     streams_and_events_count: ["backend.live-objects"];

@@ -2,7 +2,7 @@
 
 use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
@@ -11,20 +11,17 @@ use crate::stream_load::{Direction, StreamLoad};
 cases! {
     group "memory";
     addresses_are_aligned: ["memory.aligned"];
-    blocks_do_not_overlap: ["memory.disjoint"];
+    blocks_do_not_overlap: ["memory.disjoint"] => lie_apart(DeviceMemoryKind::Plain);
     blocks_keep_their_bytes: ["memory.disjoint"];
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
     freed_bytes_come_back: ["memory.free-returns"];
-    shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::shareable_memory];
-    stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_come_back: ["memory.free-returns"] needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"]
-        needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"]
-        needs [needs::has::stream_ordered_memory];
-    stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"]
-        needs [needs::has::stream_ordered_memory];
+    shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
+    stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
+    stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
 }
 
 /// Sizes around the usual borders of allocators.
@@ -61,10 +58,6 @@ fn addresses_are_aligned(backend: &dyn Backend) -> CaseResult {
         }
     }
     Ok(())
-}
-
-fn blocks_do_not_overlap(backend: &dyn Backend) -> CaseResult {
-    lie_apart(backend, DeviceMemoryKind::Plain)
 }
 
 fn blocks_keep_their_bytes(backend: &dyn Backend) -> CaseResult {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
 use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
@@ -15,55 +15,50 @@ use crate::stream_load::{Direction, StreamLoad};
 cases! {
     group "sharing" with a second process;
     devices_have_one_uuid_in_every_process: ["devices.uuid"];
-    importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"]
-        needs [needs::has::shareable_memory];
-    several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [needs::has::shareable_memory];
-    several_importers_share_one_block: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"]
-        needs [needs::has::shareable_memory];
-    only_shareable_memory_is_exported: ["ipc.export-shareable"] needs [needs::has::shareable_memory];
-    other_transports_are_refused: ["ipc.export-transport"] needs [needs::has::shareable_memory];
-    exports_can_be_repeated: ["ipc.shared-bytes", "backend.live-objects"] needs [needs::has::shareable_memory];
-    opening_again_gives_the_same_address: ["ipc.open-again"] needs [needs::has::shareable_memory];
-    opening_anew_works_after_the_last_close: ["ipc.open-again", "ipc.shared-bytes"]
-        needs [needs::has::shareable_memory];
-    addresses_that_are_not_open_are_not_closed: ["ipc.close-unknown"] needs [needs::has::shareable_memory];
+    importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"] needs [has::shareable_memory];
+    several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [has::shareable_memory];
+    several_importers_share_one_block: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"] needs [has::shareable_memory];
+    only_shareable_memory_is_exported: ["ipc.export-shareable"] needs [has::shareable_memory];
+    other_transports_are_refused: ["ipc.export-transport"] needs [has::shareable_memory];
+    exports_can_be_repeated: ["ipc.shared-bytes", "backend.live-objects"] needs [has::shareable_memory];
+    opening_again_gives_the_same_address: ["ipc.open-again"] needs [has::shareable_memory];
+    opening_anew_works_after_the_last_close: ["ipc.open-again", "ipc.shared-bytes"] needs [has::shareable_memory];
+    addresses_that_are_not_open_are_not_closed: ["ipc.close-unknown"] needs [has::shareable_memory];
     mappings_outlive_a_killed_exporter: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+        needs [has::shareable_memory, DESCRIPTORS] => outlives(|_| Ok(()), |mut peer| peer.kill().map(drop));
     mappings_outlive_an_exporter_that_exits: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    altered_handles_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
-    handles_of_another_device_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
-    handles_without_their_descriptor_are_refused: ["ipc.open-checked"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    open_memory_counts: ["backend.live-objects"] needs [needs::has::shareable_memory];
-    descriptors_of_handles_count: ["backend.live-objects"] needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+        needs [has::shareable_memory, DESCRIPTORS] => outlives(|_| Ok(()), Peer::exit);
+    mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"] needs [has::shareable_memory, DESCRIPTORS];
+    altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
+    handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
+    handles_without_their_descriptor_are_refused: ["ipc.open-checked"] needs [has::shareable_memory, DESCRIPTORS];
+    open_memory_counts: ["backend.live-objects"] needs [has::shareable_memory];
+    descriptors_of_handles_count: ["backend.live-objects"] needs [has::shareable_memory, DESCRIPTORS];
     opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
-        needs [needs::has::shareable_memory, needs::has::capture, needs::has::create_during_capture];
-    only_interprocess_events_are_exported: ["ipc.export-event"] needs [needs::has::interprocess_events];
+        needs [has::shareable_memory, has::capture, has::create_during_capture];
+    only_interprocess_events_are_exported: ["ipc.export-event"] needs [has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory];
     opened_events_order_the_exporter: ["ipc.event-orders", "event.wait-orders"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory] => recorded_elsewhere(Maker::Other);
     events_recorded_by_the_importer_order_the_exporter: ["ipc.event-orders", "event.record-moves"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory] => recorded_elsewhere(Maker::This);
     processes_take_turns_by_events: ["ipc.event-orders", "event.record-moves"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory];
     opened_events_are_pending_as_the_original: ["ipc.event-orders", "event.query", "event.synchronize"]
-        needs [needs::has::interprocess_events];
+        needs [has::interprocess_events];
     opened_events_that_were_never_recorded_are_complete: ["event.never-recorded", "event.query-never-recorded"]
-        needs [needs::has::interprocess_events];
+        needs [has::interprocess_events];
     waits_end_with_the_process_that_recorded: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
+        needs [has::interprocess_events, has::event_waits_end_with_peer] => waits_end(|_| Ok(()));
     waits_end_though_the_process_had_forked: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
-    opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [needs::has::interprocess_events];
+        needs [has::interprocess_events, has::event_waits_end_with_peer];
+    opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [has::interprocess_events];
 }
 
 const BYTES: usize = 1 << 16;
@@ -592,14 +587,6 @@ fn outlives(
     Ok(())
 }
 
-fn mappings_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    outlives(backend, launcher, |_| Ok(()), |mut peer| peer.kill().map(drop))
-}
-
-fn mappings_outlive_an_exporter_that_exits(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    outlives(backend, launcher, |_| Ok(()), Peer::exit)
-}
-
 fn mappings_outlive_an_exporter_that_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let fork = |peer: &mut Peer| -> CaseResult { Ok(peer.fork()??) };
     outlives(backend, launcher, fork, |mut peer| peer.kill().map(drop))
@@ -718,14 +705,6 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
     peer.end()
 }
 
-fn opened_events_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    recorded_elsewhere(backend, launcher, Maker::Other)
-}
-
-fn events_recorded_by_the_importer_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    recorded_elsewhere(backend, launcher, Maker::This)
-}
-
 fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     const ROUNDS: u8 = 20;
     let transport = transports(backend)?[0];
@@ -840,10 +819,6 @@ fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut P
         })?;
     }
     Ok(())
-}
-
-fn waits_end_with_the_process_that_recorded(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    waits_end(backend, launcher, |_| Ok(()))
 }
 
 fn waits_end_though_the_process_had_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
