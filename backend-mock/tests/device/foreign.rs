@@ -63,25 +63,6 @@ fn a_wrapped_stream_is_the_same_queue_and_is_forgotten_when_destroyed() {
 }
 
 #[test]
-fn a_wrapped_event_is_the_same_event() {
-    let rig = Rig::new(small().with_latency(millis(150)));
-    let (owner, block) = (rig.event(0), rig.allocate(0, 64));
-    let live = rig.gpu.live_objects();
-    let wrapper = rig.wrap_event(0, rig.gpu.raw_event(owner).unwrap()).unwrap();
-    assert_eq!(rig.gpu.live_objects(), live);
-    rig.fill(block, FillPattern::U8(1), 64, rig.stream).unwrap();
-    rig.gpu.record_event(wrapper, rig.stream).unwrap();
-    assert_eq!(rig.gpu.query_event(owner).unwrap(), Completion::Pending);
-    rig.gpu.synchronize_event(owner).unwrap();
-    assert_eq!(rig.gpu.query_event(wrapper).unwrap(), Completion::Complete);
-    rig.gpu.destroy_event(wrapper).unwrap();
-    assert_eq!(kind(rig.gpu.query_event(wrapper)), ErrorKind::InvalidHandle);
-    rig.gpu.record_event(owner, rig.stream).unwrap();
-    rig.gpu.synchronize_event(owner).unwrap();
-    assert_eq!(rig.gpu.live_objects(), live);
-}
-
-#[test]
 fn only_live_objects_of_the_device_are_wrapped() {
     let rig = Rig::new(small().with_devices(2));
     let (stream, event) = (rig.stream(0), rig.event(0));
