@@ -5,6 +5,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
 
 use crate::case::{CaseResult, Failure, cases};
@@ -134,8 +135,6 @@ fn random_products(backend: &dyn Backend, types: Types) -> CaseResult {
 fn random_plans(backend: &dyn Backend, types: Types) -> CaseResult {
     const PLANS: usize = 16;
     const WORKSPACE_BYTES: usize = 4 << 20;
-    const EPILOGUES: [Epilogue; 6] =
-        [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
@@ -145,7 +144,7 @@ fn random_plans(backend: &dyn Backend, types: Types) -> CaseResult {
             let (alpha, beta) = scale(random);
             let product = Product::new(shape(random, types, false), random.next())
                 .with_scale(alpha, beta)
-                .with_epilogue(one_of(random, &EPILOGUES));
+                .with_epilogue(one_of(random, Epilogue::ALL));
             let options = PlanOptions::new(product.shape, product.epilogue(), WORKSPACE_BYTES);
             let plan = handle.raw_mut().create_plan(&options)?;
             let placed = product.place(backend)?;
@@ -188,7 +187,7 @@ fn empty_products_of_every_type_write_nothing(backend: &dyn Backend) -> CaseResu
     let capabilities = backend.capabilities(DEVICE)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
-    for factors in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
+    for &factors in DataType::ALL {
         for types in [Types::of(factors, factors), Types::of(factors, DataType::F32)] {
             for (m, n, k) in [(0, 5, 5), (5, 0, 5), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0)] {
                 let shape = types.shape(m, n, k).with_leading_dimensions(8, 8, 8);

@@ -43,6 +43,11 @@ cases! {
     creation_delays_nobody: ["blas.create-concurrent"];
 }
 
+/// Returns the kinds of handle that the device has.
+pub(super) fn kinds(backend: &dyn Backend) -> highwater_hal::Result<&'static [BlasKind]> {
+    Ok(if backend.capabilities(DEVICE)?.lt_plans { &[BlasKind::Blas, BlasKind::Lt] } else { &[BlasKind::Blas] })
+}
+
 /// Returns a workspace size: the size that the device prefers, limited to what a case should use.
 fn workspace_bytes(backend: &dyn Backend) -> Result<usize, Failure> {
     Ok(backend.capabilities(DEVICE)?.blas_workspace_bytes.clamp(1 << 20, 4 << 20))
@@ -302,12 +307,8 @@ fn products_need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
 }
 
 fn handles_are_of_the_kind_asked_for(backend: &dyn Backend) -> CaseResult {
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
     for device in 0..backend.device_count() {
-        for &kind in &kinds {
+        for &kind in kinds(backend)? {
             let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
             check_eq!((handle.kind(), handle.device()), (kind, device), "kind and device of a new handle");
         }

@@ -2,11 +2,14 @@
 
 use std::sync::{PoisonError, RwLock};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm, GemmShape,
-    PlanOptions, Transport,
+    PlanOptions,
 };
 
+use super::blas::kinds;
+use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
 use crate::idle_stream::IdleStream;
@@ -60,7 +63,6 @@ cases! {
 const BYTES: usize = 1 << 16;
 const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
-const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
 /// Records the work of `enqueue` on the stream, and instantiates the graph.
 fn recorded<'m, 'b: 'm>(
@@ -93,7 +95,7 @@ fn works(backend: &dyn Backend, stream: &Stream<'_>, when: &str) -> CaseResult {
 // ------------------------------------------------------------------------------------------------------- not executed
 
 fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
         let idle = IdleStream::on(backend, DEVICE)?;
@@ -192,10 +194,10 @@ fn leaves_other_streams_alone(backend: &dyn Backend) -> CaseResult {
 // -------------------------------------------------------------------------------------------------- beginning, joining
 
 fn refuses_to_begin_again(backend: &dyn Backend) -> CaseResult {
-    for first in MODES {
+    for &first in CaptureMode::ALL {
         let stream = Stream::new(backend)?;
         let capture = Capture::begin(&stream, first)?;
-        for again in MODES {
+        for &again in CaptureMode::ALL {
             check_error!(backend.begin_capture(stream.id(), again), Capture, "{again:?} begun on a {first:?} capture");
         }
         drop(capture);
@@ -286,14 +288,8 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
         event.query()?.is_complete(),
         "an event of a stream that takes no part is pending after it was synchronized"
     );
-    share(backend)
-}
-
-/// Exports memory to other processes, if the backend supports it.
-fn share(backend: &dyn Backend) -> CaseResult {
-    let capabilities = backend.capabilities(DEVICE)?;
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
-        if capabilities.shareable_memory && capabilities.ipc_transports.contains(transport) {
+    if backend.capabilities(DEVICE)?.shareable_memory {
+        for transport in transports(backend)? {
             let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::Shareable(transport))?;
             block.export(transport)?;
         }
@@ -312,7 +308,7 @@ fn undisturbed(
     backend: &dyn Backend,
     disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
 ) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
         let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)? };
@@ -350,11 +346,7 @@ fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
 }
 
 fn is_not_disturbed_by_new_handles(backend: &dyn Backend) -> CaseResult {
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
-    for kind in kinds {
+    for &kind in kinds(backend)? {
         undisturbed(backend, |_| Ok(Some(backend.create_blas_handle(DEVICE, &BlasOptions::new(kind))?)))?;
     }
     Ok(())
@@ -367,7 +359,7 @@ type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwa
 
 /// Makes each query in its own capture.
 fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         for (what, question) in questions {
             let block = Block::filled(backend, BYTES, OLD)?;
             let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, DeviceMemoryKind, ErrorKind, EventId,
-    EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions, Transport,
+    EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions,
 };
 
+use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check};
 use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream, sharing};
 
@@ -102,11 +103,7 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
 }
 
 fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
-    let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
-    let transport = all.into_iter().find(|&transport| offered.contains(transport));
-    let transport =
-        transport.ok_or_else(|| Failure::new("the device has shareable memory, but no transport for it"))?;
+    let transport = transports(backend)?[0];
     let block = Block::with_kind(backend, DEVICE, 4096, DeviceMemoryKind::Shareable(transport))?;
     block.write(0, &[1; 4096])?;
     let (handle, sharing) = (block.export(transport)?, sharing(backend, "fork")?);

@@ -1,5 +1,6 @@
 //! Matrix products: values, shapes, factors, batches.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
 use crate::case::{CaseResult, cases, check, check_error};
@@ -320,15 +321,14 @@ fn stores_more_than_factors_hold(backend: &dyn Backend, types: Types) -> CaseRes
 }
 
 fn other_pairs_of_types_are_refused(backend: &dyn Backend) -> CaseResult {
-    const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
     let stream = Stream::new(backend)?;
     let mut blas = Handle::new(backend, BlasKind::Blas, &stream)?;
     let mut lt = match backend.capabilities(DEVICE)?.lt_plans {
         true => Some(Handle::new(backend, BlasKind::Lt, &stream)?),
         false => None,
     };
-    for factor in TYPES {
-        for result in TYPES {
+    for &factor in DataType::ALL {
+        for &result in DataType::ALL {
             let widened = matches!(factor, DataType::F16 | DataType::Bf16) && result == DataType::F32;
             if factor == result || widened {
                 continue;

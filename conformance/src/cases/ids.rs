@@ -6,6 +6,7 @@ use highwater_hal::{
     Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
 };
 
+use super::blas::kinds;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
 
@@ -217,11 +218,7 @@ fn handles_count(backend: &dyn Backend) -> CaseResult {
     let counted = || backend.live_objects().handles;
     let none = counted();
     let stream = Stream::new(backend)?;
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
-    for kind in kinds {
+    for &kind in kinds(backend)? {
         let dropped = Handle::new(backend, kind, &stream)?;
         let mut destroyed = Handle::new(backend, kind, &stream)?;
         check_eq!((destroyed.raw_mut().kind(), destroyed.raw_mut().device()), (kind, DEVICE), "kind and device");

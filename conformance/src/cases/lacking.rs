@@ -1,5 +1,6 @@
 //! Absent abilities: a call that needs one gives `Unsupported` without effect. These cases run if a capability is false.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, DevicePtr,
     EventOptions, GemmShape, GraphExecId, GraphId, HostMemoryKind, HostOptions, IdParts, MathMode, ObjectId,
@@ -154,7 +155,7 @@ fn capture(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let block = Block::filled(backend, 4096, 0)?;
     changing_nothing(backend, || {
-        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        for &mode in CaptureMode::ALL {
             check_error!(backend.begin_capture(stream.id(), mode), Unsupported, "begin_capture");
         }
         check_error!(backend.is_capturing(stream.id()), Unsupported, "is_capturing");
@@ -186,7 +187,7 @@ fn stream_ordered_memory(backend: &dyn Backend) -> CaseResult {
 
 fn shareable_memory(backend: &dyn Backend) -> CaseResult {
     changing_nothing(backend, || {
-        for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+        for &transport in Transport::ALL {
             let options = AllocateOptions::new(256).with_kind(DeviceMemoryKind::Shareable(transport));
             check_error!(backend.allocate(DEVICE, &options), Unsupported, "allocate of memory for {transport:?}");
         }

@@ -1,7 +1,8 @@
 //! Device memory: alignment, limits, and frees.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind};
 
+use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
@@ -123,17 +124,13 @@ fn freed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
 }
 
 fn shareable_memory_is_memory(backend: &dyn Backend) -> CaseResult {
-    let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
-        if offered.contains(transport) {
-            let kind = DeviceMemoryKind::Shareable(transport);
-            lie_apart(backend, kind)?;
-            let block = Block::with_kind(backend, DEVICE, 5000, kind)?;
-            let content = Random::new(4).bytes(5000);
-            block.write(0, &content)?;
-            check!(block.read()? == content, "memory shareable by {transport:?} does not keep its bytes");
-        }
+    for transport in transports(backend)? {
+        let kind = DeviceMemoryKind::Shareable(transport);
+        lie_apart(backend, kind)?;
+        let block = Block::with_kind(backend, DEVICE, 5000, kind)?;
+        let content = Random::new(4).bytes(5000);
+        block.write(0, &content)?;
+        check!(block.read()? == content, "memory shareable by {transport:?} does not keep its bytes");
     }
     Ok(())
 }

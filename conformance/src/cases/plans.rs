@@ -1,5 +1,6 @@
 //! Lt plans: products with epilogues.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AtomicsMode, Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
     StridedBatch,
@@ -167,7 +168,7 @@ fn followed_by(types: Types, epilogue: Epilogue) -> impl Iterator<Item = Product
 
 /// Runs every epilogue, all of which half types have, on every third shape.
 fn every_epilogue(backend: &dyn Backend, types: Types) -> CaseResult {
-    EPILOGUES.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
+    Epilogue::ALL.iter().try_for_each(|&epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
 }
 
 fn add_a_bias_to_a_batch(backend: &dyn Backend, types: Types) -> CaseResult {
@@ -177,14 +178,11 @@ fn add_a_bias_to_a_batch(backend: &dyn Backend, types: Types) -> CaseResult {
     prove(backend, epilogues.map(|epilogue| Product::new(shape, 11).with_epilogue(epilogue)))
 }
 
-const EPILOGUES: [Epilogue; 6] =
-    [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
-
 /// Runs products that keep only C and a bias. The bias is small compared to any product of the factors.
 fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product> {
     // Every type represents the last value, and only the widest represents its square.
     let factors = [f64::NAN, f64::INFINITY, 60_000.0];
-    EPILOGUES.into_iter().flat_map(move |epilogue| {
+    Epilogue::ALL.iter().flat_map(move |&epilogue| {
         factors.into_iter().zip([0.0, -0.5, 1.0]).map(move |(factor, beta)| {
             let product = Product::new(shape, 14).with_scale(alpha, beta).with_epilogue(epilogue);
             let bias =

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
@@ -66,10 +67,9 @@ const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 
 /// Returns the transports by which the first device shares.
-fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
+pub(super) fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
     let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
-    let offered: Vec<_> = all.into_iter().filter(|&transport| offered.contains(transport)).collect();
+    let offered: Vec<_> = Transport::ALL.iter().copied().filter(|&transport| offered.contains(transport)).collect();
     check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
     Ok(offered)
 }
@@ -332,7 +332,7 @@ fn only_shareable_memory_is_exported(backend: &dyn Backend, _: &Launcher) -> Cas
 fn other_transports_are_refused(backend: &dyn Backend, _: &Launcher) -> CaseResult {
     let offered = transports(backend)?;
     let block = shareable(backend, BYTES, offered[0])?;
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+    for &transport in Transport::ALL {
         if !offered.contains(&transport) {
             let before = backend.live_objects();
             check_error!(block.export(transport), Unsupported, "export by {transport:?}, which the device lacks");
@@ -534,7 +534,7 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
         let handle = peer.export(there, transport)??;
-        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        for &mode in CaptureMode::ALL {
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;

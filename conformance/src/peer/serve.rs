@@ -5,9 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use highwater_hal::{
-    Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, LiveObjects, Result,
-};
+use highwater_hal::numbers::Coded;
+use highwater_hal::{Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, Result};
 use rustix::process::Signal;
 
 use super::command::Command;
@@ -70,7 +69,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             drop(server);
             let findings = validated.findings();
             return if findings.is_empty() {
-                answer(&socket, &counts(&backend.live_objects()))
+                answer(&socket, &Message::new(wire::DONE).with_live_objects(backend.live_objects()))
             } else {
                 answer(&socket, &Message::new(wire::CONFUSED).with_bytes(findings.join("; ").as_bytes()))
             };
@@ -178,7 +177,7 @@ impl<'b> Server<'b> {
             |index| message.number(index).ok_or_else(|| Trouble::Confused(format!("number {index} is missing")));
         let size = |index| number(index).map(|number| number as usize);
         let done = Message::new(wire::DONE);
-        let is_pending = |completion: Completion| u64::from(!completion.is_complete());
+        let completion = |completion: Completion| [u64::from(completion.code())];
         Ok(match command {
             Command::Begin | Command::Exit | Command::End => {
                 return Err(Trouble::Confused("it has begun already".to_owned()));
@@ -255,7 +254,7 @@ impl<'b> Server<'b> {
                 self.stream.synchronize()?;
                 done
             }
-            Command::QueryStream => done.with_numbers([is_pending(self.stream.query()?)]),
+            Command::QueryStream => done.with_numbers(completion(self.stream.query()?)),
             Command::CreateEvent => {
                 let options = EventOptions::new();
                 let options = if number(0)? == 0 { options } else { options.with_interprocess() };
@@ -282,7 +281,7 @@ impl<'b> Server<'b> {
                 self.stream.wait(self.event(number(0)?)?)?;
                 done
             }
-            Command::QueryEvent => done.with_numbers([is_pending(self.event(number(0)?)?.query()?)]),
+            Command::QueryEvent => done.with_numbers(completion(self.event(number(0)?)?.query()?)),
             Command::SynchronizeEvent => {
                 self.event(number(0)?)?.synchronize()?;
                 done
@@ -293,7 +292,7 @@ impl<'b> Server<'b> {
                 live.streams -= 2;
                 live.allocations -= 1 + self.busy.len() as u64;
                 live.host_allocations -= self.busy.len() as u64;
-                counts(&live)
+                done.with_live_objects(live)
             }
             Command::Fork => {
                 self.fork()?;
@@ -368,7 +367,7 @@ impl Drop for Server<'_> {
 }
 
 fn transport(number: u64) -> Result<highwater_hal::Transport, Trouble> {
-    wire::transport(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
+    wire::decoded(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
 }
 
 fn unknown(address: u64) -> Trouble {
@@ -377,18 +376,4 @@ fn unknown(address: u64) -> Trouble {
 
 fn unknown_event(number: u64) -> Trouble {
     Trouble::Confused(format!("it has no event {number}"))
-}
-
-fn counts(live: &LiveObjects) -> Message {
-    Message::new(wire::DONE).with_numbers([
-        live.streams,
-        live.events,
-        live.handles,
-        live.allocations,
-        live.host_allocations,
-        live.graphs,
-        live.mappings,
-        live.descriptors,
-        live.shared_files,
-    ])
 }
