@@ -10,7 +10,7 @@ use highwater_hal::{
 
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check};
-use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream, sharing};
+use crate::device::{Block, Capture, DEVICE, Event, Stream, close_unknown, sharing};
 
 cases! {
     group "fork";
@@ -112,7 +112,7 @@ fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> C
     let call = |(): &mut (), index| match names[index] {
         "export_memory" => block.export(transport).map(drop),
         "open_memory" => sharing.open_memory(DEVICE, &handle).map(drop),
-        "close_memory" => Mapping::close_unknown(backend, DEVICE, block.ptr()),
+        "close_memory" => close_unknown(backend, DEVICE, block.ptr()),
         _ => sharing.export_event(event.id()).map(drop),
     };
     refused_in_a_child(&mut (), &names, call)?;

@@ -6,7 +6,7 @@ use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Stream};
 use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
@@ -149,7 +149,7 @@ fn exporters_see_what_the_importer_writes(backend: &dyn Backend, launcher: &Laun
 fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
-        let mapping = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        let mapping = Block::open(backend, DEVICE, &peer.export(there, transport)??)?;
         for seed in 21..24 {
             let content = Random::new(seed).bytes(BYTES);
             peer.write(there, &content)??;
@@ -158,7 +158,7 @@ fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher:
             mapping.write(0, &content)?;
             check!(peer.read(there, BYTES)?? == content, "an exporter does not see the importer's bytes");
         }
-        mapping.close()?;
+        mapping.give_back()?;
         Ok(peer.free(there)??)
     })
 }
@@ -254,7 +254,7 @@ fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher)
         let here = shareable(backend, BYTES, transport)?;
         let there = peer.allocate(BYTES, transport)??;
         let here_there = peer.open(&here.export(transport)?)??;
-        let there_here = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        let there_here = Block::open(backend, DEVICE, &peer.export(there, transport)??)?;
         let content = Random::new(41).bytes(BYTES);
         here.write(0, &content)?;
         // The second process copies from one memory to the other on a stream. This process reads the result through its
@@ -263,7 +263,7 @@ fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher)
         peer.synchronize_stream()??;
         check!(there_here.read()? == content, "a copy from opened memory to the importer's own lost bytes");
         peer.close(here_there)??;
-        there_here.close()?;
+        there_here.give_back()?;
         Ok(peer.free(there)??)
     })
 }
@@ -508,10 +508,10 @@ fn open_memory_counts(backend: &dyn Backend, launcher: &Launcher) -> CaseResult 
         let there = peer.allocate(BYTES, transport)??;
         let before = backend.live_objects();
         let handle = peer.export(there, transport)??;
-        let mapping = Mapping::open(backend, DEVICE, &handle)?;
+        let mapping = Block::open(backend, DEVICE, &handle)?;
         check_eq!(backend.live_objects().mappings, before.mappings + 1, "live mappings with one open");
         check_eq!(backend.live_objects().allocations, before.allocations, "blocks of this process with one open");
-        mapping.close()?;
+        mapping.give_back()?;
         drop(handle);
         check_eq!(backend.live_objects(), before, "live objects after the last close");
         Ok(peer.free(there)??)
@@ -539,7 +539,7 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;
             // It is closed without a wait, because nothing has used the mapping.
-            Mapping::open(backend, DEVICE, &handle)?.close()?;
+            Block::open(backend, DEVICE, &handle)?.give_back()?;
             check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
             stream.set(block.span(BYTES / 2..BYTES), NEW)?;
             let graph = capture.end(&[&block]);
@@ -568,7 +568,7 @@ fn outlives(
     let there = peer.allocate(BYTES, transport)??;
     peer.write(there, &content)??;
     let handle = peer.export(there, transport)??;
-    let mapping = Mapping::open(backend, DEVICE, &handle)?;
+    let mapping = Block::open(backend, DEVICE, &handle)?;
     drop(handle);
     prepare(&mut peer)?;
     end(peer)?;
@@ -583,7 +583,7 @@ fn outlives(
     for block in blocks.iter().chain([&shared]) {
         check!(block.read()? == [OLD; BYTES], "memory whose exporter has ended is also somebody else's");
     }
-    mapping.close()?;
+    mapping.give_back()?;
     Ok(())
 }
 
