@@ -1,5 +1,6 @@
 use std::time::Instant;
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
     DeviceMemoryKind, DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, IdParts,
@@ -8,8 +9,6 @@ use highwater_hal::{
 use highwater_mock::Operation;
 
 use crate::rig::{Rig, at, end, kind, millis, small};
-
-const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
 impl Rig {
     fn begin(&self, stream: StreamId) {
@@ -21,7 +20,7 @@ impl Rig {
     }
 
     /// Returns the executable graph of the commands that `record` enqueues.
-    fn captured(&self, stream: StreamId, record: impl FnOnce()) -> GraphExecId {
+    pub(crate) fn captured(&self, stream: StreamId, record: impl FnOnce()) -> GraphExecId {
         self.begin(stream);
         record();
         let graph = self.end(stream);
@@ -30,7 +29,7 @@ impl Rig {
         exec
     }
 
-    fn launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    pub(crate) fn launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
         // SAFETY: tests keep what they recorded until the launch has completed, and launch on one stream at a time.
         unsafe { self.gpu.launch_graph(exec, stream) }
     }
@@ -51,12 +50,6 @@ impl Rig {
         assert_eq!(self.download::<u8>(block, 64, stream), [9; 64]);
         self.free(stream.device(), block, None).unwrap();
     }
-
-    fn handle(&self, stream: StreamId) -> Box<dyn BlasHandle> {
-        let mut handle = self.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-        handle.set_stream(stream).unwrap();
-        handle
-    }
 }
 
 fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) {
@@ -68,7 +61,7 @@ fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) {
 fn the_workspace_of_a_handle_lives_as_long_as_the_graph() {
     let rig = Rig::new(small());
     let (ones, c) = (rig.upload(&[1f32; 16]), rig.upload(&[10f32; 16]));
-    let mut handle = rig.handle(rig.stream);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let product = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), ones, ones, c).with_scale(1.0, 1.0);
     let exec = rig.captured(rig.stream, || gemm(&mut *handle, &product));
     let free = rig.gpu.memory_info(0).unwrap().free;
@@ -217,7 +210,7 @@ fn what_loses_a_capture_is_refused_and_leaves_the_streams_working() {
             rig.gpu.stream_wait_event(first, event)
         }),
     ];
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         for (what, offence) in offences {
             let rig = Rig::new(small());
             let (first, second, fork) = (rig.stream(0), rig.stream(0), rig.event(0));
@@ -339,7 +332,7 @@ fn a_launch_on_a_capturing_stream_is_refused_and_loses_nothing() {
 #[test]
 fn only_a_relaxed_capture_ends_on_another_thread() {
     let rig = Rig::new(small());
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         rig.gpu.begin_capture(rig.stream, mode).unwrap();
         let end = || end(&rig.gpu, rig.stream);
         let graph = std::thread::scope(|scope| scope.spawn(end).join().unwrap());
@@ -382,7 +375,7 @@ fn destroying_a_stream_ends_or_loses_its_capture() {
     // And the backend, with captures open.
     rig.begin(rig.stream);
     let product = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), block, block, block.offset(32));
-    gemm(&mut *rig.handle(rig.stream), &product);
+    gemm(&mut *rig.blas(BlasKind::Blas, rig.stream), &product);
     drop(rig);
 }
 

@@ -46,8 +46,7 @@ fn a_wrapped_stream_is_the_same_queue_and_is_forgotten_when_destroyed() {
     assert!(rig.gpu.is_capturing(owner).unwrap());
     rig.gpu.destroy_graph(end(&rig.gpu, owner).unwrap()).unwrap();
 
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-    handle.set_stream(wrapper).unwrap();
+    let mut handle = rig.blas(BlasKind::Blas, wrapper);
     let product = Gemm::new(GemmShape::new(DataType::F32, 1, 1, 1), block, block, block.offset(32));
     // SAFETY: the block is large enough and lives as long as the rig.
     let mut multiply = || unsafe { handle.gemm(&product) };

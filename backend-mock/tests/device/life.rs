@@ -52,8 +52,7 @@ fn workers_start_late_and_end_with_the_backend() {
 fn a_handle_and_the_host_allocator_outlive_the_backend_value() {
     let rig = Rig::new(small());
     let values = rig.upload(&[2f32; 16]);
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let Rig { gpu, host, .. } = rig;
     drop(gpu);
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), values, values, values.offset(16));

@@ -10,12 +10,6 @@ use highwater_mock::Operation;
 use crate::reference::{Placed, Problem, values};
 use crate::rig::{Rig, kind, millis, small};
 
-fn handle(rig: &Rig, kind: BlasKind) -> Box<dyn BlasHandle> {
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(kind)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
-    handle
-}
-
 fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) -> highwater_hal::Result<()> {
     // SAFETY: tests keep the blocks until the product has completed; other arguments are what the mock refuses.
     unsafe { handle.gemm(gemm) }
@@ -29,7 +23,7 @@ fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_
 #[test]
 fn what_a_product_does_not_read_does_not_matter() {
     let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);
     let (nan, ones) = (rig.upload(&[f32::NAN; 16]), rig.upload(&[1f32; 16]));
     // With beta 0 the old C is not read.
@@ -82,7 +76,7 @@ fn a_shared_workspace_needs_turns() {
             let threads = [1, 2].map(|seed| {
                 let (rig, turn, start) = (&rig, &turn, &start);
                 scope.spawn(move || {
-                    let mut handle = handle(rig, BlasKind::Blas);
+                    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
                     bind(&mut *handle, Some(workspace)).unwrap();
                     let mut problem = Problem::<f32>::new(shape, 1.0, 0.0);
                     (problem.a, problem.b) = (values(size, seed), values(size, seed + 10));
@@ -111,7 +105,7 @@ fn a_shared_workspace_needs_turns() {
 fn products_pass_through_the_bound_workspace_until_a_stream_is_bound() {
     for resets in [true, false] {
         let rig = Rig::new(small().with_capabilities(|c| c.set_stream_resets_workspace = resets));
-        let mut handle = handle(&rig, BlasKind::Blas);
+        let mut handle = rig.blas(BlasKind::Blas, rig.stream);
         let (ones, c) = (rig.upload(&[1f32; 16]), rig.allocate(0, 64));
         let workspace = Workspace { ptr: rig.upload(&[-1f32; 16]), bytes: 64 };
         let product = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), ones, ones, c);
@@ -133,7 +127,7 @@ fn products_pass_through_the_bound_workspace_until_a_stream_is_bound() {
 #[test]
 fn what_cannot_be_bound_is_refused() {
     let rig = Rig::new(small().with_devices(2));
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     assert_eq!(kind(handle.set_stream(rig.stream(1))), ErrorKind::WrongDevice);
     let block = rig.allocate(0, 4096);
     let workspace = |offset: usize, bytes: usize| Some(Workspace { ptr: block.offset(offset), bytes });
@@ -165,7 +159,7 @@ fn products_that_cannot_be_are_refused() {
         c.strided_batch = false;
         c.atomics_mode = false;
     }));
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let block = rig.allocate(0, 256);
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);
     let mut refused =
@@ -201,7 +195,7 @@ fn a_handle_that_was_never_bound_refuses_products_whatever_default_streams_there
 #[test]
 fn binding_takes_no_time_to_speak_of() {
     let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let workspace = Some(Workspace { ptr: rig.allocate(0, 4096), bytes: 4096 });
     let rounds = 100_000;
     let best = (0..5)
