@@ -234,18 +234,20 @@ impl Accumulator for f64 {
 }
 
 /// An element type of matrices.
-trait Element: Pod {
+trait Element: Pod + Into<Self::Wide> {
     type Wide: Accumulator;
-    fn widen(self) -> Self::Wide;
+
+    fn widen(self) -> Self::Wide {
+        self.into()
+    }
+
     /// Returns the nearest value.
     fn narrow(wide: Self::Wide) -> Self;
 }
 
 impl Element for f32 {
     type Wide = Self;
-    fn widen(self) -> Self {
-        self
-    }
+
     fn narrow(wide: Self) -> Self {
         wide
     }
@@ -253,9 +255,7 @@ impl Element for f32 {
 
 impl Element for f64 {
     type Wide = Self;
-    fn widen(self) -> Self {
-        self
-    }
+
     fn narrow(wide: Self) -> Self {
         wide
     }
@@ -263,9 +263,7 @@ impl Element for f64 {
 
 impl Element for half::f16 {
     type Wide = f32;
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
+
     fn narrow(wide: f32) -> Self {
         Self::from_f32(wide)
     }
@@ -273,9 +271,7 @@ impl Element for half::f16 {
 
 impl Element for half::bf16 {
     type Wide = f32;
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
+
     fn narrow(wide: f32) -> Self {
         Self::from_f32(wide)
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::time::Duration;
 
+use highwater_hal::numbers::{Abilities, Coded, Constant, Facts};
 use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transports, display_foreign};
 
 use crate::arena::Quarantine;
@@ -375,20 +376,16 @@ impl MockOptions {
             "seed" => self.seed = value.parse().map_err(|_| bad("a number"))?,
             "quarantine-bytes" => self.quarantine.bytes = Some(bytes()?),
             "quarantine-frees" => self.quarantine.frees = Some(value.parse().map_err(|_| bad("a number of blocks"))?),
-            switch => {
-                let field = if switch == "lt" { "lt_plans".to_owned() } else { switch.replace('-', "_") };
-                let (_, access) = SWITCHES.iter().find(|(name, _)| *name == field).ok_or_else(|| {
-                    let switches: Vec<_> = SWITCHES.iter().map(|(name, _)| *name).collect();
-                    invalid(
-                        format!(
-                            "`{}` (with the value `{}`) is not an option of the mock",
-                            display_foreign(key),
-                            display_foreign(value)
-                        ),
-                        &format!("expected one of {}, {}", KEYS.join(", "), switches.join(", ")),
-                    )
-                })?;
-                *access(&mut self.capabilities) = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?;
+            other => {
+                let field = if other == "lt" { "lt_plans".to_owned() } else { other.replace('-', "_") };
+                if !switches().any(|name| name == field) {
+                    let (key, value) = (display_foreign(key), display_foreign(value));
+                    return Err(invalid(
+                        format!("`{key}` (with the value `{value}`) is not an option of the mock"),
+                        &format!("expected one of {}, {}", KEYS.join(", "), switches().collect::<Vec<_>>().join(", ")),
+                    ));
+                }
+                switch(&mut self.capabilities, &field, on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?);
             }
         }
         Ok(())
@@ -507,7 +504,7 @@ fn parse_fault<W>(
     let kind = match parts.next() {
         None => operation.usual_failure(),
         Some(words) => parse_kind(words).ok_or_else(|| {
-            let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
+            let known: Vec<_> = ErrorKind::ALL.iter().map(|kind| dashed(*kind)).collect();
             let error = bad(&format!("one of the kinds {}", known.join(", ")));
             let hint = format!("{}{}", did_you_mean(&words.replace('_', "-"), &known), error.hint());
             error.with_hint(hint)
@@ -525,9 +522,9 @@ fn invalid(message: String, hint: &str) -> Error {
 
 fn default_capabilities() -> Capabilities {
     let mut capabilities = Capabilities::none();
-    for (name, access) in SWITCHES {
-        *access(&mut capabilities) = *name != "handle_per_stream";
-    }
+    Abilities::put(u64::MAX, &mut capabilities);
+    Facts::put(u64::MAX, &mut capabilities);
+    capabilities.handle_per_stream = false;
     capabilities.ipc_transports = TRANSPORTS;
     capabilities.workspace_alignment = 256;
     capabilities.blas_workspace_bytes = 32 << 20;
@@ -536,22 +533,17 @@ fn default_capabilities() -> Capabilities {
     capabilities
 }
 
-macro_rules! switches {
-    ($($field:ident,)*) => {
-        /// The Boolean fields of [`Capabilities`], by name.
-        const SWITCHES: &[Switch] =
-            &[$((stringify!($field), |capabilities: &mut Capabilities| &mut capabilities.$field),)*];
-    };
+/// Returns the names of all abilities and facts.
+fn switches() -> impl Iterator<Item = &'static str> {
+    Abilities::NAMES.iter().chain(Facts::NAMES).map(|constant| constant.rust)
 }
 
-type Switch = (&'static str, fn(&mut Capabilities) -> &mut bool);
-
-switches! {
-    gemm_f32, gemm_f64, gemm_f16, gemm_bf16, gemm_mixed, tf32, atomics_mode, blas_workspace, strided_batch, lt_plans,
-    capture, stream_ordered_memory, shareable_memory, interprocess_events, event_timing, stream_priority, peer_copy,
-    host_register, write_combined, legacy_default_stream, per_thread_default_stream, foreign_objects,
-    set_stream_resets_workspace, handle_per_stream, create_during_capture, host_address_is_device_address,
-    pinned_cached_by_device, event_waits_end_with_peer,
+/// Sets the ability or the fact of this name.
+fn switch(capabilities: &mut Capabilities, name: &str, on: bool) {
+    let bit = |names: &[Constant]| names.iter().find(|constant| constant.rust == name).map_or(0, |found| found.value);
+    let with = |set: u64, bit: u64| if on { set | bit } else { set & !bit };
+    Abilities::put(with(Abilities::of(capabilities), bit(Abilities::NAMES)), capabilities);
+    Facts::put(with(Facts::of(capabilities), bit(Facts::NAMES)), capabilities);
 }
 
 /// The transports of the mock.
@@ -580,30 +572,13 @@ const KEYS: &[&str] = &[
     "lt",
 ];
 
-/// The kinds of error that a fault may have.
-const KINDS: &[ErrorKind] = &[
-    ErrorKind::InvalidArgument,
-    ErrorKind::InvalidHandle,
-    ErrorKind::InvalidPointer,
-    ErrorKind::WrongDevice,
-    ErrorKind::Unsupported,
-    ErrorKind::OutOfMemory,
-    ErrorKind::Capture,
-    ErrorKind::InvalidState,
-    ErrorKind::DeviceLost,
-    ErrorKind::ShuttingDown,
-    ErrorKind::PeerLost,
-    ErrorKind::PermissionDenied,
-    ErrorKind::Vendor,
-];
-
 fn dashed(kind: ErrorKind) -> String {
     kind.as_str().replace(' ', "-")
 }
 
 fn parse_kind(words: &str) -> Option<ErrorKind> {
     let words = words.replace('_', "-");
-    KINDS.iter().copied().find(|&kind| dashed(kind) == words)
+    ErrorKind::ALL.iter().copied().find(|&kind| dashed(kind) == words)
 }
 
 fn on_or_off(text: &str) -> Option<bool> {

@@ -90,7 +90,7 @@ impl Need {
     }
 }
 
-/// Needs by name: `needs::has::gemm_f64`, `needs::lacks::capture`, `needs::TWO_DEVICES`.
+/// Needs by name: `has::gemm_f64`, `lacks::capture`, `TWO_DEVICES`.
 pub(crate) mod needs {
     use super::Need;
 
@@ -253,8 +253,8 @@ macro_rules! check_error {
     };
 }
 
-/// Lists the cases of a file: function, clauses, and needs in brackets, if any. A group `with a second process` also receives
-/// the launcher.
+/// Lists the cases of a file: name, clauses, and [`needs`] in brackets, if any. The function of a case has its name, or follows
+/// `=>` with the arguments after the backend. A group `with a second process` also receives the launcher.
 macro_rules! cases {
     (group $group:literal; $($cases:tt)+) => {
         $crate::case::cases! { of Alone; group $group; $($cases)+ }
@@ -263,17 +263,22 @@ macro_rules! cases {
         $crate::case::cases! { of WithPeer; group $group; $($cases)+ }
     };
     (of $kind:ident; group $group:literal;
-        $($run:ident: [$($clause:literal),+ $(,)?] $(needs [$($need:expr),+ $(,)?])?;)+) => {
+        $($name:ident: [$($clause:literal),+] $(needs [$($($need:ident)::+),+])? $(=> $run:ident $arguments:tt)?;)+) => {
         /// The cases of this group.
         pub(crate) const CASES: &[$crate::case::Case] = &[$(
             $crate::case::Case {
-                name: concat!($group, ".", stringify!($run)),
+                name: concat!($group, ".", stringify!($name)),
                 group: $group,
                 clauses: &[$($clause),+],
-                needs: &[$($($need),+)?],
-                run: $crate::case::Run::$kind($run),
+                needs: &[$($($crate::case::needs::$($need)::+),+)?],
+                run: $crate::case::Run::$kind($crate::case::cases!(call $kind $name $($run $arguments)?)),
             },
         )+];
+    };
+    (call $kind:ident $name:ident) => { $name };
+    (call Alone $name:ident $run:ident ($($argument:expr),+)) => { |backend| $run(backend, $($argument),+) };
+    (call WithPeer $name:ident $run:ident ($($argument:expr),+)) => {
+        |backend, launcher| $run(backend, launcher, $($argument),+)
     };
 }
 

@@ -8,7 +8,6 @@
 //! The guards trust the backend in one point: a backend that writes outside of its ranges, or reports completion too early,
 //! can harm the process that tests it.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,7 +59,17 @@ pub(crate) struct Span<'a> {
     users: &'a Users,
 }
 
-impl Span<'_> {
+impl<'a> Span<'a> {
+    /// Cuts a range from a block.
+    fn cut(block: Location, bytes: usize, users: &'a Users, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= bytes, "a case cuts {range:?} from {bytes} bytes");
+        let location = match block {
+            Location::Host(ptr) => Location::Host(ptr.offset(range.start)),
+            Location::Device { device, ptr } => Location::Device { device, ptr: ptr.offset(range.start) },
+        };
+        Self { location, bytes: range.len(), users }
+    }
+
     fn address(&self) -> u64 {
         match self.location {
             Location::Host(ptr) => ptr.address() as u64,
@@ -80,15 +89,86 @@ impl Span<'_> {
     }
 }
 
+// ------------------------------------------------------------------------------------------------- objects with an id
+
+/// The id of an object that a guard destroys.
+pub(crate) trait Destroy: Copy {
+    /// Waits for the work that the object must outlive.
+    fn settle(self, _: &dyn Backend) -> Result<()> {
+        Ok(())
+    }
+
+    fn destroy(self, backend: &dyn Backend) -> Result<()>;
+}
+
+impl Destroy for StreamId {
+    fn settle(self, backend: &dyn Backend) -> Result<()> {
+        backend.synchronize_stream(self)
+    }
+
+    fn destroy(self, backend: &dyn Backend) -> Result<()> {
+        backend.destroy_stream(self)
+    }
+}
+
+impl Destroy for EventId {
+    fn destroy(self, backend: &dyn Backend) -> Result<()> {
+        backend.destroy_event(self)
+    }
+}
+
+impl Destroy for GraphId {
+    fn destroy(self, backend: &dyn Backend) -> Result<()> {
+        backend.destroy_graph(self)
+    }
+}
+
+impl Destroy for GraphExecId {
+    fn destroy(self, backend: &dyn Backend) -> Result<()> {
+        backend.destroy_graph_exec(self)
+    }
+}
+
+/// An object of the backend, destroyed when dropped.
+#[derive(Debug)]
+pub(crate) struct Object<'b, I: Destroy> {
+    backend: &'b dyn Backend,
+    id: I,
+    owned: bool,
+}
+
+impl<'b, I: Destroy> Object<'b, I> {
+    /// Takes ownership of an id that the backend issued.
+    pub(crate) fn adopted(backend: &'b dyn Backend, id: I) -> Self {
+        Self { backend, id, owned: true }
+    }
+
+    pub(crate) fn id(&self) -> I {
+        self.id
+    }
+
+    /// Destroys the object now, without waiting, and returns the stale id.
+    pub(crate) fn destroy(mut self) -> Result<I> {
+        self.id.destroy(self.backend)?;
+        self.owned = false;
+        Ok(self.id)
+    }
+}
+
+impl<I: Destroy> Drop for Object<'_, I> {
+    fn drop(&mut self) {
+        if self.owned {
+            // An error here shows in the count of living objects.
+            let _ = insist(|| self.id.settle(self.backend));
+            let _ = insist(|| self.id.destroy(self.backend));
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------- streams
 
 /// A stream, synchronized and destroyed when dropped.
-#[derive(Debug)]
-pub(crate) struct Stream<'b> {
-    backend: &'b dyn Backend,
-    id: StreamId,
-    owned: bool,
-}
+pub(crate) type Stream<'b> = Object<'b, StreamId>;
 
 impl<'b> Stream<'b> {
     #[track_caller]
@@ -104,21 +184,12 @@ impl<'b> Stream<'b> {
     #[track_caller]
     pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &StreamOptions) -> Result<Self> {
         made_here();
-        Ok(Self { backend, id: backend.create_stream(device, options)?, owned: true })
+        Ok(Self::adopted(backend, backend.create_stream(device, options)?))
     }
 
     /// Wraps a stream that the guard must not destroy: a default stream.
     pub(crate) fn borrowed(backend: &'b dyn Backend, id: StreamId) -> Self {
         Self { backend, id, owned: false }
-    }
-
-    /// Takes ownership of an id that the backend issued.
-    pub(crate) fn adopted(backend: &'b dyn Backend, id: StreamId) -> Self {
-        Self { backend, id, owned: true }
-    }
-
-    pub(crate) fn id(&self) -> StreamId {
-        self.id
     }
 
     pub(crate) fn query(&self) -> Result<Completion> {
@@ -167,34 +238,12 @@ impl<'b> Stream<'b> {
     pub(crate) fn set(&self, dst: Span<'_>, byte: u8) -> Result<()> {
         self.fill(dst, FillPattern::U8(byte))
     }
-
-    /// Destroys the stream now, without waiting, and returns the stale id.
-    pub(crate) fn destroy(mut self) -> Result<StreamId> {
-        self.backend.destroy_stream(self.id)?;
-        self.owned = false;
-        Ok(self.id)
-    }
-}
-
-impl Drop for Stream<'_> {
-    fn drop(&mut self) {
-        if self.owned {
-            // An error here shows in the count of living objects.
-            let _ = insist(|| self.backend.synchronize_stream(self.id));
-            let _ = insist(|| self.backend.destroy_stream(self.id));
-        }
-    }
 }
 
 // ----------------------------------------------------------------------------------------------------------- events
 
 /// An event, destroyed when dropped.
-#[derive(Debug)]
-pub(crate) struct Event<'b> {
-    backend: &'b dyn Backend,
-    id: EventId,
-    owned: bool,
-}
+pub(crate) type Event<'b> = Object<'b, EventId>;
 
 impl<'b> Event<'b> {
     #[track_caller]
@@ -211,11 +260,6 @@ impl<'b> Event<'b> {
     pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &EventOptions) -> Result<Self> {
         made_here();
         Ok(Self::adopted(backend, backend.create_event(device, options)?))
-    }
-
-    /// Takes ownership of an id that the backend issued.
-    pub(crate) fn adopted(backend: &'b dyn Backend, id: EventId) -> Self {
-        Self { backend, id, owned: true }
     }
 
     /// Creates an event that other processes can open.
@@ -236,10 +280,6 @@ impl<'b> Event<'b> {
         sharing(self.backend, "export_event")?.export_event(self.id)
     }
 
-    pub(crate) fn id(&self) -> EventId {
-        self.id
-    }
-
     pub(crate) fn query(&self) -> Result<Completion> {
         self.backend.query_event(self.id)
     }
@@ -251,35 +291,32 @@ impl<'b> Event<'b> {
     pub(crate) fn synchronize(&self) -> Result<()> {
         self.backend.synchronize_event(self.id)
     }
-
-    /// Destroys the event now and returns the stale id.
-    pub(crate) fn destroy(mut self) -> Result<EventId> {
-        self.backend.destroy_event(self.id)?;
-        self.owned = false;
-        Ok(self.id)
-    }
-}
-
-impl Drop for Event<'_> {
-    fn drop(&mut self) {
-        if self.owned {
-            let _ = insist(|| self.backend.destroy_event(self.id));
-        }
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------- device memory
 
-/// A block of device memory, freed when dropped.
+/// A block of device memory, given back when dropped.
 #[derive(Debug)]
 pub(crate) struct Block<'b> {
     backend: &'b dyn Backend,
     device: u32,
     ptr: DevicePtr,
     bytes: usize,
-    /// The stream on which the block was allocated and is freed.
-    ordered_on: Option<StreamId>,
+    origin: Origin,
     users: Users,
+    /// Whether the block has not been given back.
+    alive: bool,
+}
+
+/// Where a block came from, which says how it is given back.
+#[derive(Debug)]
+enum Origin {
+    Allocated {
+        /// The stream on which the block was allocated and is freed.
+        ordered_on: Option<StreamId>,
+    },
+    /// Another process allocated it.
+    Opened(Arc<dyn IpcSharing>),
 }
 
 impl<'b> Block<'b> {
@@ -306,7 +343,23 @@ impl<'b> Block<'b> {
             DeviceMemoryKind::StreamOrdered(stream) => Some(stream),
             _ => None,
         };
-        Ok(Self { backend, device, ptr, bytes, ordered_on, users: Users::default() })
+        let origin = Origin::Allocated { ordered_on };
+        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+    }
+
+    /// Opens memory of another process.
+    #[track_caller]
+    pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
+        let sharing = sharing(backend, "open_memory")?;
+        made_here();
+        let (ptr, bytes) = (sharing.open_memory(device, handle)?, handle.bytes as usize);
+        let origin = Origin::Opened(sharing);
+        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+    }
+
+    /// Returns whether another process allocated the block.
+    pub(crate) fn is_opened(&self) -> bool {
+        matches!(self.origin, Origin::Opened(_))
     }
 
     /// Allocates a block that holds `bytes`.
@@ -345,9 +398,7 @@ impl<'b> Block<'b> {
     }
 
     pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
-        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
-        let location = Location::Device { device: self.device, ptr: self.ptr.offset(range.start) };
-        Span { location, bytes: range.len(), users: &self.users }
+        Span::cut(Location::Device { device: self.device, ptr: self.ptr }, self.bytes, &self.users, range)
     }
 
     /// Writes bytes from the CPU, after all work that is enqueued on the block, and waits.
@@ -374,22 +425,51 @@ impl<'b> Block<'b> {
     }
 
     /// Frees stream-ordered memory now, in the order of its stream, without waiting.
-    pub(crate) fn free_in_order(self) -> Result<()> {
-        assert!(self.ordered_on.is_some(), "a case frees plain memory in stream order");
-        let block = std::mem::ManuallyDrop::new(self);
-        // SAFETY: the block came from `allocate`, this value is not dropped any more, so it is freed once (a call that a fault
-        // kept from the backend freed nothing); cases that call this use the block on the stream that it is freed on only.
-        insist(|| unsafe { block.backend.free(block.device, block.ptr, block.ordered_on) })
+    pub(crate) fn free_in_order(mut self) -> Result<()> {
+        assert!(
+            matches!(self.origin, Origin::Allocated { ordered_on: Some(_) }),
+            "a case frees other memory in stream order"
+        );
+        // Cases that call this use the block on the stream that it is freed on only.
+        self.release()
+    }
+
+    /// Gives the block back now, after all work that is enqueued on it, and returns the answer.
+    pub(crate) fn give_back(mut self) -> Result<()> {
+        let settled = insist(|| self.users.settle(self.backend));
+        settled.and(self.release())
+    }
+
+    /// Frees or closes the memory. Called once, when the devices that were handed the block have done all that was enqueued,
+    /// or do it before the free in stream order.
+    fn release(&mut self) -> Result<()> {
+        self.alive = false;
+        match &self.origin {
+            Origin::Allocated { ordered_on } => {
+                // SAFETY: the pointer came from `allocate` and is freed here only, once (a call that a fault kept from the
+                // backend freed nothing), when no device uses it any more.
+                insist(|| unsafe { self.backend.free(self.device, self.ptr, *ordered_on) })
+            }
+            // SAFETY: as above; the address came from `open_memory`.
+            Origin::Opened(sharing) => insist(|| unsafe { sharing.close_memory(self.device, self.ptr) }),
+        }
     }
 }
 
 impl Drop for Block<'_> {
     fn drop(&mut self) {
-        self.users.settle_at_last(self.backend);
-        // SAFETY: the pointer came from `allocate` and is freed here only (a call that a fault kept from the backend freed
-        // nothing); the devices that were handed the block have done all that was enqueued.
-        let _ = insist(|| unsafe { self.backend.free(self.device, self.ptr, self.ordered_on) });
+        if self.alive {
+            self.users.settle_at_last(self.backend);
+            let _ = self.release();
+        }
     }
+}
+
+/// Closes an address that is not open, which the backend must refuse.
+pub(crate) fn close_unknown(backend: &dyn Backend, device: u32, ptr: DevicePtr) -> Result<()> {
+    let sharing = sharing(backend, "close_memory")?;
+    // SAFETY: no open memory begins at that address, so no work can use it.
+    unsafe { sharing.close_memory(device, ptr) }
 }
 
 /// Returns the sharing of the backend, or `Unsupported`.
@@ -457,90 +537,6 @@ pub(crate) fn holding_all<'b, const N: usize>(
     Ok(blocks.try_into().expect("one block for each content"))
 }
 
-// ------------------------------------------------------------------------------------------ other processes' memory
-
-/// Device memory of another process, closed when dropped.
-#[derive(Debug)]
-pub(crate) struct Mapping<'b> {
-    backend: &'b dyn Backend,
-    sharing: Arc<dyn IpcSharing>,
-    device: u32,
-    ptr: DevicePtr,
-    bytes: usize,
-    open: bool,
-    users: Users,
-}
-
-impl<'b> Mapping<'b> {
-    #[track_caller]
-    pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
-        let sharing = sharing(backend, "open_memory")?;
-        made_here();
-        let ptr = sharing.open_memory(device, handle)?;
-        Ok(Self { backend, sharing, device, ptr, bytes: handle.bytes as usize, open: true, users: Users::default() })
-    }
-
-    pub(crate) fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    pub(crate) fn all(&self) -> Span<'_> {
-        self.span(0..self.bytes)
-    }
-
-    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
-        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
-        let location = Location::Device { device: self.device, ptr: self.ptr.offset(range.start) };
-        Span { location, bytes: range.len(), users: &self.users }
-    }
-
-    /// Reads the whole memory, after all work that this process enqueued on it.
-    #[track_caller]
-    pub(crate) fn read(&self) -> Result<Vec<u8>> {
-        self.users.settle(self.backend)?;
-        read_span(self.backend, self.device, self.all())
-    }
-
-    /// Writes bytes from the CPU, after all work that this process enqueued on it, and waits.
-    #[track_caller]
-    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
-        self.users.settle(self.backend)?;
-        write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
-    }
-
-    /// Closes the memory now, and returns the answer.
-    pub(crate) fn close(mut self) -> Result<()> {
-        self.give_back()
-    }
-
-    fn give_back(&mut self) -> Result<()> {
-        self.open = false;
-        insist(|| self.users.settle(self.backend))?;
-        // SAFETY: the address came from `open_memory` and is closed here only, once (a call that a fault kept from the backend
-        // closed nothing); the devices that were handed the memory have done all that was enqueued.
-        insist(|| unsafe { self.sharing.close_memory(self.device, self.ptr) })
-    }
-
-    /// Closes an address that is not open, which the backend must refuse.
-    pub(crate) fn close_unknown(backend: &dyn Backend, device: u32, ptr: DevicePtr) -> Result<()> {
-        let sharing = sharing(backend, "close_memory")?;
-        // SAFETY: no mapping begins at that address, so no work can use one.
-        unsafe { sharing.close_memory(device, ptr) }
-    }
-}
-
-impl Drop for Mapping<'_> {
-    fn drop(&mut self) {
-        if self.open {
-            let _ = self.give_back();
-        }
-    }
-}
-
 // ----------------------------------------------------------------------------------------------- captures and graphs
 
 /// Memory that a graph may have recorded.
@@ -573,7 +569,7 @@ impl<'s, 'b> Capture<'s, 'b> {
         let id = end_capture(backend, self.stream.id);
         // A call that a fault refused leaves the capture open.
         self.open = id.as_ref().is_err_and(is_injected);
-        Ok(Graph { backend, id: id?, owned: true, recorded: PhantomData })
+        Ok(Graph::adopted(backend, id?))
     }
 }
 
@@ -589,51 +585,19 @@ impl Drop for Capture<'_, '_> {
     }
 }
 
-/// A graph, destroyed when dropped.
-#[derive(Debug)]
-pub(crate) struct Graph<'m> {
-    backend: &'m dyn Backend,
-    id: GraphId,
-    owned: bool,
-    recorded: PhantomData<&'m ()>,
-}
+/// A graph, destroyed when dropped. It does not outlive the memory that it has recorded.
+pub(crate) type Graph<'m> = Object<'m, GraphId>;
 
 impl<'m> Graph<'m> {
     #[track_caller]
     pub(crate) fn instantiate(&self) -> Result<Executable<'m>> {
         made_here();
-        let id = self.backend.instantiate_graph(self.id)?;
-        Ok(Executable { backend: self.backend, id, owned: true, recorded: PhantomData })
-    }
-
-    pub(crate) fn id(&self) -> GraphId {
-        self.id
-    }
-
-    /// Destroys the graph now and returns the stale id.
-    pub(crate) fn destroy(mut self) -> Result<GraphId> {
-        self.backend.destroy_graph(self.id)?;
-        self.owned = false;
-        Ok(self.id)
-    }
-}
-
-impl Drop for Graph<'_> {
-    fn drop(&mut self) {
-        if self.owned {
-            let _ = insist(|| self.backend.destroy_graph(self.id));
-        }
+        Ok(Executable::adopted(self.backend, self.backend.instantiate_graph(self.id)?))
     }
 }
 
 /// An executable graph, destroyed when dropped, without waiting.
-#[derive(Debug)]
-pub(crate) struct Executable<'m> {
-    backend: &'m dyn Backend,
-    id: GraphExecId,
-    owned: bool,
-    recorded: PhantomData<&'m ()>,
-}
+pub(crate) type Executable<'m> = Object<'m, GraphExecId>;
 
 impl Executable<'_> {
     /// Enqueues one execution. A case launches a graph on another stream only after the earlier launches are complete.
@@ -642,25 +606,6 @@ impl Executable<'_> {
         // the device, which it was handed when it was recorded, before it is freed. Launches on one stream run one after
         // the other.
         unsafe { self.backend.launch_graph(self.id, stream.id) }
-    }
-
-    pub(crate) fn id(&self) -> GraphExecId {
-        self.id
-    }
-
-    /// Destroys the graph now, without waiting, and returns the stale id.
-    pub(crate) fn destroy(mut self) -> Result<GraphExecId> {
-        self.backend.destroy_graph_exec(self.id)?;
-        self.owned = false;
-        Ok(self.id)
-    }
-}
-
-impl Drop for Executable<'_> {
-    fn drop(&mut self) {
-        if self.owned {
-            let _ = insist(|| self.backend.destroy_graph_exec(self.id));
-        }
     }
 }
 
@@ -707,11 +652,7 @@ impl<'b> Pinned<'b> {
     }
 
     pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
-        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
-        // SAFETY: the offset was checked to lie inside the block.
-        let start = unsafe { self.ptr.as_ptr().add(range.start) };
-        let start = HostPtr::new(std::ptr::NonNull::new(start).expect("an address inside a block is not null"));
-        Span { location: Location::Host(start), bytes: range.len(), users: &self.users }
+        Span::cut(Location::Host(self.ptr), self.bytes, &self.users, range)
     }
 
     /// Writes bytes at the beginning, after all devices have stopped using the block.
@@ -798,10 +739,7 @@ impl<'b> Registered<'b> {
     }
 
     pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
-        let bytes = self.memory.len();
-        assert!(range.start <= range.end && range.end <= bytes, "a case cuts {range:?} from {bytes} bytes");
-        let location = Location::Host(self.memory.ptr().offset(range.start));
-        Span { location, bytes: range.len(), users: &self.users }
+        Span::cut(Location::Host(self.memory.ptr()), self.memory.len(), &self.users, range)
     }
 
     /// Returns the bytes, after all devices have stopped using them.

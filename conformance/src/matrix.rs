@@ -25,21 +25,21 @@ pub(crate) struct Types {
 }
 
 impl Types {
-    /// Returns the types of factors of one type and a 32-bit result.
-    pub(crate) fn to_f32(factors: DataType) -> Self {
-        Self { factors, result: DataType::F32 }
+    pub(crate) const F16: Self = Self::of(DataType::F16, DataType::F16);
+    pub(crate) const BF16: Self = Self::of(DataType::Bf16, DataType::Bf16);
+    pub(crate) const F32: Self = Self::of(DataType::F32, DataType::F32);
+    pub(crate) const F64: Self = Self::of(DataType::F64, DataType::F64);
+    pub(crate) const F16_TO_F32: Self = Self::of(DataType::F16, DataType::F32);
+    pub(crate) const BF16_TO_F32: Self = Self::of(DataType::Bf16, DataType::F32);
+
+    /// Returns the types of factors of one type and a result of another one.
+    pub(crate) const fn of(factors: DataType, result: DataType) -> Self {
+        Self { factors, result }
     }
 
     /// Returns the shape of packed matrices without transposes.
     pub(crate) fn shape(self, m: usize, n: usize, k: usize) -> GemmShape {
         GemmShape::new(self.factors, m, n, k).with_output(self.result)
-    }
-}
-
-/// Returns the types of matrices of one type.
-impl From<DataType> for Types {
-    fn from(data_type: DataType) -> Self {
-        Self { factors: data_type, result: data_type }
     }
 }
 

@@ -1,22 +1,13 @@
 //! The epilogues of Lt plans, for every element type.
 
 use half::{bf16, f16};
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    Backend, BlasHandle, BlasKind, BlasOptions, Epilogue, ErrorKind, GemmShape, PlanArguments, PlanOptions, Result,
-    StridedBatch,
+    Backend, BlasHandle, BlasKind, Epilogue, ErrorKind, GemmShape, PlanArguments, PlanOptions, Result, StridedBatch,
 };
 
 use crate::reference::{Number, Placed, Problem};
 use crate::rig::{Rig, kind, small};
-
-const EPILOGUES: [Epilogue; 6] =
-    [Epilogue::None, Epilogue::Bias, Epilogue::Relu, Epilogue::BiasRelu, Epilogue::Gelu, Epilogue::BiasGelu];
-
-fn lt(rig: &Rig) -> Box<dyn BlasHandle> {
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
-    handle
-}
 
 /// One run of a plan of its own, into D.
 fn run<T: Number>(lt: &mut dyn BlasHandle, problem: &Problem<T>, workspace_bytes: usize, on: Placed) -> Result<()> {
@@ -30,12 +21,12 @@ fn run<T: Number>(lt: &mut dyn BlasHandle, problem: &Problem<T>, workspace_bytes
 
 fn check_all<T: Number>() {
     let rig = Rig::new(small());
-    let mut lt = lt(&rig);
+    let mut lt = rig.blas(BlasKind::Lt, rig.stream);
     let shape = GemmShape::new(T::TYPE, 13, 9, 20);
     let batch = StridedBatch { count: 3, stride_a: 300, stride_b: 0, stride_c: 140 };
     let padded = shape.with_transposed_b().with_leading_dimensions(15, 10, 14).with_batch(batch);
     for shape in [shape, padded] {
-        for epilogue in EPILOGUES {
+        for &epilogue in Epilogue::ALL {
             for workspace_bytes in [0, 100, 1 << 16] {
                 for (alpha, beta) in [(1.0, 0.0), (0.5, -1.5), (0.0, 1.0)] {
                     let mut problem = Problem::<T>::new(shape, alpha, beta);
@@ -82,7 +73,7 @@ fn gelu_has_its_known_values() {
     problem.b = vec![1.0];
     problem.epilogue = Epilogue::Gelu;
     let placed = problem.place(&rig);
-    run(&mut *lt(&rig), &problem, 4096, placed).unwrap();
+    run(&mut *rig.blas(BlasKind::Lt, rig.stream), &problem, 4096, placed).unwrap();
     let seen = rig.download::<f64>(placed.c, 4, rig.stream);
     for (seen, known) in seen.iter().zip([0.0, 0.841_192, -0.158_808, 2.996_363]) {
         assert!((seen - known).abs() < 1e-5, "{seen} {known}");
@@ -92,10 +83,10 @@ fn gelu_has_its_known_values() {
 #[test]
 fn a_bias_is_demanded_where_it_is_read() {
     let rig = Rig::new(small());
-    let mut lt = lt(&rig);
+    let mut lt = rig.blas(BlasKind::Lt, rig.stream);
     let problem = Problem::<f32>::new(GemmShape::of::<f32>(4, 4, 4), 1.0, 0.0);
     let placed = problem.place(&rig);
-    for epilogue in EPILOGUES {
+    for &epilogue in Epilogue::ALL {
         let plan = lt.create_plan(&PlanOptions::new(problem.shape, epilogue, 0)).unwrap();
         // SAFETY: the blocks are as large as the shape says and live as long as the rig.
         let ran = unsafe { lt.run_plan(plan, &PlanArguments::new(placed.a, placed.b, placed.c, None)) };

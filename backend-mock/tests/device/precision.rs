@@ -3,9 +3,10 @@
 use std::collections::HashSet;
 
 use half::{bf16, f16};
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, DataType, ErrorKind, Gemm, GemmShape, MathMode,
-    PlanArguments, PlanOptions, Scalar, StridedBatch, Workspace,
+    AtomicsMode, Backend, BlasHandle, BlasKind, DataType, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments,
+    PlanOptions, Scalar, StridedBatch, Workspace,
 };
 use proptest::prelude::*;
 
@@ -14,8 +15,7 @@ use crate::rig::{Rig, kind, small};
 
 /// A handle on the rig's stream with no workspace but the one given; `None` is its own.
 fn handle(rig: &Rig, kind: BlasKind, workspace_bytes: Option<usize>) -> Box<dyn BlasHandle> {
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(kind)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
+    let mut handle = rig.blas(kind, rig.stream);
     let workspace = workspace_bytes.map(|bytes| Workspace { ptr: rig.allocate(0, bytes.max(1)), bytes });
     // SAFETY: the workspace lives as long as the rig.
     unsafe { handle.set_workspace(workspace).unwrap() };
@@ -325,7 +325,7 @@ struct Arbitrary {
 }
 
 fn arbitrary() -> impl Strategy<Value = Arbitrary> {
-    let data_type = prop::sample::select(vec![DataType::F16, DataType::Bf16, DataType::F32, DataType::F64]);
+    let data_type = prop::sample::select(DataType::ALL);
     let factor = || prop::sample::select(vec![0.0, 1.0, -1.0, 0.5, -2.25]);
     let k = prop_oneof![3 => 0..20usize, 1 => 60..150usize];
     (

@@ -2,28 +2,17 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, Epilogue, ErrorKind, FillPattern,
-    Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch, Workspace,
+    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, ErrorKind, FillPattern, Gemm,
+    GemmShape, MathMode, StridedBatch, Workspace,
 };
 use highwater_mock::Operation;
 
 use crate::reference::{Placed, Problem, values};
 use crate::rig::{Rig, kind, millis, small};
 
-fn handle(rig: &Rig, kind: BlasKind) -> Box<dyn BlasHandle> {
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(kind)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
-    handle
-}
-
 fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) -> highwater_hal::Result<()> {
     // SAFETY: tests keep the blocks until the product has completed; other arguments are what the mock refuses.
     unsafe { handle.gemm(gemm) }
-}
-
-fn run_plan(handle: &mut dyn BlasHandle, plan: PlanId, arguments: &PlanArguments) -> highwater_hal::Result<()> {
-    // SAFETY: as in `gemm`.
-    unsafe { handle.run_plan(plan, arguments) }
 }
 
 fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_hal::Result<()> {
@@ -34,7 +23,7 @@ fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_
 #[test]
 fn what_a_product_does_not_read_does_not_matter() {
     let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);
     let (nan, ones) = (rig.upload(&[f32::NAN; 16]), rig.upload(&[1f32; 16]));
     // With beta 0 the old C is not read.
@@ -49,54 +38,6 @@ fn what_a_product_does_not_read_does_not_matter() {
     }
     let no_batch = StridedBatch { count: 0, stride_a: 0, stride_b: 0, stride_c: 16 };
     gemm(&mut *handle, &Gemm::new(shape.with_batch(no_batch), nowhere, nowhere, nowhere)).unwrap();
-}
-
-#[test]
-fn equal_calls_give_equal_bits() {
-    let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
-    let (a, b) = (rig.upload(&values::<f32>(64 * 64, 5)), rig.upload(&values::<f32>(64 * 64, 6)));
-    let shape = GemmShape::new(DataType::F32, 64, 64, 64);
-    let results = [(); 3].map(|()| {
-        let c = rig.allocate(0, 64 * 64 * 4);
-        gemm(&mut *handle, &Gemm::new(shape, a, b, c)).unwrap();
-        rig.download::<u32>(c, 64 * 64, rig.stream)
-    });
-    assert!(results[0] == results[1] && results[1] == results[2]);
-}
-
-#[test]
-fn plans_apply_their_epilogue_and_respect_their_workspace() {
-    let rig = Rig::new(small());
-    let mut lt = handle(&rig, BlasKind::Lt);
-    let shape = GemmShape::new(DataType::F32, 5, 7, 3).with_leading_dimensions(6, 4, 8);
-    let mut problem = Problem::<f32>::new(shape, 0.5, 2.0);
-    let placed = problem.place(&rig);
-    let before = vec![-9f32; problem.c.len()];
-    for epilogue in [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu] {
-        problem.epilogue = epilogue;
-        for workspace_bytes in [0, 40, 1 << 20] {
-            let plan = lt.create_plan(&PlanOptions::new(shape, epilogue, workspace_bytes)).unwrap();
-            let dd = rig.upload(&before);
-            let bias = epilogue.has_bias().then_some(placed.bias);
-            let mut arguments = PlanArguments::new(placed.a, placed.b, dd, bias);
-            (arguments.alpha, arguments.beta, arguments.c) = (problem.alpha, problem.beta, placed.c);
-            run_plan(&mut *lt, plan, &arguments).unwrap();
-            let seen = rig.download::<f32>(dd, before.len(), rig.stream);
-            problem.check_beside(&before, &seen, &format!("{epilogue:?} with {workspace_bytes} bytes"));
-            lt.destroy_plan(plan).unwrap();
-            assert_eq!(kind(lt.destroy_plan(plan)), ErrorKind::InvalidHandle);
-            assert_eq!(kind(run_plan(&mut *lt, plan, &arguments)), ErrorKind::InvalidHandle);
-        }
-    }
-    let plan = lt.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 0)).unwrap();
-    let Placed { a: da, b: db, c: dc, .. } = placed;
-    assert_eq!(kind(run_plan(&mut *lt, plan, &PlanArguments::new(da, db, dc, None))), ErrorKind::InvalidArgument);
-    let mut other = handle(&rig, BlasKind::Lt);
-    assert_eq!(kind(other.destroy_plan(plan)), ErrorKind::InvalidHandle);
-    let mut blas = handle(&rig, BlasKind::Blas);
-    assert_eq!(kind(blas.create_plan(&PlanOptions::new(shape, Epilogue::None, 0))), ErrorKind::Unsupported);
-    assert_eq!(kind(gemm(&mut *lt, &Gemm::new(shape, da, db, dc))), ErrorKind::Unsupported);
 }
 
 #[test]
@@ -135,7 +76,7 @@ fn a_shared_workspace_needs_turns() {
             let threads = [1, 2].map(|seed| {
                 let (rig, turn, start) = (&rig, &turn, &start);
                 scope.spawn(move || {
-                    let mut handle = handle(rig, BlasKind::Blas);
+                    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
                     bind(&mut *handle, Some(workspace)).unwrap();
                     let mut problem = Problem::<f32>::new(shape, 1.0, 0.0);
                     (problem.a, problem.b) = (values(size, seed), values(size, seed + 10));
@@ -152,7 +93,7 @@ fn a_shared_workspace_needs_turns() {
         });
         let is_wrong = |(problem, c): &&(Problem<f32>, _)| {
             let seen = rig.download::<f32>(*c, problem.c.len(), rig.stream);
-            problem.wrong(&problem.c, &seen).is_some()
+            problem.wrong(&seen).is_some()
         };
         products.iter().filter(is_wrong).count()
     };
@@ -164,7 +105,7 @@ fn a_shared_workspace_needs_turns() {
 fn products_pass_through_the_bound_workspace_until_a_stream_is_bound() {
     for resets in [true, false] {
         let rig = Rig::new(small().with_capabilities(|c| c.set_stream_resets_workspace = resets));
-        let mut handle = handle(&rig, BlasKind::Blas);
+        let mut handle = rig.blas(BlasKind::Blas, rig.stream);
         let (ones, c) = (rig.upload(&[1f32; 16]), rig.allocate(0, 64));
         let workspace = Workspace { ptr: rig.upload(&[-1f32; 16]), bytes: 64 };
         let product = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), ones, ones, c);
@@ -186,7 +127,7 @@ fn products_pass_through_the_bound_workspace_until_a_stream_is_bound() {
 #[test]
 fn what_cannot_be_bound_is_refused() {
     let rig = Rig::new(small().with_devices(2));
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     assert_eq!(kind(handle.set_stream(rig.stream(1))), ErrorKind::WrongDevice);
     let block = rig.allocate(0, 4096);
     let workspace = |offset: usize, bytes: usize| Some(Workspace { ptr: block.offset(offset), bytes });
@@ -218,7 +159,7 @@ fn products_that_cannot_be_are_refused() {
         c.strided_batch = false;
         c.atomics_mode = false;
     }));
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let block = rig.allocate(0, 256);
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);
     let mut refused =
@@ -254,7 +195,7 @@ fn a_handle_that_was_never_bound_refuses_products_whatever_default_streams_there
 #[test]
 fn binding_takes_no_time_to_speak_of() {
     let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let workspace = Some(Workspace { ptr: rig.allocate(0, 4096), bytes: 4096 });
     let rounds = 100_000;
     let best = (0..5)

@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 
 use highwater_hal::{
-    Backend, BlasKind, BlasOptions, DataType, Epilogue, FillPattern, Gemm, GemmShape, PlanArguments, PlanOptions,
-    StridedBatch, Transpose, Workspace,
+    Backend, BlasKind, DataType, Epilogue, FillPattern, Gemm, GemmShape, PlanArguments, PlanOptions, StridedBatch,
+    Transpose, Workspace,
 };
 use highwater_mock::Operation;
 use proptest::prelude::*;
@@ -82,8 +82,7 @@ proptest! {
         let other = rig.stream(0);
         let blocks = [(); 3].map(|()| rig.allocate(0, SIZE * ELEMENTS));
         let workspace = Workspace { ptr: rig.allocate(0, SIZE * case.room), bytes: SIZE * case.room };
-        let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-        handle.set_stream(rig.stream).unwrap();
+        let mut handle = rig.blas(BlasKind::Blas, rig.stream);
         let gemm = Gemm::new(case.shape, blocks[0], blocks[1], blocks[2]).with_scale(case.alpha, case.beta);
         // SAFETY: everything stays allocated; the contents are not looked at.
         unsafe {
@@ -115,8 +114,7 @@ fn a_report_names_the_operand_of_a_plan() {
     let rig = Rig::new(small().with_race_detector());
     let other = rig.stream(0);
     let [a, b, c, d, bias, workspace] = [(); 6].map(|()| rig.allocate(0, 1024));
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
+    let mut handle = rig.blas(BlasKind::Lt, rig.stream);
     // SAFETY: everything stays allocated; the contents are not looked at.
     unsafe { handle.set_workspace(Some(Workspace { ptr: workspace, bytes: 1024 })).unwrap() };
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);

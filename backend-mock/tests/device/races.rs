@@ -3,14 +3,13 @@
 use std::sync::{Barrier, Mutex};
 
 use highwater_hal::{
-    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
-    DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, Location, StreamId, Transport,
-    Workspace,
+    Backend, BlasHandle, BlasKind, Completion, DataType, DevicePtr, ErrorKind, FillPattern, Gemm, GemmShape, Location,
+    StreamId, Workspace,
 };
 use highwater_mock::races::{Race, RaceKind};
 use highwater_mock::{MockOptions, Operation};
 
-use crate::rig::{Rig, at, end, kind, millis, small};
+use crate::rig::{Rig, at, kind, millis, small};
 
 const BYTES: usize = 4096;
 
@@ -89,8 +88,7 @@ fn many_races_of_one_pair_are_one_and_not_all_of_a_flood_are_kept() {
 }
 
 fn products(rig: &Rig, stream: StreamId, room: DevicePtr) -> Box<dyn BlasHandle> {
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-    handle.set_stream(stream).unwrap();
+    let mut handle = rig.blas(BlasKind::Blas, stream);
     // SAFETY: the room stays allocated as long as the mock.
     unsafe { handle.set_workspace(Some(Workspace { ptr: room, bytes: BYTES })).unwrap() };
     handle
@@ -150,26 +148,14 @@ fn products_on_one_stream_in_one_workspace_must_take_turns() {
     assert!(races[0].to_string().contains("(its workspace)"), "{}", races[0]);
 }
 
-fn graph(rig: &Rig, block: DevicePtr) -> GraphExecId {
-    rig.gpu.begin_capture(rig.stream, CaptureMode::Relaxed).unwrap();
-    fill(rig, block, rig.stream);
-    let graph = end(&rig.gpu, rig.stream).unwrap();
-    rig.gpu.instantiate_graph(graph).unwrap()
-}
-
-fn launch(rig: &Rig, graph: GraphExecId, stream: StreamId) {
-    // SAFETY: what device memory holds is not looked at.
-    unsafe { rig.gpu.launch_graph(graph, stream).unwrap() }
-}
-
 #[test]
 fn recording_is_no_use_and_a_launch_is_one_in_its_place() {
     let rig = Rig::new(watched());
     let (block, other) = (rig.allocate(0, BYTES), rig.stream(0));
-    let graph = graph(&rig, block);
+    let graph = rig.captured(rig.stream, || fill(&rig, block, rig.stream));
     fill(&rig, block, other);
     assert_none(&rig);
-    launch(&rig, graph, other);
+    rig.launch(graph, other).unwrap();
     assert_none(&rig);
     rig.fill(block, FillPattern::U8(2), 1, rig.stream).unwrap();
     let races = rig.gpu.races();
@@ -185,19 +171,19 @@ fn recording_is_no_use_and_a_launch_is_one_in_its_place() {
 fn a_graph_whose_memory_was_freed_is_found_when_it_is_launched() {
     let rig = Rig::new(watched());
     let block = rig.allocate(0, BYTES);
-    let graph = graph(&rig, block);
-    launch(&rig, graph, rig.stream);
+    let graph = rig.captured(rig.stream, || fill(&rig, block, rig.stream));
+    rig.launch(graph, rig.stream).unwrap();
     rig.gpu.synchronize_stream(rig.stream).unwrap();
     rig.free(0, block, None).unwrap();
     assert_none(&rig);
-    launch(&rig, graph, rig.stream);
+    rig.launch(graph, rig.stream).unwrap();
     let race = the_race(&rig);
     assert_eq!((race.kind(), race.first().operation()), (RaceKind::AfterFree, Operation::Free));
     rig.gpu.synchronize_stream(rig.stream).unwrap();
     // Handed out again, it is the next owner's.
     let again = rig.allocate(0, BYTES);
     assert_eq!(again, block);
-    launch(&rig, graph, rig.stream);
+    rig.launch(graph, rig.stream).unwrap();
     assert_eq!(rig.gpu.race_count(), 1);
     rig.gpu.synchronize_stream(rig.stream).unwrap();
 }
@@ -205,14 +191,9 @@ fn a_graph_whose_memory_was_freed_is_found_when_it_is_launched() {
 #[test]
 fn memory_and_events_that_were_opened_here_are_those_that_were_exported() {
     let rig = Rig::new(watched());
-    let (ipc, other) = (rig.gpu.ipc_sharing().unwrap(), rig.stream(0));
-    let options = AllocateOptions::new(BYTES).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
-    let block = rig.gpu.allocate(0, &options).unwrap();
-    // SAFETY: the block is alive.
-    let handle = unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap();
-    let alias = ipc.open_memory(0, &handle).unwrap();
-    let event = rig.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
-    let opened = ipc.open_event(0, &ipc.export_event(event).unwrap()).unwrap();
+    let (other, block, event) = (rig.stream(0), rig.shareable(BYTES), rig.interprocess_event());
+    let alias = rig.ipc().open_memory(0, &rig.export(block)).unwrap();
+    let opened = rig.open_event_of(&rig, event);
     assert_ne!((alias, opened), (block, event));
 
     fill(&rig, block, rig.stream);
@@ -225,7 +206,7 @@ fn memory_and_events_that_were_opened_here_are_those_that_were_exported() {
     assert_eq!((race.first().bytes().address, race.second().bytes().address), (alias.get(), block.get()));
     // Closing memory that is in use by its addresses is found. The other addresses stay valid.
     // SAFETY: the work on the memory is device work, whose contents are not looked at.
-    unsafe { ipc.close_memory(0, alias).unwrap() };
+    unsafe { rig.ipc().close_memory(0, alias).unwrap() };
     let races = rig.gpu.races();
     let last = races.last().unwrap();
     assert_eq!((races.len(), last.second().operation()), (2, Operation::CloseMemory));
@@ -236,11 +217,8 @@ fn memory_and_events_that_were_opened_here_are_those_that_were_exported() {
 fn who_waits_for_another_process_that_waited_for_this_one_is_not_blamed() {
     // Two backends stand for two processes: neither sees the other's calls.
     let (here, there) = (Rig::new(watched()), Rig::new(watched()));
-    let (ipc, ipc_there) = (here.gpu.ipc_sharing().unwrap(), there.gpu.ipc_sharing().unwrap());
-    let event = |rig: &Rig| rig.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
-    let (written, answered) = (event(&here), event(&there));
-    let written_there = ipc_there.open_event(0, &ipc.export_event(written).unwrap()).unwrap();
-    let answered_here = ipc.open_event(0, &ipc_there.export_event(answered).unwrap()).unwrap();
+    let (written, answered) = (here.interprocess_event(), there.interprocess_event());
+    let (written_there, answered_here) = (there.open_event_of(&here, written), here.open_event_of(&there, answered));
     let (block, other) = (here.allocate(0, BYTES), here.stream(0));
 
     fill(&here, block, here.stream);

@@ -98,20 +98,15 @@ impl<T: Number> Problem<T> {
 
     /// Checks every element of the result, computed in the place of C, and that those between the columns are what they were.
     pub(crate) fn check(&self, seen: &[T], what: &str) {
-        self.check_beside(&self.c, seen, what);
-    }
-
-    /// The same where the result lies as C does and somewhere else, over what was there `before`.
-    pub(crate) fn check_beside(&self, before: &[T], seen: &[T], what: &str) {
-        if let Some(wrong) = self.wrong(before, seen) {
+        if let Some(wrong) = self.wrong(seen) {
             panic!("{what}: {:?}: {wrong}", self.shape);
         }
     }
 
     /// The first element that is wrong.
-    pub(crate) fn wrong(&self, before: &[T], seen: &[T]) -> Option<String> {
-        assert_eq!(seen.len(), before.len());
-        let mut expected: Vec<_> = before.iter().map(|old| (old.value(), 0.0)).collect();
+    pub(crate) fn wrong(&self, seen: &[T]) -> Option<String> {
+        assert_eq!(seen.len(), self.c.len());
+        let mut expected: Vec<_> = self.c.iter().map(|old| (old.value(), 0.0)).collect();
         let batch = self.shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 });
         for index in 0..batch.count {
             for column in 0..self.shape.n {

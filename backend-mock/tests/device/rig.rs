@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 use highwater_hal::{
-    AllocateOptions, Backend, DevicePtr, ErrorKind, EventId, EventOptions, FillPattern, GraphId, HostAllocator,
-    HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, Result, StreamId, StreamOptions,
+    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, DeviceMemoryKind, DevicePtr, ErrorKind, EventId,
+    EventOptions, FillPattern, GraphId, HostAllocator, HostOptions, HostPtr, IpcSharing, Location, MemoryCopy,
+    MemoryFill, MemoryHandle, Result, StreamId, StreamOptions, Transport,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -55,6 +56,37 @@ impl Rig {
 
     pub(crate) fn pinned(&self, bytes: usize) -> HostPtr {
         self.host.allocate(bytes, &HostOptions::new()).unwrap()
+    }
+
+    pub(crate) fn blas(&self, kind: BlasKind, stream: StreamId) -> Box<dyn BlasHandle> {
+        let mut handle = self.gpu.create_blas_handle(stream.device(), &BlasOptions::new(kind)).unwrap();
+        handle.set_stream(stream).unwrap();
+        handle
+    }
+
+    pub(crate) fn ipc(&self) -> Arc<dyn IpcSharing> {
+        self.gpu.ipc_sharing().unwrap()
+    }
+
+    /// A block of the first device for all processes.
+    pub(crate) fn shareable(&self, bytes: usize) -> DevicePtr {
+        let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
+        self.gpu.allocate(0, &options).unwrap()
+    }
+
+    pub(crate) fn export(&self, block: DevicePtr) -> MemoryHandle {
+        // SAFETY: tests export blocks that are alive; anything else is what the mock refuses.
+        unsafe { self.ipc().export_memory(0, block, Transport::Descriptor) }.unwrap()
+    }
+
+    /// An event of the first device for all processes.
+    pub(crate) fn interprocess_event(&self) -> EventId {
+        self.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap()
+    }
+
+    /// Opens an event of another backend, or of this one.
+    pub(crate) fn open_event_of(&self, owner: &Self, event: EventId) -> EventId {
+        self.ipc().open_event(0, &owner.ipc().export_event(event).unwrap()).unwrap()
     }
 
     pub(crate) fn copy(&self, dst: Location, src: Location, bytes: usize, stream: StreamId) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use highwater_hal::{Backend, Completion, DevicePtr, ErrorKind, EventOptions, FillPattern, Location, StreamId};
+use highwater_hal::{Backend, Completion, DevicePtr, ErrorKind, FillPattern, Location, StreamId};
 
 use crate::rig::{Rig, at, kind, small};
 
@@ -125,9 +125,8 @@ fn a_lost_device_holds_nobody_up() {
 #[test]
 fn a_record_for_other_processes_is_reached_within_its_call() {
     let (here, there) = (Rig::new(small().with_schedule(5)), Rig::new(small()));
-    let event = here.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
-    let handle = here.gpu.ipc_sharing().unwrap().export_event(event).unwrap();
-    let opened = there.gpu.ipc_sharing().unwrap().open_event(0, &handle).unwrap();
+    let event = here.interprocess_event();
+    let opened = there.open_event_of(&here, event);
     let block = here.allocate(0, 4096);
     for _ in 0..10 {
         here.fill(block, FillPattern::U8(1), 4096, here.stream).unwrap();
@@ -140,9 +139,8 @@ fn a_record_for_other_processes_is_reached_within_its_call() {
 #[test]
 fn what_another_process_holds_up_goes_on_when_that_is_done() {
     let (here, there) = (Rig::new(small().with_schedule(5)), Rig::new(small().with_latency(Duration::from_millis(30))));
-    let event = there.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
-    let handle = there.gpu.ipc_sharing().unwrap().export_event(event).unwrap();
-    let opened = here.gpu.ipc_sharing().unwrap().open_event(0, &handle).unwrap();
+    let event = there.interprocess_event();
+    let opened = here.open_event_of(&there, event);
     there.gpu.record_event(event, there.stream).unwrap();
     here.gpu.stream_wait_event(here.stream, opened).unwrap();
     here.gpu.synchronize_stream(here.stream).unwrap();

@@ -4,126 +4,32 @@
 //! that backend ends, and never when its process is killed.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_hal::{
-    AllocateOptions, Backend, Completion, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind, EventHandle, EventId,
-    EventOptions, FillPattern, IpcSharing, Transport,
-};
+use highwater_hal::{Backend, Completion, Descriptor, ErrorKind, EventHandle, EventOptions, FillPattern};
 
-use crate::peer::{self, Channel, Peer};
+use crate::peer::{self, Peer};
 use crate::rig::{Rig, at, kind, small};
 
 const FOR_EVER: Duration = Duration::from_secs(1 << 30);
-
-fn ipc(rig: &Rig) -> Arc<dyn IpcSharing> {
-    rig.gpu.ipc_sharing().unwrap()
-}
-
-fn event(rig: &Rig) -> EventId {
-    rig.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap()
-}
-
-fn block_for_all(rig: &Rig) -> DevicePtr {
-    let options = AllocateOptions::new(4096).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
-    rig.gpu.allocate(0, &options).unwrap()
-}
-
-/// The other process: fills the memory with 2 and records the event, and never comes to either before `end`.
-fn recorder(parent: &Channel, end: impl FnOnce(Rig)) {
-    let rig = Rig::new(small().with_latency(FOR_EVER));
-    let block = ipc(&rig).open_memory(0, &parent.receive_memory()).unwrap();
-    let event = ipc(&rig).open_event(0, &parent.receive_event()).unwrap();
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Complete);
-    rig.fill(block, FillPattern::U8(2), 4096, rig.stream).unwrap();
-    rig.gpu.record_event(event, rig.stream).unwrap();
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Pending);
-    parent.say("recorded");
-    parent.expect("end");
-    end(rig);
-    parent.say("ended");
-    parent.expect("good bye");
-}
-
-/// This process: shared memory filled with 1, an event for both, and the other process, which has recorded it.
-fn recorded_elsewhere(test: &str) -> (Rig, DevicePtr, EventId, Peer) {
-    let rig = Rig::new(small());
-    let (block, event) = (block_for_all(&rig), event(&rig));
-    rig.fill(block, FillPattern::U8(1), 4096, rig.stream).unwrap();
-    rig.gpu.synchronize_stream(rig.stream).unwrap();
-    let recorder = Peer::start(test);
-    // SAFETY: the block is alive.
-    let handle = unsafe { ipc(&rig).export_memory(0, block, Transport::Descriptor) }.unwrap();
-    recorder.channel.send_memory(&handle);
-    recorder.channel.send_event(&ipc(&rig).export_event(event).unwrap());
-    recorder.channel.expect("recorded");
-    (rig, block, event, recorder)
-}
-
-#[test]
-fn work_that_waits_runs_after_the_other_process_s_work() {
-    const TEST: &str = "shared_events::work_that_waits_runs_after_the_other_process_s_work";
-    if let Some(parent) = peer::parent() {
-        // The end of the backend executes what is queued.
-        return recorder(&parent, drop);
-    }
-    let (rig, block, event, mut recorder) = recorded_elsewhere(TEST);
-    let copied = rig.allocate(0, 4096);
-    rig.gpu.stream_wait_event(rig.stream, event).unwrap();
-    rig.copy(at(0, copied), at(0, block), 4096, rig.stream).unwrap();
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Pending);
-    assert_eq!(rig.gpu.query_stream(rig.stream).unwrap(), Completion::Pending);
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| rig.gpu.synchronize_event(event));
-        recorder.channel.say("end");
-        waiter.join().unwrap().unwrap();
-    });
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Complete);
-    assert_eq!(rig.download::<u8>(copied, 4096, rig.stream), [2; 4096]);
-    recorder.channel.expect("ended");
-    recorder.channel.say("good bye");
-    assert!(recorder.wait().success());
-    assert_eq!((rig.gpu.live_objects().events, rig.gpu.live_objects().shared_files), (1, 1));
-    rig.gpu.destroy_event(event).unwrap();
-    let live = rig.gpu.live_objects();
-    assert_eq!((live.events, live.shared_files, live.descriptors), (0, 0, 0));
-}
-
-#[test]
-fn waits_end_when_the_recorder_is_killed() {
-    const TEST: &str = "shared_events::waits_end_when_the_recorder_is_killed";
-    if let Some(parent) = peer::parent() {
-        return recorder(&parent, |_| unreachable!("killed before"));
-    }
-    let (rig, block, event, mut recorder) = recorded_elsewhere(TEST);
-    let other = rig.stream(0);
-    rig.gpu.stream_wait_event(rig.stream, event).unwrap();
-    rig.fill(block.offset(100), FillPattern::U8(3), 1, rig.stream).unwrap();
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Pending);
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| rig.gpu.synchronize_event(event));
-        recorder.kill();
-        waiter.join().unwrap().unwrap();
-    });
-    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Complete);
-    rig.gpu.synchronize_stream(rig.stream).unwrap();
-    // Its work ended with it, and ours went on; the device is none the worse.
-    let mut expected = [1; 4096];
-    expected[100] = 3;
-    assert_eq!(rig.download::<u8>(block, 4096, other), expected);
-    rig.gpu.record_event(event, other).unwrap();
-    rig.gpu.synchronize_event(event).unwrap();
-}
 
 #[test]
 fn a_wait_is_for_the_record_of_its_time() {
     const TEST: &str = "shared_events::a_wait_is_for_the_record_of_its_time";
     if let Some(parent) = peer::parent() {
-        return recorder(&parent, |_| unreachable!("killed before"));
+        // The other process never reaches its record, because it is killed before.
+        let rig = Rig::new(small().with_latency(FOR_EVER));
+        let event = rig.ipc().open_event(0, &parent.receive_event()).unwrap();
+        rig.gpu.record_event(event, rig.stream).unwrap();
+        parent.say("recorded");
+        parent.receive();
+        return;
     }
-    let (rig, _, event, mut recorder) = recorded_elsewhere(TEST);
-    let other = rig.stream(0);
+    let rig = Rig::new(small());
+    let (event, other) = (rig.interprocess_event(), rig.stream(0));
+    let mut recorder = Peer::start(TEST);
+    recorder.channel.send_event(&rig.ipc().export_event(event).unwrap());
+    recorder.channel.expect("recorded");
     rig.gpu.stream_wait_event(rig.stream, event).unwrap();
     // From here on the event is this process's record, which is reached at once.
     rig.gpu.record_event(event, other).unwrap();
@@ -137,10 +43,10 @@ fn a_wait_is_for_the_record_of_its_time() {
 fn an_event_of_the_same_process_is_opened_under_another_id() {
     let rig = Rig::new(small());
     let slow = Rig::new(small().with_latency(FOR_EVER));
-    let event = event(&rig);
-    let handle = ipc(&rig).export_event(event).unwrap();
+    let event = rig.interprocess_event();
+    let handle = rig.ipc().export_event(event).unwrap();
     assert_eq!(rig.gpu.live_objects().descriptors, 1);
-    let opened = ipc(&slow).open_event(0, &handle).unwrap();
+    let opened = slow.ipc().open_event(0, &handle).unwrap();
     drop(handle);
     // The file lives on without the event that it was made for.
     slow.gpu.record_event(opened, slow.stream).unwrap();
@@ -158,8 +64,8 @@ fn an_event_of_the_same_process_is_opened_under_another_id() {
 #[test]
 fn a_lost_device_loses_those_who_wait_for_it() {
     let (rig, slow) = (Rig::new(small()), Rig::new(small().with_latency(FOR_EVER)));
-    let event = event(&rig);
-    let opened = ipc(&slow).open_event(0, &ipc(&rig).export_event(event).unwrap()).unwrap();
+    let event = rig.interprocess_event();
+    let opened = slow.open_event_of(&rig, event);
     slow.gpu.record_event(opened, slow.stream).unwrap();
     slow.gpu.lose_device(0).unwrap();
     // A record that the stream refuses is none.
@@ -172,15 +78,15 @@ fn a_lost_device_loses_those_who_wait_for_it() {
 #[test]
 fn what_cannot_be_exported_or_opened_is_refused() {
     let rig = Rig::new(small().with_devices(2));
-    let (own, plain) = (event(&rig), rig.event(0));
-    assert_eq!(kind(ipc(&rig).export_event(plain)), ErrorKind::InvalidArgument);
-    let handle = ipc(&rig).export_event(own).unwrap();
-    let opened = ipc(&rig).open_event(0, &handle).unwrap();
-    assert_eq!(kind(ipc(&rig).export_event(opened)), ErrorKind::InvalidArgument);
+    let (own, plain) = (rig.interprocess_event(), rig.event(0));
+    assert_eq!(kind(rig.ipc().export_event(plain)), ErrorKind::InvalidArgument);
+    let handle = rig.ipc().export_event(own).unwrap();
+    let opened = rig.ipc().open_event(0, &handle).unwrap();
+    assert_eq!(kind(rig.ipc().export_event(opened)), ErrorKind::InvalidArgument);
     rig.gpu.destroy_event(opened).unwrap();
-    assert_eq!(kind(ipc(&rig).export_event(opened)), ErrorKind::InvalidHandle);
+    assert_eq!(kind(rig.ipc().export_event(opened)), ErrorKind::InvalidHandle);
 
-    let other = ipc(&rig).export_event(event(&rig)).unwrap();
+    let other = rig.ipc().export_event(rig.interprocess_event()).unwrap();
     let with = |change: &dyn Fn(&mut EventHandle)| {
         let mut altered = handle.clone();
         change(&mut altered);
@@ -199,18 +105,17 @@ fn what_cannot_be_exported_or_opened_is_refused() {
         descriptor(std::fs::File::open("/dev/zero").unwrap().into()),
     ]);
     // A memory handle is no event handle.
-    // SAFETY: the block is alive.
-    let memory = unsafe { ipc(&rig).export_memory(0, block_for_all(&rig), Transport::Descriptor) }.unwrap();
+    let memory = rig.export(rig.shareable(4096));
     wrong.push(EventHandle::new(memory.device_uuid, memory.payload).with_descriptor(memory.descriptor.unwrap()));
     let events = rig.gpu.live_objects().events;
     for handle in &wrong {
-        let error = ipc(&rig).open_event(0, handle).unwrap_err();
+        let error = rig.ipc().open_event(0, handle).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
-    assert_eq!(kind(ipc(&rig).open_event(1, &handle)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.ipc().open_event(1, &handle)), ErrorKind::InvalidArgument);
     assert_eq!(rig.gpu.live_objects().events, events);
     let without = Rig::new(small().with_capabilities(|c| c.interprocess_events = false));
-    assert_eq!(kind(ipc(&without).open_event(0, &handle)), ErrorKind::Unsupported);
+    assert_eq!(kind(without.ipc().open_event(0, &handle)), ErrorKind::Unsupported);
     let both = EventOptions::new().with_interprocess().with_timing();
     assert_eq!(kind(rig.gpu.create_event(0, &both)), ErrorKind::InvalidArgument);
 }
@@ -218,7 +123,7 @@ fn what_cannot_be_exported_or_opened_is_refused() {
 #[test]
 fn an_event_for_others_keeps_the_rules_of_all_events() {
     let rig = Rig::new(small().with_devices(2));
-    let event = event(&rig);
+    let event = rig.interprocess_event();
     assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Complete);
     rig.gpu.synchronize_event(event).unwrap();
     rig.gpu.stream_wait_event(rig.stream, event).unwrap();

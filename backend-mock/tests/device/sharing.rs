@@ -1,11 +1,10 @@
 //! Memory that several processes use.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
 use highwater_hal::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind,
-    FillPattern, Gemm, GemmShape, IpcSharing, MemoryHandle, Transport, Transports,
+    AllocateOptions, Backend, BlasKind, DataType, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind, FillPattern,
+    Gemm, GemmShape, MemoryHandle, Transport, Transports,
 };
 use highwater_mock::MockOptions;
 
@@ -14,23 +13,9 @@ use crate::rig::{Rig, at, kind, small};
 
 const BYTES: usize = 10_000;
 
-fn ipc(rig: &Rig) -> Arc<dyn IpcSharing> {
-    rig.gpu.ipc_sharing().unwrap()
-}
-
-fn shareable(rig: &Rig, bytes: usize) -> DevicePtr {
-    let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
-    rig.gpu.allocate(0, &options).unwrap()
-}
-
-fn export(rig: &Rig, block: DevicePtr) -> MemoryHandle {
-    // SAFETY: tests export blocks that are alive; anything else is what the mock refuses.
-    unsafe { ipc(rig).export_memory(0, block, Transport::Descriptor) }.unwrap()
-}
-
 fn close(rig: &Rig, opened: DevicePtr) -> highwater_hal::Result<()> {
     // SAFETY: tests synchronize before they close; an address that is not open is what the mock refuses.
-    unsafe { ipc(rig).close_memory(0, opened) }
+    unsafe { rig.ipc().close_memory(0, opened) }
 }
 
 /// How many mappings of this process are of the file with this inode.
@@ -59,13 +44,13 @@ fn what_one_process_writes_the_other_reads() {
     let rig = Rig::new(small());
     // Not at the start of the file, and not a whole number of pages.
     let before = rig.allocate(0, 300);
-    let block = shareable(&rig, BYTES);
+    let block = rig.shareable(BYTES);
     assert!(block.is_aligned_to(4096), "{block:?}");
     let content: Vec<u8> = (0..BYTES).map(|index| (index % 251) as u8).collect();
     rig.write(block, &content);
     let mut worker = Peer::start(TEST);
     worker.channel.send(&rig.gpu.memory_inode(0).unwrap().to_le_bytes(), None);
-    worker.channel.send_memory(&export(&rig, block));
+    worker.channel.send_memory(&rig.export(block));
     worker.channel.expect("read and written");
     let expected = [&content[..5000], &[9; 4000][..], &content[9000..]].concat();
     assert_eq!(rig.download::<u8>(block, BYTES, rig.stream), expected);
@@ -86,7 +71,7 @@ fn worker(parent: &Channel) {
     let inode = u64::from_le_bytes(parent.receive().0.try_into().unwrap());
     let handle = parent.receive_memory();
     assert_eq!(mappings_of(inode), 0);
-    let opened = ipc(&rig).open_memory(0, &handle).unwrap();
+    let opened = rig.ipc().open_memory(0, &handle).unwrap();
     assert_eq!((mappings_of(inode), handle.bytes), (1, BYTES as u64));
     assert_eq!(rig.gpu.live_objects().mappings, 1);
     // The descriptor is not needed once the memory is mapped.
@@ -110,10 +95,10 @@ fn opened_memory_outlives_its_exporter() {
     const TEST: &str = "sharing::opened_memory_outlives_its_exporter";
     if let Some(parent) = peer::parent() {
         let rig = Rig::new(small());
-        let block = shareable(&rig, BYTES);
+        let block = rig.shareable(BYTES);
         rig.fill(block, FillPattern::U8(5), BYTES, rig.stream).unwrap();
         rig.gpu.synchronize_stream(rig.stream).unwrap();
-        parent.send_memory(&export(&rig, block));
+        parent.send_memory(&rig.export(block));
         // Killed while it waits.
         parent.receive();
         return;
@@ -121,12 +106,12 @@ fn opened_memory_outlives_its_exporter() {
     let rig = Rig::new(small());
     let mut exporter = Peer::start(TEST);
     let handle = exporter.channel.receive_memory();
-    let opened = ipc(&rig).open_memory(0, &handle).unwrap();
+    let opened = rig.ipc().open_memory(0, &handle).unwrap();
     exporter.kill();
     assert_eq!(rig.download::<u8>(opened, BYTES, rig.stream), [5; BYTES]);
     rig.fill(opened, FillPattern::U8(6), BYTES, rig.stream).unwrap();
     // The handle in hand is still good.
-    let again = ipc(&rig).open_memory(0, &handle).unwrap();
+    let again = rig.ipc().open_memory(0, &handle).unwrap();
     assert_eq!(rig.download::<u8>(again, BYTES, rig.stream), [6; BYTES]);
     assert_eq!(again, opened);
     close(&rig, opened).unwrap();
@@ -137,14 +122,14 @@ fn opened_memory_outlives_its_exporter() {
 #[test]
 fn memory_that_is_opened_again_has_the_same_address_and_is_counted() {
     let rig = Rig::new(small().with_devices(2));
-    let (first, second) = (shareable(&rig, BYTES), shareable(&rig, BYTES));
-    let (handle, other) = (export(&rig, first), export(&rig, second));
+    let (first, second) = (rig.shareable(BYTES), rig.shareable(BYTES));
+    let (handle, other) = (rig.export(first), rig.export(second));
     assert_eq!(rig.gpu.live_objects().descriptors, 2);
-    let opened = ipc(&rig).open_memory(0, &handle).unwrap();
+    let opened = rig.ipc().open_memory(0, &handle).unwrap();
     assert_ne!(opened, first, "an address of its own");
-    assert_eq!(ipc(&rig).open_memory(0, &handle.clone()).unwrap(), opened);
-    assert_eq!(ipc(&rig).open_memory(0, &export(&rig, first)).unwrap(), opened);
-    let neighbour = ipc(&rig).open_memory(0, &other).unwrap();
+    assert_eq!(rig.ipc().open_memory(0, &handle.clone()).unwrap(), opened);
+    assert_eq!(rig.ipc().open_memory(0, &rig.export(first)).unwrap(), opened);
+    let neighbour = rig.ipc().open_memory(0, &other).unwrap();
     assert_ne!(neighbour, opened);
     drop((handle, other));
     let live = rig.gpu.live_objects();
@@ -170,13 +155,13 @@ fn memory_that_is_opened_again_has_the_same_address_and_is_counted() {
 #[test]
 fn a_new_block_at_an_old_place_is_other_memory() {
     let rig = Rig::new(small());
-    let old = shareable(&rig, 4096);
-    let old_handle = export(&rig, old);
-    let opened = ipc(&rig).open_memory(0, &old_handle).unwrap();
+    let old = rig.shareable(4096);
+    let old_handle = rig.export(old);
+    let opened = rig.ipc().open_memory(0, &old_handle).unwrap();
     rig.free(0, old, None).unwrap();
-    let new = shareable(&rig, 3 * 4096);
+    let new = rig.shareable(3 * 4096);
     assert_eq!(new, old, "the test wants the place back");
-    let larger = ipc(&rig).open_memory(0, &export(&rig, new)).unwrap();
+    let larger = rig.ipc().open_memory(0, &rig.export(new)).unwrap();
     assert_ne!(larger, opened);
     rig.fill(larger, FillPattern::U8(1), 3 * 4096, rig.stream).unwrap();
     assert_eq!(rig.download::<u8>(new, 3 * 4096, rig.stream), [1; 3 * 4096]);
@@ -185,11 +170,10 @@ fn a_new_block_at_an_old_place_is_other_memory() {
 #[test]
 fn products_are_computed_on_opened_memory() {
     let rig = Rig::new(small());
-    let block = shareable(&rig, 3 * 16 * 4);
-    let opened = ipc(&rig).open_memory(0, &export(&rig, block)).unwrap();
+    let block = rig.shareable(3 * 16 * 4);
+    let opened = rig.ipc().open_memory(0, &rig.export(block)).unwrap();
     rig.write(block, &[2f32; 48]);
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
-    handle.set_stream(rig.stream).unwrap();
+    let mut handle = rig.blas(BlasKind::Blas, rig.stream);
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), opened, opened.offset(64), opened.offset(128));
     // SAFETY: the memory is open until the stream was synchronized.
     unsafe { handle.gemm(&gemm).unwrap() };
@@ -199,7 +183,7 @@ fn products_are_computed_on_opened_memory() {
 #[test]
 fn handles_that_nobody_exported_are_refused_and_map_nothing() {
     let rig = Rig::new(small().with_devices(2));
-    let handle = export(&rig, shareable(&rig, BYTES));
+    let handle = rig.export(rig.shareable(BYTES));
     let mut wrong: Vec<MemoryHandle> = (0..64)
         .map(|index| {
             let mut altered = handle.clone();
@@ -213,7 +197,7 @@ fn handles_that_nobody_exported_are_refused_and_map_nothing() {
         altered
     };
     let other = Rig::new(small());
-    let elsewhere = export(&other, shareable(&other, BYTES));
+    let elsewhere = other.export(other.shareable(BYTES));
     let unsealed = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&unsealed, 64 << 20).unwrap();
     let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
@@ -229,33 +213,33 @@ fn handles_that_nobody_exported_are_refused_and_map_nothing() {
         handle.clone().with_descriptor(Descriptor::new(std::io::pipe().unwrap().0.into())),
     ]);
     for handle in &wrong {
-        let error = ipc(&rig).open_memory(0, handle).unwrap_err();
+        let error = rig.ipc().open_memory(0, handle).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(!error.hint().is_empty(), "{error}");
     }
-    assert_eq!(kind(ipc(&rig).open_memory(1, &handle)), ErrorKind::InvalidArgument);
-    assert_eq!(kind(ipc(&rig).open_memory(2, &handle)), ErrorKind::InvalidArgument);
-    assert_eq!(kind(ipc(&rig).open_memory(0, &with(&|h| h.transport = Transport::Fabric))), ErrorKind::Unsupported);
+    assert_eq!(kind(rig.ipc().open_memory(1, &handle)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.ipc().open_memory(2, &handle)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.ipc().open_memory(0, &with(&|h| h.transport = Transport::Fabric))), ErrorKind::Unsupported);
     assert_eq!(rig.gpu.live_objects().mappings, 0);
-    ipc(&rig).open_memory(0, &handle).unwrap();
+    rig.ipc().open_memory(0, &handle).unwrap();
 }
 
 #[test]
 fn a_descriptor_that_cannot_be_written_is_refused() {
     let rig = Rig::new(small());
-    let handle = export(&rig, shareable(&rig, BYTES));
+    let handle = rig.export(rig.shareable(BYTES));
     let number = std::os::fd::AsRawFd::as_raw_fd(handle.descriptor.as_ref().unwrap().as_ref());
     let read_only = std::fs::File::open(format!("/proc/self/fd/{number}")).unwrap();
     let handle = handle.with_descriptor(Descriptor::new(read_only.into()));
-    assert_eq!(kind(ipc(&rig).open_memory(0, &handle)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.ipc().open_memory(0, &handle)), ErrorKind::InvalidArgument);
 }
 
 #[test]
 fn the_memory_file_can_be_neither_shortened_nor_unsealed() {
     use rustix::fs::SealFlags;
     let rig = Rig::new(small());
-    let block = shareable(&rig, BYTES);
-    let descriptor = export(&rig, block).descriptor.unwrap();
+    let block = rig.shareable(BYTES);
+    let descriptor = rig.export(block).descriptor.unwrap();
     for bytes in [0, 4096, 128 << 20] {
         assert_eq!(rustix::fs::ftruncate(descriptor.as_ref(), bytes), Err(rustix::io::Errno::PERM));
     }
@@ -269,15 +253,15 @@ fn the_memory_file_can_be_neither_shortened_nor_unsealed() {
 #[test]
 fn only_whole_shareable_blocks_are_exported() {
     let rig = Rig::new(small());
-    let (plain, block) = (rig.allocate(0, 100), shareable(&rig, BYTES));
+    let (plain, block) = (rig.allocate(0, 100), rig.shareable(BYTES));
     // SAFETY: refused, whatever it is.
-    let refused = |device, ptr, transport| kind(unsafe { ipc(&rig).export_memory(device, ptr, transport) });
+    let refused = |device, ptr, transport| kind(unsafe { rig.ipc().export_memory(device, ptr, transport) });
     assert_eq!(refused(0, plain, Transport::Descriptor), ErrorKind::InvalidArgument);
     assert_eq!(refused(0, block.offset(4096), Transport::Descriptor), ErrorKind::InvalidPointer);
     assert_eq!(refused(0, DevicePtr::new(0), Transport::Descriptor), ErrorKind::InvalidPointer);
     assert_eq!(refused(1, block, Transport::Descriptor), ErrorKind::InvalidArgument);
     assert_eq!(refused(0, block, Transport::Legacy), ErrorKind::Unsupported);
-    let opened = ipc(&rig).open_memory(0, &export(&rig, block)).unwrap();
+    let opened = rig.ipc().open_memory(0, &rig.export(block)).unwrap();
     assert_eq!(refused(0, opened, Transport::Descriptor), ErrorKind::InvalidPointer);
     rig.free(0, block, None).unwrap();
     assert_eq!(refused(0, block, Transport::Descriptor), ErrorKind::InvalidPointer);
@@ -295,8 +279,8 @@ fn sharing_can_be_taken_away() {
     assert_eq!(kind(none.gpu.allocate(0, &by(Transport::Descriptor))), ErrorKind::Unsupported);
     let receiving = without(|c| c.shareable_memory = false);
     assert_eq!(kind(receiving.gpu.allocate(0, &by(Transport::Descriptor))), ErrorKind::Unsupported);
-    let handle = export(&rig, shareable(&rig, BYTES));
-    assert!(ipc(&receiving).open_memory(0, &handle).is_ok());
+    let handle = rig.export(rig.shareable(BYTES));
+    assert!(receiving.ipc().open_memory(0, &handle).is_ok());
     let options = MockOptions::parse("shareable-memory=off,ipc-transports=none,memory=64MiB").unwrap();
     assert!(Rig::new(options).gpu.ipc_sharing().is_none());
 }
@@ -306,14 +290,14 @@ fn too_few_descriptors_are_an_error_and_cost_nothing() {
     const TEST: &str = "sharing::too_few_descriptors_are_an_error_and_cost_nothing";
     if peer::parent().is_some() {
         let rig = Rig::new(small());
-        let block = shareable(&rig, BYTES);
+        let block = rig.shareable(BYTES);
         let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
         let limit = rustix::process::Rlimit { current: Some(open + 2), maximum: Some(open + 2) };
         rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
         let mut handles = Vec::new();
         let error = loop {
             // SAFETY: the block is alive.
-            match unsafe { ipc(&rig).export_memory(0, block, Transport::Descriptor) } {
+            match unsafe { rig.ipc().export_memory(0, block, Transport::Descriptor) } {
                 Ok(handle) => handles.push(handle),
                 Err(error) => break error,
             }
@@ -323,7 +307,7 @@ fn too_few_descriptors_are_an_error_and_cost_nothing() {
         assert!(error.hint().contains("ulimit -n"), "{error}");
         assert_eq!(rig.gpu.live_objects().descriptors, handles.len() as u64);
         // Opening needs none.
-        let opened = ipc(&rig).open_memory(0, &handles[0]).unwrap();
+        let opened = rig.ipc().open_memory(0, &handles[0]).unwrap();
         drop(handles);
         assert_eq!(rig.gpu.live_objects().descriptors, 0);
         close(&rig, opened).unwrap();

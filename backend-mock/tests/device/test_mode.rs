@@ -3,43 +3,31 @@
 //! A stream is held up for as long as a test wants by an event of a backend with endless latency.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::time::Duration;
 
 use highwater_hal::{
     AllocateOptions, Backend, BlasKind, BlasOptions, DataType, DeviceMemoryKind, DevicePtr, Epilogue, ErrorKind,
-    EventOptions, FillPattern, Gemm, GemmShape, HostOptions, HostPtr, IpcSharing, Location, PlanArguments, PlanOptions,
-    StreamId, Transport, Workspace,
+    FillPattern, Gemm, GemmShape, HostOptions, HostPtr, Location, PlanArguments, PlanOptions, StreamId, Transport,
+    Workspace,
 };
 use highwater_mock::{MockOptions, Operation, POISON};
 
 use crate::rig::{Rig, at, kind, small};
 
-fn ipc(rig: &Rig) -> Arc<dyn IpcSharing> {
-    rig.gpu.ipc_sharing().unwrap()
-}
-
 /// Holds a stream up until the result is dropped.
 fn hold_up(rig: &Rig, stream: StreamId) -> Rig {
     let holder = Rig::new(small().with_latency(Duration::from_secs(1 << 30)));
-    let event = rig.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
-    let opened = ipc(&holder).open_event(0, &ipc(rig).export_event(event).unwrap()).unwrap();
+    let event = rig.interprocess_event();
+    let opened = holder.open_event_of(rig, event);
     holder.gpu.record_event(opened, holder.stream).unwrap();
     rig.gpu.stream_wait_event(stream, event).unwrap();
     rig.gpu.destroy_event(event).unwrap();
     holder
 }
 
-fn shareable(rig: &Rig, bytes: usize) -> DevicePtr {
-    let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
-    rig.gpu.allocate(0, &options).unwrap()
-}
-
 /// A second address of a block that was made to be shared.
 fn alias(rig: &Rig, block: DevicePtr) -> DevicePtr {
-    // SAFETY: the block is alive.
-    let handle = unsafe { ipc(rig).export_memory(0, block, Transport::Descriptor) }.unwrap();
-    ipc(rig).open_memory(0, &handle).unwrap()
+    rig.ipc().open_memory(0, &rig.export(block)).unwrap()
 }
 
 /// Returns the violations so far as text, and checks their number.
@@ -143,8 +131,7 @@ fn every_operand_of_products_is_watched() {
     let other = rig.stream(0);
     let [a, b, c, d, bias, workspace] = [(); 6].map(|()| rig.allocate(0, 1024));
     let shape = GemmShape::new(DataType::F32, 4, 4, 4);
-    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt)).unwrap();
-    handle.set_stream(other).unwrap();
+    let mut handle = rig.blas(BlasKind::Lt, other);
     // SAFETY: the workspace is freed too early, which is what the test is about; its bytes stay device memory.
     unsafe { handle.set_workspace(Some(Workspace { ptr: workspace, bytes: 1024 })).unwrap() };
     let plan = handle.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 1024)).unwrap();
@@ -176,12 +163,12 @@ fn every_operand_of_products_is_watched() {
 #[test]
 fn memory_that_is_closed_while_work_uses_it_is_found_and_loses_the_device() {
     let rig = Rig::new(small().with_checks());
-    let opened = alias(&rig, shareable(&rig, 5000));
+    let opened = alias(&rig, rig.shareable(5000));
     let again = rig.gpu.live_objects().mappings;
     let holder = hold_up(&rig, rig.stream);
     rig.fill(opened, FillPattern::U8(1), 5000, rig.stream).unwrap();
     // SAFETY: the memory is used, which is what the test is about; the mock refuses the access.
-    unsafe { ipc(&rig).close_memory(0, opened).unwrap() };
+    unsafe { rig.ipc().close_memory(0, opened).unwrap() };
     assert_says(&violations(&rig, 1)[0], &["close_memory", "were closed", "`fill`", "writes 5000 bytes"]);
     assert_eq!((again, rig.gpu.live_objects().mappings), (1, 0));
     drop(holder);
@@ -324,7 +311,7 @@ fn without_test_mode_nothing_is_found() {
 #[test]
 fn freed_device_memory_is_poisoned() {
     let rig = Rig::new(MockOptions::parse("checks=on,memory=64MiB").unwrap());
-    let block = shareable(&rig, 100_000);
+    let block = rig.shareable(100_000);
     let opened = alias(&rig, block);
     rig.fill(block, FillPattern::U32(7), 25_000, rig.stream).unwrap();
     rig.gpu.synchronize_stream(rig.stream).unwrap();
@@ -412,7 +399,7 @@ fn faults_by_chance_are_the_same_for_the_same_seed() {
     let rig = Rig::new(small());
     rig.gpu.fail_by_chance(Operation::ExportMemory, 1_000_000, ErrorKind::PermissionDenied).unwrap();
     // SAFETY: the block is alive.
-    let refused = unsafe { ipc(&rig).export_memory(0, shareable(&rig, 1), Transport::Descriptor) };
+    let refused = unsafe { rig.ipc().export_memory(0, rig.shareable(1), Transport::Descriptor) };
     assert_eq!(kind(refused), ErrorKind::PermissionDenied);
     assert_eq!(kind(rig.gpu.fail_by_chance("export", 1, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
 }

@@ -5,9 +5,10 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
 
-use crate::case::{CaseResult, Failure, cases, needs};
+use crate::case::{CaseResult, Failure, cases};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{Operand, Product, Types};
 use crate::random::Random;
@@ -15,30 +16,33 @@ use crate::random::Random;
 cases! {
     group "arithmetic";
     random_products_are_right_f32: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
-        needs [needs::has::gemm_f32];
+        needs [has::gemm_f32] => random_products(Types::F32);
     random_products_are_right_f64: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
-        needs [needs::has::gemm_f64];
+        needs [has::gemm_f64] => random_products(Types::F64);
     random_products_are_right_f16: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
-        needs [needs::has::gemm_f16];
+        needs [has::gemm_f16] => random_products(Types::F16);
     random_products_are_right_bf16: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
-        needs [needs::has::gemm_bf16];
+        needs [has::gemm_bf16] => random_products(Types::BF16);
     random_products_are_right_f16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => random_products(Types::F16_TO_F32);
     random_products_are_right_bf16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
-    random_plans_are_right_f32: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_f32, needs::has::lt_plans];
-    random_plans_are_right_f16: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_f16, needs::has::lt_plans];
-    random_plans_are_right_bf16: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_bf16, needs::has::lt_plans];
-    what_is_no_number_goes_where_it_enters_f32: ["gemm.value"] needs [needs::has::gemm_f32];
-    what_is_no_number_goes_where_it_enters_f64: ["gemm.value"] needs [needs::has::gemm_f64];
-    what_is_no_number_goes_where_it_enters_f16: ["gemm.value"] needs [needs::has::gemm_f16];
-    what_is_no_number_goes_where_it_enters_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+        needs [has::gemm_bf16, has::gemm_mixed] => random_products(Types::BF16_TO_F32);
+    random_plans_are_right_f32: ["plan.value", "plan.epilogue"]
+        needs [has::gemm_f32, has::lt_plans] => random_plans(Types::F32);
+    random_plans_are_right_f16: ["plan.value", "plan.epilogue"]
+        needs [has::gemm_f16, has::lt_plans] => random_plans(Types::F16);
+    random_plans_are_right_bf16: ["plan.value", "plan.epilogue"]
+        needs [has::gemm_bf16, has::lt_plans] => random_plans(Types::BF16);
+    what_is_no_number_goes_where_it_enters_f32: ["gemm.value"] needs [has::gemm_f32] => special(Types::F32, NO_NUMBER);
+    what_is_no_number_goes_where_it_enters_f64: ["gemm.value"] needs [has::gemm_f64] => special(Types::F64, NO_NUMBER);
+    what_is_no_number_goes_where_it_enters_f16: ["gemm.value"] needs [has::gemm_f16] => special(Types::F16, NO_NUMBER);
+    what_is_no_number_goes_where_it_enters_bf16: ["gemm.value"] needs [has::gemm_bf16] => special(Types::BF16, NO_NUMBER);
     what_is_no_number_goes_where_it_enters_f16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
-    infinity_goes_where_it_enters_f32: ["gemm.value"] needs [needs::has::gemm_f32];
-    infinity_goes_where_it_enters_f64: ["gemm.value"] needs [needs::has::gemm_f64];
-    infinity_goes_where_it_enters_f16: ["gemm.value"] needs [needs::has::gemm_f16];
-    infinity_goes_where_it_enters_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+        needs [has::gemm_f16, has::gemm_mixed] => special(Types::F16_TO_F32, NO_NUMBER);
+    infinity_goes_where_it_enters_f32: ["gemm.value"] needs [has::gemm_f32] => special(Types::F32, INFINITE);
+    infinity_goes_where_it_enters_f64: ["gemm.value"] needs [has::gemm_f64] => special(Types::F64, INFINITE);
+    infinity_goes_where_it_enters_f16: ["gemm.value"] needs [has::gemm_f16] => special(Types::F16, INFINITE);
+    infinity_goes_where_it_enters_bf16: ["gemm.value"] needs [has::gemm_bf16] => special(Types::BF16, INFINITE);
     empty_products_of_every_type_write_nothing: ["gemm.empty"];
 }
 
@@ -107,9 +111,8 @@ fn scale(random: &mut Random) -> (f64, f64) {
     (alpha, beta)
 }
 
-fn random_products(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+fn random_products(backend: &dyn Backend, types: Types) -> CaseResult {
     const PRODUCTS: usize = 24;
-    let types = types.into();
     let batched = backend.capabilities(DEVICE)?.strided_batch;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
@@ -129,36 +132,9 @@ fn random_products(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult
     })
 }
 
-fn random_products_are_right_f32(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, DataType::F32)
-}
-
-fn random_products_are_right_f64(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, DataType::F64)
-}
-
-fn random_products_are_right_f16(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, DataType::F16)
-}
-
-fn random_products_are_right_bf16(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, DataType::Bf16)
-}
-
-fn random_products_are_right_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, Types::to_f32(DataType::F16))
-}
-
-fn random_products_are_right_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    random_products(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn random_plans(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+fn random_plans(backend: &dyn Backend, types: Types) -> CaseResult {
     const PLANS: usize = 16;
     const WORKSPACE_BYTES: usize = 4 << 20;
-    const EPILOGUES: [Epilogue; 6] =
-        [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
-    let types = types.into();
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
@@ -168,7 +144,7 @@ fn random_plans(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
             let (alpha, beta) = scale(random);
             let product = Product::new(shape(random, types, false), random.next())
                 .with_scale(alpha, beta)
-                .with_epilogue(one_of(random, &EPILOGUES));
+                .with_epilogue(one_of(random, Epilogue::ALL));
             let options = PlanOptions::new(product.shape, product.epilogue(), WORKSPACE_BYTES);
             let plan = handle.raw_mut().create_plan(&options)?;
             let placed = product.place(backend)?;
@@ -181,22 +157,9 @@ fn random_plans(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     })
 }
 
-fn random_plans_are_right_f32(backend: &dyn Backend) -> CaseResult {
-    random_plans(backend, DataType::F32)
-}
-
-fn random_plans_are_right_f16(backend: &dyn Backend) -> CaseResult {
-    random_plans(backend, DataType::F16)
-}
-
-fn random_plans_are_right_bf16(backend: &dyn Backend) -> CaseResult {
-    random_plans(backend, DataType::Bf16)
-}
-
 /// Puts a value into single elements of A, B and C, one after the other and all at once. Checks every element of C, both
 /// those that depend on the value and those that do not.
-fn special(backend: &dyn Backend, types: impl Into<Types>, values: [f64; 2]) -> CaseResult {
-    let types = types.into();
+fn special(backend: &dyn Backend, types: Types, values: [f64; 2]) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     let [first, second] = values;
@@ -220,48 +183,12 @@ fn special(backend: &dyn Backend, types: impl Into<Types>, values: [f64; 2]) -> 
 const NO_NUMBER: [f64; 2] = [f64::NAN; 2];
 const INFINITE: [f64; 2] = [f64::INFINITY, f64::NEG_INFINITY];
 
-fn what_is_no_number_goes_where_it_enters_f32(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F32, NO_NUMBER)
-}
-
-fn what_is_no_number_goes_where_it_enters_f64(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F64, NO_NUMBER)
-}
-
-fn what_is_no_number_goes_where_it_enters_f16(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F16, NO_NUMBER)
-}
-
-fn what_is_no_number_goes_where_it_enters_bf16(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::Bf16, NO_NUMBER)
-}
-
-fn what_is_no_number_goes_where_it_enters_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    special(backend, Types::to_f32(DataType::F16), NO_NUMBER)
-}
-
-fn infinity_goes_where_it_enters_f32(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F32, INFINITE)
-}
-
-fn infinity_goes_where_it_enters_f64(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F64, INFINITE)
-}
-
-fn infinity_goes_where_it_enters_f16(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::F16, INFINITE)
-}
-
-fn infinity_goes_where_it_enters_bf16(backend: &dyn Backend) -> CaseResult {
-    special(backend, DataType::Bf16, INFINITE)
-}
-
 fn empty_products_of_every_type_write_nothing(backend: &dyn Backend) -> CaseResult {
     let capabilities = backend.capabilities(DEVICE)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
-    for factors in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
-        for types in [Types::from(factors), Types::to_f32(factors)] {
+    for &factors in DataType::ALL {
+        for types in [Types::of(factors, factors), Types::of(factors, DataType::F32)] {
             for (m, n, k) in [(0, 5, 5), (5, 0, 5), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0)] {
                 let shape = types.shape(m, n, k).with_leading_dimensions(8, 8, 8);
                 if capabilities.check_product("conformance", &shape).is_ok() {

@@ -6,7 +6,7 @@ use highwater_hal::{
     AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
 use crate::retry::{Attempt, until_conclusive};
@@ -14,38 +14,38 @@ use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "blas";
-    products_run_in_the_order_of_the_stream: ["blas.stream-bound"] needs [needs::has::gemm_f32];
-    products_follow_the_handle_to_another_stream: ["blas.stream-bound"]
-        needs [needs::has::gemm_f32, needs::lacks::handle_per_stream];
-    products_need_a_bound_stream: ["blas.unbound"] needs [needs::has::gemm_f32];
-    streams_of_another_device_are_refused: ["blas.stream-device"] needs [needs::TWO_DEVICES];
-    products_stay_inside_the_workspace: ["blas.workspace-used", "gemm.value"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    products_run_in_the_order_of_the_stream: ["blas.stream-bound"] needs [has::gemm_f32];
+    products_follow_the_handle_to_another_stream: ["blas.stream-bound"] needs [has::gemm_f32, lacks::handle_per_stream];
+    products_need_a_bound_stream: ["blas.unbound"] needs [has::gemm_f32];
+    streams_of_another_device_are_refused: ["blas.stream-device"] needs [TWO_DEVICES];
+    products_stay_inside_the_workspace: ["blas.workspace-used", "gemm.value"] needs [has::gemm_f32, has::blas_workspace];
     products_larger_than_the_workspace_are_right: ["blas.workspace-used", "gemm.value"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+        needs [has::gemm_f32, has::blas_workspace];
     handles_on_two_streams_keep_to_their_workspaces: ["blas.workspace-used", "backend.concurrent"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace];
-    a_replaced_workspace_is_left_alone: ["blas.workspace-used"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace];
-    an_unbound_workspace_is_left_alone: ["blas.workspace-used"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+        needs [has::gemm_f32, has::blas_workspace];
+    a_replaced_workspace_is_left_alone: ["blas.workspace-used"] needs [has::gemm_f32, has::blas_workspace];
+    an_unbound_workspace_is_left_alone: ["blas.workspace-used"] needs [has::gemm_f32, has::blas_workspace];
     modes_survive_another_stream: ["blas.stream-resets-workspace", "blas.deterministic"]
-        needs [needs::has::gemm_f32, needs::lacks::handle_per_stream];
+        needs [has::gemm_f32, lacks::handle_per_stream];
     handles_are_of_the_kind_asked_for: ["blas.kind"];
     binding_a_stream_unbinds_the_workspace: ["blas.stream-resets-workspace"]
-        needs [needs::has::gemm_f32, needs::has::blas_workspace, needs::has::set_stream_resets_workspace];
-    misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [needs::has::blas_workspace];
-    equal_calls_give_equal_bits: ["blas.deterministic"] needs [needs::has::gemm_f32];
-    equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [needs::has::gemm_f64];
-    equal_calls_give_equal_bits_f16: ["blas.deterministic"] needs [needs::has::gemm_f16];
-    equal_calls_give_equal_bits_bf16: ["blas.deterministic"] needs [needs::has::gemm_bf16];
+        needs [has::gemm_f32, has::blas_workspace, has::set_stream_resets_workspace];
+    misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [has::blas_workspace];
+    equal_calls_give_equal_bits: ["blas.deterministic"] needs [has::gemm_f32] => equal_bits(Types::F32);
+    equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [has::gemm_f64] => equal_bits(Types::F64);
+    equal_calls_give_equal_bits_f16: ["blas.deterministic"] needs [has::gemm_f16] => equal_bits(Types::F16);
+    equal_calls_give_equal_bits_bf16: ["blas.deterministic"] needs [has::gemm_bf16] => equal_bits(Types::BF16);
     equal_calls_give_equal_bits_bf16_to_f32: ["blas.deterministic", "gemm.mixed"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
-    equal_calls_give_equal_bits_after_atomics: ["blas.deterministic"]
-        needs [needs::has::gemm_f32, needs::has::atomics_mode];
-    settings_are_those_of_a_fresh_handle_after_a_reset: ["blas.reset"] needs [needs::has::gemm_f32];
-    tf32_products_are_close: ["gemm.value"] needs [needs::has::gemm_f32, needs::has::tf32];
+        needs [has::gemm_bf16, has::gemm_mixed] => equal_bits(Types::BF16_TO_F32);
+    equal_calls_give_equal_bits_after_atomics: ["blas.deterministic"] needs [has::gemm_f32, has::atomics_mode];
+    settings_are_those_of_a_fresh_handle_after_a_reset: ["blas.reset"] needs [has::gemm_f32];
+    tf32_products_are_close: ["gemm.value"] needs [has::gemm_f32, has::tf32];
     creation_delays_nobody: ["blas.create-concurrent"];
+}
+
+/// Returns the kinds of handle that the device has.
+pub(super) fn kinds(backend: &dyn Backend) -> highwater_hal::Result<&'static [BlasKind]> {
+    Ok(if backend.capabilities(DEVICE)?.lt_plans { &[BlasKind::Blas, BlasKind::Lt] } else { &[BlasKind::Blas] })
 }
 
 /// Returns a workspace size: the size that the device prefers, limited to what a case should use.
@@ -307,12 +307,8 @@ fn products_need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
 }
 
 fn handles_are_of_the_kind_asked_for(backend: &dyn Backend) -> CaseResult {
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
     for device in 0..backend.device_count() {
-        for &kind in &kinds {
+        for &kind in kinds(backend)? {
             let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
             check_eq!((handle.kind(), handle.device()), (kind, device), "kind and device of a new handle");
         }
@@ -353,8 +349,7 @@ fn misaligned_workspaces_are_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-fn equal_bits(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn equal_bits(backend: &dyn Backend, types: Types) -> CaseResult {
     let bytes = workspace_bytes(backend)?;
     let memory = Block::new(backend, bytes)?;
     let stream = Stream::new(backend)?;
@@ -374,26 +369,6 @@ fn equal_bits(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
         }
     }
     Ok(())
-}
-
-fn equal_calls_give_equal_bits(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, DataType::F32)
-}
-
-fn equal_calls_give_equal_bits_f64(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, DataType::F64)
-}
-
-fn equal_calls_give_equal_bits_f16(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, DataType::F16)
-}
-
-fn equal_calls_give_equal_bits_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn equal_calls_give_equal_bits_bf16(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, DataType::Bf16)
 }
 
 fn equal_calls_give_equal_bits_after_atomics(backend: &dyn Backend) -> CaseResult {

@@ -2,12 +2,15 @@
 
 use std::sync::{PoisonError, RwLock};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm, GemmShape,
-    PlanOptions, Transport,
+    PlanOptions,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use super::blas::kinds;
+use super::sharing::transports;
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
 use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
@@ -16,57 +19,50 @@ use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "capture";
-    records_instead_of_executing: ["capture.not-executed"] needs [needs::has::capture];
-    records_products_instead_of_executing: ["capture.not-executed"] needs [needs::has::capture, needs::has::gemm_f32];
-    executes_what_came_before: ["capture.not-executed", "stream.order"] needs [needs::has::capture];
-    leaves_other_streams_alone: ["capture.not-executed", "stream.independent"] needs [needs::has::capture];
-    refuses_to_begin_again: ["capture.begin-again"] needs [needs::has::capture];
-    refuses_to_begin_on_a_stream_that_joined: ["capture.begin-again", "capture.joins"] needs [needs::has::capture];
-    streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [needs::has::capture];
-    is_not_disturbed_by_memory_and_events: ["capture.undisturbed"]
-        needs [needs::has::capture, needs::has::create_during_capture];
-    is_not_disturbed_by_another_thread: ["capture.undisturbed"]
-        needs [needs::has::capture, needs::has::create_during_capture];
-    is_not_disturbed_by_new_handles: ["capture.undisturbed"]
-        needs [needs::has::capture, needs::has::create_during_capture];
-    gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [needs::has::capture];
-    gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [needs::has::capture];
-    is_lost_where_a_stream_is_not_joined: ["capture.unjoined", "capture.lost"] needs [needs::has::capture];
-    begins_anew_after_it_was_lost: ["capture.lost", "capture.replay"] needs [needs::has::capture];
-    cannot_end_without_a_beginning: ["capture.end-without"] needs [needs::has::capture];
-    cannot_end_twice: ["capture.end-without"] needs [needs::has::capture];
-    replays_execute_everything_each_time: ["capture.replay"] needs [needs::has::capture];
+    records_instead_of_executing: ["capture.not-executed"] needs [has::capture];
+    records_products_instead_of_executing: ["capture.not-executed"] needs [has::capture, has::gemm_f32];
+    executes_what_came_before: ["capture.not-executed", "stream.order"] needs [has::capture];
+    leaves_other_streams_alone: ["capture.not-executed", "stream.independent"] needs [has::capture];
+    refuses_to_begin_again: ["capture.begin-again"] needs [has::capture];
+    refuses_to_begin_on_a_stream_that_joined: ["capture.begin-again", "capture.joins"] needs [has::capture];
+    streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [has::capture];
+    is_not_disturbed_by_memory_and_events: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
+    is_not_disturbed_by_another_thread: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
+    is_not_disturbed_by_new_handles: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
+    gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [has::capture];
+    gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [has::capture];
+    is_lost_where_a_stream_is_not_joined: ["capture.unjoined", "capture.lost"] needs [has::capture];
+    begins_anew_after_it_was_lost: ["capture.lost", "capture.replay"] needs [has::capture];
+    cannot_end_without_a_beginning: ["capture.end-without"] needs [has::capture];
+    cannot_end_twice: ["capture.end-without"] needs [has::capture];
+    replays_execute_everything_each_time: ["capture.replay"] needs [has::capture];
     two_replays_add_a_product_twice: ["capture.replay", "gemm.beta"]
-        needs [needs::has::capture, needs::has::gemm_f32];
+        needs [has::capture, has::gemm_f32] => add_products(DataType::F32);
     two_replays_add_a_product_of_doubles_twice: ["capture.replay", "gemm.beta"]
-        needs [needs::has::capture, needs::has::gemm_f64];
-    replays_of_products_are_right: ["capture.replay", "gemm.value"] needs [needs::has::capture, needs::has::gemm_f32];
-    replays_of_plans_are_right: ["capture.replay", "plan.value"]
-        needs [needs::has::capture, needs::has::gemm_f32, needs::has::lt_plans];
-    replays_return_at_once: ["capture.replay", "stream.asynchronous"] needs [needs::has::capture];
-    replays_run_in_the_order_of_the_stream: ["capture.replay", "stream.order"] needs [needs::has::capture];
-    replays_keep_the_order_of_streams_that_joined: ["capture.replay", "capture.joins"] needs [needs::has::capture];
-    replays_run_on_another_stream: ["capture.replay"] needs [needs::has::capture];
-    many_replays_run_one_after_the_other: ["capture.replay"] needs [needs::has::capture];
-    replays_of_nothing_do_nothing: ["capture.replay"] needs [needs::has::capture];
-    replays_fill_with_every_width: ["capture.replay", "fill.exact"] needs [needs::has::capture];
-    replays_use_the_scalars_of_the_recording: ["capture.by-value"] needs [needs::has::capture, needs::has::gemm_f32];
-    replays_use_the_addresses_of_the_recording: ["capture.by-value"] needs [needs::has::capture];
-    executables_outlive_their_graph: ["capture.replay"] needs [needs::has::capture];
-    one_graph_makes_several_executables: ["capture.replay"] needs [needs::has::capture];
-    pending_launches_finish_when_all_is_destroyed: ["capture.replay"] needs [needs::has::capture];
-    pending_products_finish_when_all_is_destroyed: ["capture.replay"]
-        needs [needs::has::capture, needs::has::gemm_f32];
-    destroyed_graphs_are_stale: ["backend.ids-checked"] needs [needs::has::capture];
-    graphs_count: ["backend.live-objects"] needs [needs::has::capture];
-    threads_capture_at_once: ["backend.concurrent", "capture.not-executed", "capture.replay"]
-        needs [needs::has::capture];
+        needs [has::capture, has::gemm_f64] => add_products(DataType::F64);
+    replays_of_products_are_right: ["capture.replay", "gemm.value"] needs [has::capture, has::gemm_f32];
+    replays_of_plans_are_right: ["capture.replay", "plan.value"] needs [has::capture, has::gemm_f32, has::lt_plans];
+    replays_return_at_once: ["capture.replay", "stream.asynchronous"] needs [has::capture];
+    replays_run_in_the_order_of_the_stream: ["capture.replay", "stream.order"] needs [has::capture];
+    replays_keep_the_order_of_streams_that_joined: ["capture.replay", "capture.joins"] needs [has::capture];
+    replays_run_on_another_stream: ["capture.replay"] needs [has::capture];
+    many_replays_run_one_after_the_other: ["capture.replay"] needs [has::capture];
+    replays_of_nothing_do_nothing: ["capture.replay"] needs [has::capture];
+    replays_fill_with_every_width: ["capture.replay", "fill.exact"] needs [has::capture];
+    replays_use_the_scalars_of_the_recording: ["capture.by-value"] needs [has::capture, has::gemm_f32];
+    replays_use_the_addresses_of_the_recording: ["capture.by-value"] needs [has::capture];
+    executables_outlive_their_graph: ["capture.replay"] needs [has::capture];
+    one_graph_makes_several_executables: ["capture.replay"] needs [has::capture];
+    pending_launches_finish_when_all_is_destroyed: ["capture.replay"] needs [has::capture];
+    pending_products_finish_when_all_is_destroyed: ["capture.replay"] needs [has::capture, has::gemm_f32];
+    destroyed_graphs_are_stale: ["backend.ids-checked"] needs [has::capture];
+    graphs_count: ["backend.live-objects"] needs [has::capture];
+    threads_capture_at_once: ["backend.concurrent", "capture.not-executed", "capture.replay"] needs [has::capture];
 }
 
 const BYTES: usize = 1 << 16;
 const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
-const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
 /// Records the work of `enqueue` on the stream, and instantiates the graph.
 fn recorded<'m, 'b: 'm>(
@@ -99,7 +95,7 @@ fn works(backend: &dyn Backend, stream: &Stream<'_>, when: &str) -> CaseResult {
 // ------------------------------------------------------------------------------------------------------- not executed
 
 fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
         let idle = IdleStream::on(backend, DEVICE)?;
@@ -198,10 +194,10 @@ fn leaves_other_streams_alone(backend: &dyn Backend) -> CaseResult {
 // -------------------------------------------------------------------------------------------------- beginning, joining
 
 fn refuses_to_begin_again(backend: &dyn Backend) -> CaseResult {
-    for first in MODES {
+    for &first in CaptureMode::ALL {
         let stream = Stream::new(backend)?;
         let capture = Capture::begin(&stream, first)?;
-        for again in MODES {
+        for &again in CaptureMode::ALL {
             check_error!(backend.begin_capture(stream.id(), again), Capture, "{again:?} begun on a {first:?} capture");
         }
         drop(capture);
@@ -292,14 +288,8 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
         event.query()?.is_complete(),
         "an event of a stream that takes no part is pending after it was synchronized"
     );
-    share(backend)
-}
-
-/// Exports memory to other processes, if the backend supports it.
-fn share(backend: &dyn Backend) -> CaseResult {
-    let capabilities = backend.capabilities(DEVICE)?;
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
-        if capabilities.shareable_memory && capabilities.ipc_transports.contains(transport) {
+    if backend.capabilities(DEVICE)?.shareable_memory {
+        for transport in transports(backend)? {
             let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::Shareable(transport))?;
             block.export(transport)?;
         }
@@ -318,7 +308,7 @@ fn undisturbed(
     backend: &dyn Backend,
     disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
 ) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
         let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)? };
@@ -356,11 +346,7 @@ fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
 }
 
 fn is_not_disturbed_by_new_handles(backend: &dyn Backend) -> CaseResult {
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
-    for kind in kinds {
+    for &kind in kinds(backend)? {
         undisturbed(backend, |_| Ok(Some(backend.create_blas_handle(DEVICE, &BlasOptions::new(kind))?)))?;
     }
     Ok(())
@@ -373,7 +359,7 @@ type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwa
 
 /// Makes each query in its own capture.
 fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResult {
-    for mode in MODES {
+    for &mode in CaptureMode::ALL {
         for (what, question) in questions {
             let block = Block::filled(backend, BYTES, OLD)?;
             let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
@@ -558,14 +544,6 @@ fn add_products(backend: &dyn Backend, data_type: DataType) -> CaseResult {
     let thrice = small(data_type, 1 + 3 * SIZE as u8, ELEMENTS);
     check!(c.read()? == thrice, "a third replay of C += A * B did not add the product once more");
     Ok(())
-}
-
-fn two_replays_add_a_product_twice(backend: &dyn Backend) -> CaseResult {
-    add_products(backend, DataType::F32)
-}
-
-fn two_replays_add_a_product_of_doubles_twice(backend: &dyn Backend) -> CaseResult {
-    add_products(backend, DataType::F64)
 }
 
 fn replays_of_products_are_right(backend: &dyn Backend) -> CaseResult {

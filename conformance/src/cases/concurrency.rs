@@ -2,7 +2,7 @@
 
 use highwater_hal::{Backend, BlasKind, DataType, GemmShape};
 
-use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, Event, Handle, Pinned, Stream};
 use crate::matrix::Product;
 use crate::random::Random;
@@ -12,7 +12,7 @@ cases! {
     threads_with_their_own_streams: ["backend.concurrent", "copy.exact"];
     threads_on_one_stream: ["backend.concurrent", "fill.exact"];
     threads_that_make_and_destroy: ["backend.concurrent", "backend.live-objects"];
-    threads_that_multiply: ["backend.concurrent", "gemm.value"] needs [needs::has::gemm_f32];
+    threads_that_multiply: ["backend.concurrent", "gemm.value"] needs [has::gemm_f32];
     a_thread_that_gets_errors_disturbs_nobody: ["backend.concurrent", "backend.ids-checked"];
     objects_go_from_thread_to_thread: ["backend.concurrent"];
 }

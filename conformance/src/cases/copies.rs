@@ -2,7 +2,7 @@
 
 use highwater_hal::Backend;
 
-use crate::case::{CaseResult, cases, check, needs};
+use crate::case::{CaseResult, cases, check};
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
@@ -15,7 +15,7 @@ cases! {
     on_the_device_are_exact: ["copy.exact"];
     within_one_block_are_exact: ["copy.exact"];
     of_many_mebibytes_are_exact: ["copy.exact"];
-    between_devices_are_exact: ["copy.exact"] needs [needs::TWO_DEVICES, needs::has::peer_copy];
+    between_devices_are_exact: ["copy.exact"] needs [TWO_DEVICES, has::peer_copy];
     of_nothing_do_nothing: ["copy.zero"];
     run_in_order: ["copy.ordered"];
     run_after_pending_work: ["copy.ordered"];

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, EventOptions};
 
-use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 use crate::idle_stream::IdleStream;
 use crate::retry::{Attempt, until_conclusive};
@@ -16,7 +16,7 @@ cases! {
     waits_order_a_chain_of_streams: ["event.wait-orders"];
     waits_gather_several_streams: ["event.wait-orders"];
     waits_order_rounds_of_two_streams: ["event.wait-orders", "event.record-moves"];
-    waits_order_devices: ["event.wait-orders"] needs [needs::TWO_DEVICES];
+    waits_order_devices: ["event.wait-orders"] needs [TWO_DEVICES];
     waits_ignore_work_after_the_record: ["event.wait-orders", "stream.independent"];
     waits_ignore_later_records: ["event.wait-snapshot"];
     waits_ignore_later_records_of_pending_streams: ["event.wait-snapshot"];
@@ -27,18 +27,17 @@ cases! {
     query_of_a_fresh_event_is_complete: ["event.query-never-recorded"];
     records_move_to_a_later_point: ["event.record-moves"];
     records_move_to_another_stream: ["event.record-moves"];
-    records_on_another_device_are_refused: ["event.record-device"] needs [needs::TWO_DEVICES];
+    records_on_another_device_are_refused: ["event.record-device"] needs [TWO_DEVICES];
     synchronize_shows_the_effects: ["event.synchronize"];
     synchronize_ignores_work_after_the_record: ["event.synchronize"];
     destroyed_events_keep_their_waits: ["event.destroy-pending"];
     destroyed_events_are_stale: ["event.destroy-stale"];
-    elapsed_time_covers_the_work: ["event.elapsed"] needs [needs::has::event_timing];
-    elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [needs::has::event_timing];
-    elapsed_time_needs_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
-    elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
-    wrapped_events_are_one_with_their_owner: ["event.wait-orders", "event.query"] needs [needs::has::foreign_objects];
-    wrapped_events_are_forgotten_not_destroyed: ["event.destroy-stale", "backend.live-objects"]
-        needs [needs::has::foreign_objects];
+    elapsed_time_covers_the_work: ["event.elapsed"] needs [has::event_timing];
+    elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [has::event_timing];
+    elapsed_time_needs_records: ["event.elapsed-invalid"] needs [has::event_timing];
+    elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [has::event_timing];
+    wrapped_events_are_one_with_their_owner: ["event.wait-orders", "event.query"] needs [has::foreign_objects];
+    wrapped_events_are_forgotten_not_destroyed: ["event.destroy-stale", "backend.live-objects"] needs [has::foreign_objects];
 }
 
 const BYTES: usize = 1 << 16;

@@ -9,8 +9,8 @@ use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "fills";
-    write_bytes: ["fill.exact"];
-    write_halves: ["fill.exact"];
+    write_bytes: ["fill.exact"] => exact(FillPattern::U8(0xa7), &[0xa7]);
+    write_halves: ["fill.exact"] => exact(FillPattern::U16(0xbeef), &0xbeef_u16.to_ne_bytes());
     write_words: ["fill.exact"];
     write_every_byte_of_a_pattern: ["fill.exact"];
     of_nothing_do_nothing: ["fill.zero"];
@@ -38,14 +38,6 @@ fn exact(backend: &dyn Backend, pattern: FillPattern, element: &[u8]) -> CaseRes
         );
     }
     Ok(())
-}
-
-fn write_bytes(backend: &dyn Backend) -> CaseResult {
-    exact(backend, FillPattern::U8(0xa7), &[0xa7])
-}
-
-fn write_halves(backend: &dyn Backend) -> CaseResult {
-    exact(backend, FillPattern::U16(0xbeef), &0xbeef_u16.to_ne_bytes())
 }
 
 fn write_words(backend: &dyn Backend) -> CaseResult {

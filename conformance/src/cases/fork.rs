@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, DeviceMemoryKind, ErrorKind, EventId,
-    EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions, Transport,
+    EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, needs};
-use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream, sharing};
+use super::sharing::transports;
+use crate::case::{CaseResult, Failure, cases, check};
+use crate::device::{Block, Capture, DEVICE, Event, Stream, close_unknown, sharing};
 
 cases! {
     group "fork";
     calls_in_a_forked_child_are_refused: ["backend.forked"];
-    calls_about_sharing_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::shareable_memory];
-    calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::capture];
+    calls_about_sharing_in_a_forked_child_are_refused: ["backend.forked"] needs [has::shareable_memory];
+    calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [has::capture];
 }
 
 /// The time limit of all calls of a child.
@@ -102,11 +103,7 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
 }
 
 fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
-    let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
-    let transport = all.into_iter().find(|&transport| offered.contains(transport));
-    let transport =
-        transport.ok_or_else(|| Failure::new("the device has shareable memory, but no transport for it"))?;
+    let transport = transports(backend)?[0];
     let block = Block::with_kind(backend, DEVICE, 4096, DeviceMemoryKind::Shareable(transport))?;
     block.write(0, &[1; 4096])?;
     let (handle, sharing) = (block.export(transport)?, sharing(backend, "fork")?);
@@ -115,7 +112,7 @@ fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> C
     let call = |(): &mut (), index| match names[index] {
         "export_memory" => block.export(transport).map(drop),
         "open_memory" => sharing.open_memory(DEVICE, &handle).map(drop),
-        "close_memory" => Mapping::close_unknown(backend, DEVICE, block.ptr()),
+        "close_memory" => close_unknown(backend, DEVICE, block.ptr()),
         _ => sharing.export_event(event.id()).map(drop),
     };
     refused_in_a_child(&mut (), &names, call)?;

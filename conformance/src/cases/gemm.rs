@@ -1,8 +1,9 @@
 //! Matrix products: values, shapes, factors, batches.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
-use crate::case::{CaseResult, cases, check, check_error, needs};
+use crate::case::{CaseResult, cases, check, check_error};
 use crate::device::{DEVICE, Event, Handle, Stream};
 use crate::matrix::{Product, Types};
 use crate::retry::{Attempt, until_conclusive};
@@ -10,91 +11,94 @@ use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "gemm";
-    multiplies_f32: ["gemm.value"] needs [needs::has::gemm_f32];
-    multiplies_f64: ["gemm.value"] needs [needs::has::gemm_f64];
-    multiplies_f16: ["gemm.value"] needs [needs::has::gemm_f16];
-    multiplies_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
-    multiplies_larger_f32: ["gemm.value"] needs [needs::has::gemm_f32];
-    multiplies_larger_f64: ["gemm.value"] needs [needs::has::gemm_f64];
-    multiplies_larger_f16: ["gemm.value"] needs [needs::has::gemm_f16];
-    multiplies_larger_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
-    multiplies_tf32: ["gemm.value", "gemm.transpose"] needs [needs::has::gemm_f32, needs::has::tf32];
-    multiplies_batches_tf32: ["gemm.strided-batch"]
-        needs [needs::has::gemm_f32, needs::has::tf32, needs::has::strided_batch];
-    transposes_f32: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f32];
-    transposes_f64: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f64];
-    transposes_f16: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f16];
-    transposes_bf16: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_bf16];
-    keeps_the_gaps_of_leading_dimensions_f32: ["gemm.leading-dimension"] needs [needs::has::gemm_f32];
-    keeps_the_gaps_of_leading_dimensions_f64: ["gemm.leading-dimension"] needs [needs::has::gemm_f64];
-    keeps_the_gaps_of_leading_dimensions_f16: ["gemm.leading-dimension"] needs [needs::has::gemm_f16];
-    keeps_the_gaps_of_leading_dimensions_bf16: ["gemm.leading-dimension"] needs [needs::has::gemm_bf16];
-    scales_the_product: ["gemm.value"] needs [needs::has::gemm_f32];
-    adds_the_old_c_f32: ["gemm.beta"] needs [needs::has::gemm_f32];
-    adds_the_old_c_f64: ["gemm.beta"] needs [needs::has::gemm_f64];
-    adds_the_old_c_f16: ["gemm.beta"] needs [needs::has::gemm_f16];
-    adds_the_old_c_bf16: ["gemm.beta"] needs [needs::has::gemm_bf16];
-    ignores_the_old_c_with_beta_zero: ["gemm.beta-zero"] needs [needs::has::gemm_f32];
-    ignores_the_old_c_with_beta_zero_f64: ["gemm.beta-zero"] needs [needs::has::gemm_f64];
-    ignores_the_old_c_with_beta_zero_f16: ["gemm.beta-zero"] needs [needs::has::gemm_f16];
-    ignores_the_old_c_with_beta_zero_bf16: ["gemm.beta-zero"] needs [needs::has::gemm_bf16];
-    ignores_the_factors_with_alpha_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
-    ignores_the_factors_with_alpha_zero_f64: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f64];
-    ignores_the_factors_with_alpha_zero_f16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f16];
-    ignores_the_factors_with_alpha_zero_bf16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_bf16];
-    ignores_the_factors_with_k_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
-    writes_zeros_with_alpha_and_beta_zero: ["gemm.alpha-zero", "gemm.beta-zero"] needs [needs::has::gemm_f32];
-    writes_nothing_for_empty_products: ["gemm.empty"] needs [needs::has::gemm_f32];
-    writes_nothing_for_empty_batches: ["gemm.empty"] needs [needs::has::gemm_f32, needs::has::strided_batch];
-    multiplies_batches_f32: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
-    multiplies_batches_f64: ["gemm.strided-batch"] needs [needs::has::gemm_f64, needs::has::strided_batch];
-    multiplies_batches_f16: ["gemm.strided-batch"] needs [needs::has::gemm_f16, needs::has::strided_batch];
-    multiplies_batches_bf16: ["gemm.strided-batch"] needs [needs::has::gemm_bf16, needs::has::strided_batch];
-    accumulates_halves_in_single_precision: ["gemm.value"] needs [needs::has::gemm_f16];
-    accumulates_bfloats_in_single_precision: ["gemm.value"] needs [needs::has::gemm_bf16];
+    multiplies_f32: ["gemm.value"] needs [has::gemm_f32] => prove(sizes(Types::F32));
+    multiplies_f64: ["gemm.value"] needs [has::gemm_f64] => prove(sizes(Types::F64));
+    multiplies_f16: ["gemm.value"] needs [has::gemm_f16] => prove(sizes(Types::F16));
+    multiplies_bf16: ["gemm.value"] needs [has::gemm_bf16] => prove(sizes(Types::BF16));
+    multiplies_larger_f32: ["gemm.value"] needs [has::gemm_f32];
+    multiplies_larger_f64: ["gemm.value"] needs [has::gemm_f64];
+    multiplies_larger_f16: ["gemm.value"] needs [has::gemm_f16];
+    multiplies_larger_bf16: ["gemm.value"] needs [has::gemm_bf16];
+    multiplies_tf32: ["gemm.value", "gemm.transpose"] needs [has::gemm_f32, has::tf32];
+    multiplies_batches_tf32: ["gemm.strided-batch"] needs [has::gemm_f32, has::tf32, has::strided_batch];
+    transposes_f32: ["gemm.transpose", "gemm.value"] needs [has::gemm_f32] => transposes(Types::F32);
+    transposes_f64: ["gemm.transpose", "gemm.value"] needs [has::gemm_f64] => transposes(Types::F64);
+    transposes_f16: ["gemm.transpose", "gemm.value"] needs [has::gemm_f16] => transposes(Types::F16);
+    transposes_bf16: ["gemm.transpose", "gemm.value"] needs [has::gemm_bf16] => transposes(Types::BF16);
+    keeps_the_gaps_of_leading_dimensions_f32: ["gemm.leading-dimension"] needs [has::gemm_f32] => keeps_gaps(Types::F32);
+    keeps_the_gaps_of_leading_dimensions_f64: ["gemm.leading-dimension"] needs [has::gemm_f64] => keeps_gaps(Types::F64);
+    keeps_the_gaps_of_leading_dimensions_f16: ["gemm.leading-dimension"] needs [has::gemm_f16] => keeps_gaps(Types::F16);
+    keeps_the_gaps_of_leading_dimensions_bf16: ["gemm.leading-dimension"] needs [has::gemm_bf16] => keeps_gaps(Types::BF16);
+    scales_the_product: ["gemm.value"] needs [has::gemm_f32];
+    adds_the_old_c_f32: ["gemm.beta"] needs [has::gemm_f32] => adds_the_old_c(Types::F32);
+    adds_the_old_c_f64: ["gemm.beta"] needs [has::gemm_f64] => adds_the_old_c(Types::F64);
+    adds_the_old_c_f16: ["gemm.beta"] needs [has::gemm_f16] => adds_the_old_c(Types::F16);
+    adds_the_old_c_bf16: ["gemm.beta"] needs [has::gemm_bf16] => adds_the_old_c(Types::BF16);
+    ignores_the_old_c_with_beta_zero: ["gemm.beta-zero"] needs [has::gemm_f32] => ignores_nan_in_c(Types::F32);
+    ignores_the_old_c_with_beta_zero_f64: ["gemm.beta-zero"] needs [has::gemm_f64] => ignores_nan_in_c(Types::F64);
+    ignores_the_old_c_with_beta_zero_f16: ["gemm.beta-zero"] needs [has::gemm_f16] => ignores_nan_in_c(Types::F16);
+    ignores_the_old_c_with_beta_zero_bf16: ["gemm.beta-zero"] needs [has::gemm_bf16] => ignores_nan_in_c(Types::BF16);
+    ignores_the_factors_with_alpha_zero: ["gemm.alpha-zero", "gemm.beta"]
+        needs [has::gemm_f32] => ignores_the_factors(Types::F32);
+    ignores_the_factors_with_alpha_zero_f64: ["gemm.alpha-zero", "gemm.beta"]
+        needs [has::gemm_f64] => ignores_the_factors(Types::F64);
+    ignores_the_factors_with_alpha_zero_f16: ["gemm.alpha-zero", "gemm.beta"]
+        needs [has::gemm_f16] => ignores_the_factors(Types::F16);
+    ignores_the_factors_with_alpha_zero_bf16: ["gemm.alpha-zero", "gemm.beta"]
+        needs [has::gemm_bf16] => ignores_the_factors(Types::BF16);
+    ignores_the_factors_with_k_zero: ["gemm.alpha-zero", "gemm.beta"] needs [has::gemm_f32];
+    writes_zeros_with_alpha_and_beta_zero: ["gemm.alpha-zero", "gemm.beta-zero"] needs [has::gemm_f32];
+    writes_nothing_for_empty_products: ["gemm.empty"] needs [has::gemm_f32];
+    writes_nothing_for_empty_batches: ["gemm.empty"] needs [has::gemm_f32, has::strided_batch];
+    multiplies_batches_f32: ["gemm.strided-batch"] needs [has::gemm_f32, has::strided_batch] => multiplies_batches(Types::F32);
+    multiplies_batches_f64: ["gemm.strided-batch"] needs [has::gemm_f64, has::strided_batch] => multiplies_batches(Types::F64);
+    multiplies_batches_f16: ["gemm.strided-batch"] needs [has::gemm_f16, has::strided_batch] => multiplies_batches(Types::F16);
+    multiplies_batches_bf16: ["gemm.strided-batch"]
+        needs [has::gemm_bf16, has::strided_batch] => multiplies_batches(Types::BF16);
+    accumulates_halves_in_single_precision: ["gemm.value"] needs [has::gemm_f16] => accumulates(Types::F16);
+    accumulates_bfloats_in_single_precision: ["gemm.value"] needs [has::gemm_bf16] => accumulates(Types::BF16);
     multiplies_f16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => prove(sizes(Types::F16_TO_F32));
     multiplies_bf16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => prove(sizes(Types::BF16_TO_F32));
     multiplies_larger_f16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => multiplies_larger_mixed(Types::F16_TO_F32);
     multiplies_larger_bf16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => multiplies_larger_mixed(Types::BF16_TO_F32);
     transposes_f16_to_f32: ["gemm.mixed", "gemm.transpose"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => transposes(Types::F16_TO_F32);
     transposes_bf16_to_f32: ["gemm.mixed", "gemm.transpose"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => transposes(Types::BF16_TO_F32);
     keeps_the_gaps_of_leading_dimensions_f16_to_f32: ["gemm.mixed", "gemm.leading-dimension"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => keeps_gaps(Types::F16_TO_F32);
     keeps_the_gaps_of_leading_dimensions_bf16_to_f32: ["gemm.mixed", "gemm.leading-dimension"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => keeps_gaps(Types::BF16_TO_F32);
     adds_the_old_c_f16_to_f32: ["gemm.mixed", "gemm.beta"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => adds_the_old_c(Types::F16_TO_F32);
     adds_the_old_c_bf16_to_f32: ["gemm.mixed", "gemm.beta"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => adds_the_old_c(Types::BF16_TO_F32);
     ignores_the_old_c_with_beta_zero_f16_to_f32: ["gemm.mixed", "gemm.beta-zero"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => ignores_nan_in_c(Types::F16_TO_F32);
     ignores_the_old_c_with_beta_zero_bf16_to_f32: ["gemm.mixed", "gemm.beta-zero"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => ignores_nan_in_c(Types::BF16_TO_F32);
     ignores_the_factors_with_alpha_zero_f16_to_f32: ["gemm.mixed", "gemm.alpha-zero"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => ignores_the_factors(Types::F16_TO_F32);
     ignores_the_factors_with_alpha_zero_bf16_to_f32: ["gemm.mixed", "gemm.alpha-zero"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => ignores_the_factors(Types::BF16_TO_F32);
     multiplies_batches_f16_to_f32: ["gemm.mixed", "gemm.strided-batch"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::strided_batch];
+        needs [has::gemm_f16, has::gemm_mixed, has::strided_batch] => multiplies_batches(Types::F16_TO_F32);
     multiplies_batches_bf16_to_f32: ["gemm.mixed", "gemm.strided-batch"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::strided_batch];
+        needs [has::gemm_bf16, has::gemm_mixed, has::strided_batch] => multiplies_batches(Types::BF16_TO_F32);
     stores_more_than_the_factors_type_holds_f16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+        needs [has::gemm_f16, has::gemm_mixed] => stores_more_than_factors_hold(Types::F16_TO_F32);
     stores_more_than_the_factors_type_holds_bf16_to_f32: ["gemm.mixed", "gemm.value"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+        needs [has::gemm_bf16, has::gemm_mixed] => stores_more_than_factors_hold(Types::BF16_TO_F32);
     other_pairs_of_types_are_refused: ["gemm.mixed-pairs"];
-    multiplies_batches_side_by_side: ["gemm.strided-batch", "gemm.leading-dimension"]
-        needs [needs::has::gemm_f32, needs::has::strided_batch];
-    shares_factors_in_a_batch: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
+    multiplies_batches_side_by_side: ["gemm.strided-batch", "gemm.leading-dimension"] needs [has::gemm_f32, has::strided_batch];
+    shares_factors_in_a_batch: ["gemm.strided-batch"] needs [has::gemm_f32, has::strided_batch];
     multiplies_transposed_batches_with_gaps: ["gemm.strided-batch", "gemm.transpose", "gemm.leading-dimension"]
-        needs [needs::has::gemm_f32, needs::has::strided_batch];
-    returns_at_once: ["gemm.asynchronous"] needs [needs::has::gemm_f32];
+        needs [has::gemm_f32, has::strided_batch];
+    returns_at_once: ["gemm.asynchronous"] needs [has::gemm_f32];
 }
 
 /// Sizes (m, n, k) around the borders of kernels' tiles.
@@ -122,8 +126,7 @@ fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> 
 }
 
 /// Runs products of every size of [`SIZES`].
-fn sizes(types: impl Into<Types>) -> impl Iterator<Item = Product> {
-    let types = types.into();
+fn sizes(types: Types) -> impl Iterator<Item = Product> {
     let shape = move |(m, n, k)| types.shape(m, n, k);
     SIZES.into_iter().enumerate().map(move |(seed, size)| Product::new(shape(size), seed as u64))
 }
@@ -136,22 +139,6 @@ fn transposed(shape: GemmShape) -> [GemmShape; 4] {
 /// Returns the same shape with gaps in each matrix.
 fn padded(shape: GemmShape) -> GemmShape {
     shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 8, shape.ldc + 5)
-}
-
-fn multiplies_f32(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(DataType::F32))
-}
-
-fn multiplies_f64(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(DataType::F64))
-}
-
-fn multiplies_f16(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(DataType::F16))
-}
-
-fn multiplies_bf16(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(DataType::Bf16))
 }
 
 fn multiplies_larger_f32(backend: &dyn Backend) -> CaseResult {
@@ -171,18 +158,9 @@ fn multiplies_larger_bf16(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Sums that a half type cannot represent in steps of one. A product that adds in the type itself stops growing.
-fn accumulates(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn accumulates(backend: &dyn Backend, types: Types) -> CaseResult {
     let shape = types.shape(8, 5, 8192);
     prove(backend, [Product::new(shape, 25).with_ones_in_factors(), Product::new(shape, 26)])
-}
-
-fn accumulates_halves_in_single_precision(backend: &dyn Backend) -> CaseResult {
-    accumulates(backend, DataType::F16)
-}
-
-fn accumulates_bfloats_in_single_precision(backend: &dyn Backend) -> CaseResult {
-    accumulates(backend, DataType::Bf16)
 }
 
 /// Runs and checks 32-bit products of factors that may be rounded to TF32.
@@ -197,7 +175,7 @@ fn multiplies_tf32(backend: &dyn Backend) -> CaseResult {
     let shapes = [(17, 9, 33), (64, 64, 8), (65, 3, 20)].map(|(m, n, k)| GemmShape::new(DataType::F32, m, n, k));
     let transposed = shapes.into_iter().flat_map(transposed).map(padded);
     let scaled = transposed.map(|shape| Product::new(shape, 27).with_scale(1.5, -0.5));
-    prove_tf32(backend, sizes(DataType::F32).chain(scaled))
+    prove_tf32(backend, sizes(Types::F32).chain(scaled))
 }
 
 fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
@@ -205,51 +183,17 @@ fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
     prove_tf32(backend, shapes.map(|shape| Product::new(shape, 28)))
 }
 
-fn transposes(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn transposes(backend: &dyn Backend, types: Types) -> CaseResult {
     // Square factors too: if a matrix can be mistaken for its transpose, only the values show it.
     let sizes = [(17, 9, 33), (4, 64, 8), (65, 3, 20), (24, 24, 24), (20, 7, 20), (7, 20, 20)];
     let shapes = sizes.map(|(m, n, k)| types.shape(m, n, k));
     prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
 }
 
-fn transposes_f32(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, DataType::F32)
-}
-
-fn transposes_f64(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, DataType::F64)
-}
-
-fn transposes_f16(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, DataType::F16)
-}
-
-fn transposes_bf16(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, DataType::Bf16)
-}
-
-fn keeps_gaps(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn keeps_gaps(backend: &dyn Backend, types: Types) -> CaseResult {
     let shapes = [(13, 6, 10), (1, 20, 3), (32, 32, 32)].map(|(m, n, k)| types.shape(m, n, k));
     let shapes = shapes.into_iter().flat_map(transposed).map(padded);
     prove(backend, shapes.flat_map(|shape| [0.0, 0.5].map(|beta| Product::new(shape, 41).with_scale(1.5, beta))))
-}
-
-fn keeps_the_gaps_of_leading_dimensions_f32(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, DataType::F32)
-}
-
-fn keeps_the_gaps_of_leading_dimensions_f64(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, DataType::F64)
-}
-
-fn keeps_the_gaps_of_leading_dimensions_f16(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, DataType::F16)
-}
-
-fn keeps_the_gaps_of_leading_dimensions_bf16(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, DataType::Bf16)
 }
 
 fn scales_the_product(backend: &dyn Backend) -> CaseResult {
@@ -257,72 +201,21 @@ fn scales_the_product(backend: &dyn Backend) -> CaseResult {
     prove(backend, [-1.0, 0.3, 2.0, 1e-3, 1e6].map(|alpha| Product::new(shape, 51).with_scale(alpha, 0.0)))
 }
 
-fn adds_the_old_c(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn adds_the_old_c(backend: &dyn Backend, types: Types) -> CaseResult {
     let shape = types.shape(19, 27, 11);
     let scales = [(1.0, 1.0), (1.0, -1.0), (0.5, 0.3), (-2.0, 1e3)];
     prove(backend, scales.map(|(alpha, beta)| Product::new(shape, 61).with_scale(alpha, beta)))
 }
 
-fn adds_the_old_c_f32(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, DataType::F32)
-}
-
-fn adds_the_old_c_f64(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, DataType::F64)
-}
-
-fn adds_the_old_c_f16(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, DataType::F16)
-}
-
-fn adds_the_old_c_bf16(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, DataType::Bf16)
-}
-
-fn ignores_nan_in_c(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn ignores_nan_in_c(backend: &dyn Backend, types: Types) -> CaseResult {
     let shapes = transposed(types.shape(12, 33, 7)).map(padded);
     prove(backend, shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, 0.0).with_nan_in_c()))
 }
 
-fn ignores_the_old_c_with_beta_zero(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, DataType::F32)
-}
-
-fn ignores_the_old_c_with_beta_zero_f64(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, DataType::F64)
-}
-
-fn ignores_the_old_c_with_beta_zero_f16(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, DataType::F16)
-}
-
-fn ignores_the_old_c_with_beta_zero_bf16(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, DataType::Bf16)
-}
-
-fn ignores_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn ignores_the_factors(backend: &dyn Backend, types: Types) -> CaseResult {
     let shape = types.shape(15, 14, 13);
     let scales = [1.0, -0.5, 3.0];
     prove(backend, scales.map(|beta| Product::new(shape, 81).with_scale(0.0, beta).with_nan_in_factors()))
-}
-
-fn ignores_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, DataType::F32)
-}
-
-fn ignores_the_factors_with_alpha_zero_f64(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, DataType::F64)
-}
-
-fn ignores_the_factors_with_alpha_zero_f16(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, DataType::F16)
-}
-
-fn ignores_the_factors_with_alpha_zero_bf16(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, DataType::Bf16)
 }
 
 fn ignores_the_factors_with_k_zero(backend: &dyn Backend) -> CaseResult {
@@ -359,27 +252,10 @@ fn batches(shape: GemmShape) -> [GemmShape; 3] {
     })
 }
 
-fn multiplies_batches(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn multiplies_batches(backend: &dyn Backend, types: Types) -> CaseResult {
     let shapes = [(5, 6, 7), (16, 16, 16), (33, 2, 9)].map(|(m, n, k)| types.shape(m, n, k));
     let shapes = shapes.into_iter().flat_map(batches);
     prove(backend, shapes.flat_map(|shape| [0.0, 0.75].map(|beta| Product::new(shape, 121).with_scale(1.5, beta))))
-}
-
-fn multiplies_batches_f32(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, DataType::F32)
-}
-
-fn multiplies_batches_f64(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, DataType::F64)
-}
-
-fn multiplies_batches_f16(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, DataType::F16)
-}
-
-fn multiplies_batches_bf16(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, DataType::Bf16)
 }
 
 /// Each column of the second C follows the same column of the first, and so on.
@@ -432,78 +308,6 @@ fn returns_at_once(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-fn multiplies_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(Types::to_f32(DataType::F16)))
-}
-
-fn multiplies_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    prove(backend, sizes(Types::to_f32(DataType::Bf16)))
-}
-
-fn multiplies_larger_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    multiplies_larger_mixed(backend, Types::to_f32(DataType::F16))
-}
-
-fn multiplies_larger_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    multiplies_larger_mixed(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn transposes_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, Types::to_f32(DataType::F16))
-}
-
-fn transposes_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    transposes(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn keeps_the_gaps_of_leading_dimensions_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, Types::to_f32(DataType::F16))
-}
-
-fn keeps_the_gaps_of_leading_dimensions_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    keeps_gaps(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn adds_the_old_c_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, Types::to_f32(DataType::F16))
-}
-
-fn adds_the_old_c_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    adds_the_old_c(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn ignores_the_old_c_with_beta_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, Types::to_f32(DataType::F16))
-}
-
-fn ignores_the_old_c_with_beta_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignores_nan_in_c(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn ignores_the_factors_with_alpha_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, Types::to_f32(DataType::F16))
-}
-
-fn ignores_the_factors_with_alpha_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignores_the_factors(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn multiplies_batches_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, Types::to_f32(DataType::F16))
-}
-
-fn multiplies_batches_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    multiplies_batches(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn stores_more_than_the_factors_type_holds_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    stores_more_than_factors_hold(backend, Types::to_f32(DataType::F16))
-}
-
-fn stores_more_than_the_factors_type_holds_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    stores_more_than_factors_hold(backend, Types::to_f32(DataType::Bf16))
-}
-
 fn multiplies_larger_mixed(backend: &dyn Backend, types: Types) -> CaseResult {
     let shapes = transposed(types.shape(130, 117, 150)).into_iter().chain(transposed(types.shape(128, 64, 256)));
     prove(backend, shapes.map(|shape| Product::new(shape, 29).with_scale(0.7, -1.3)))
@@ -517,15 +321,14 @@ fn stores_more_than_factors_hold(backend: &dyn Backend, types: Types) -> CaseRes
 }
 
 fn other_pairs_of_types_are_refused(backend: &dyn Backend) -> CaseResult {
-    const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
     let stream = Stream::new(backend)?;
     let mut blas = Handle::new(backend, BlasKind::Blas, &stream)?;
     let mut lt = match backend.capabilities(DEVICE)?.lt_plans {
         true => Some(Handle::new(backend, BlasKind::Lt, &stream)?),
         false => None,
     };
-    for factor in TYPES {
-        for result in TYPES {
+    for &factor in DataType::ALL {
+        for &result in DataType::ALL {
             let widened = matches!(factor, DataType::F16 | DataType::Bf16) && result == DataType::F32;
             if factor == result || widened {
                 continue;

@@ -2,7 +2,7 @@
 
 use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
-use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, cases, check, check_eq, check_error};
 use crate::device::{Block, Pages, Pinned, Registered, Stream};
 use crate::random::Random;
 
@@ -14,12 +14,12 @@ cases! {
     zero_bytes_are_refused: ["host.zero"];
     more_than_there_is_is_refused: ["host.exhausted"];
     freed_blocks_are_not_counted: ["host.free-counts"];
-    device_address_is_the_host_address: ["host.device-address"] needs [needs::has::host_address_is_device_address];
-    write_combined_memory_is_usable: ["host.usable", "host.aligned"] needs [needs::has::write_combined];
-    registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [needs::has::host_register];
-    registered_memory_is_copied_up_to_its_ends: ["host.register-copies"] needs [needs::has::host_register];
-    registered_memory_does_not_overlap: ["host.register-overlap"] needs [needs::has::host_register];
-    unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [needs::has::host_register];
+    device_address_is_the_host_address: ["host.device-address"] needs [has::host_address_is_device_address];
+    write_combined_memory_is_usable: ["host.usable", "host.aligned"] needs [has::write_combined];
+    registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [has::host_register];
+    registered_memory_is_copied_up_to_its_ends: ["host.register-copies"] needs [has::host_register];
+    registered_memory_does_not_overlap: ["host.register-overlap"] needs [has::host_register];
+    unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [has::host_register];
 }
 
 const SIZES: [usize; 8] = [1, 63, 64, 65, 4095, 4096, 4097, (3 << 20) + 5];

@@ -2,7 +2,7 @@
 
 use highwater_hal::{Backend, CaptureMode};
 
-use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, cases, check, check_eq, check_error};
 use crate::device::{Capture, DEVICE, Event, Stream};
 
 cases! {
@@ -11,7 +11,7 @@ cases! {
     tags_every_id: ["identity.tagged"];
     has_a_device: ["devices.some"];
     device_info_is_stable: ["devices.uuid"];
-    uuids_differ: ["devices.uuid"] needs [needs::TWO_DEVICES];
+    uuids_differ: ["devices.uuid"] needs [TWO_DEVICES];
     capabilities_are_stable: ["devices.capabilities-stable"];
     memory_info_agrees_with_the_device: ["memory.info"];
     unknown_devices_are_refused: ["backend.device-checked"];

@@ -6,7 +6,8 @@ use highwater_hal::{
     Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
 };
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use super::blas::kinds;
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
 
 cases! {
@@ -15,10 +16,9 @@ cases! {
     stale_events_are_refused: ["backend.ids-checked", "event.destroy-stale"];
     foreign_ids_are_refused: ["backend.ids-checked"];
     forged_ids_are_refused: ["backend.ids-checked"];
-    ids_that_name_another_device_are_refused: ["backend.ids-checked"] needs [needs::TWO_DEVICES];
-    forged_graphs_are_refused: ["backend.ids-checked"] needs [needs::has::capture];
-    stale_ids_stay_stale_when_slots_are_used_again:
-        ["backend.ids-checked", "stream.destroy-stale", "event.destroy-stale"];
+    ids_that_name_another_device_are_refused: ["backend.ids-checked"] needs [TWO_DEVICES];
+    forged_graphs_are_refused: ["backend.ids-checked"] needs [has::capture];
+    stale_ids_stay_stale_when_slots_are_used_again: ["backend.ids-checked", "stream.destroy-stale", "event.destroy-stale"];
     refused_work_is_not_done: ["backend.ids-checked"];
     handles_refuse_bad_streams: ["backend.ids-checked"];
     streams_and_events_count: ["backend.live-objects"];
@@ -218,11 +218,7 @@ fn handles_count(backend: &dyn Backend) -> CaseResult {
     let counted = || backend.live_objects().handles;
     let none = counted();
     let stream = Stream::new(backend)?;
-    let mut kinds = vec![BlasKind::Blas];
-    if backend.capabilities(DEVICE)?.lt_plans {
-        kinds.push(BlasKind::Lt);
-    }
-    for kind in kinds {
+    for &kind in kinds(backend)? {
         let dropped = Handle::new(backend, kind, &stream)?;
         let mut destroyed = Handle::new(backend, kind, &stream)?;
         check_eq!((destroyed.raw_mut().kind(), destroyed.raw_mut().device()), (kind, DEVICE), "kind and device");

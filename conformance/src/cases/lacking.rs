@@ -1,5 +1,6 @@
 //! Absent abilities: a call that needs one gives `Unsupported` without effect. These cases run if a capability is false.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, DevicePtr,
     EventOptions, GemmShape, GraphExecId, GraphId, HostMemoryKind, HostOptions, IdParts, MathMode, ObjectId,
@@ -7,35 +8,35 @@ use highwater_hal::{
 };
 
 use super::ids::forge;
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Pages, Stream};
 use crate::matrix::Product;
 
 cases! {
     group "lacking";
-    gemm_f32: ["backend.lacking"] needs [needs::lacks::gemm_f32];
-    gemm_f64: ["backend.lacking"] needs [needs::lacks::gemm_f64];
-    gemm_f16: ["backend.lacking"] needs [needs::lacks::gemm_f16];
-    gemm_bf16: ["backend.lacking"] needs [needs::lacks::gemm_bf16];
-    gemm_mixed: ["backend.lacking"] needs [needs::lacks::gemm_mixed];
-    tf32: ["backend.lacking"] needs [needs::lacks::tf32];
-    atomics_mode: ["backend.lacking"] needs [needs::lacks::atomics_mode];
-    blas_workspace: ["backend.lacking"] needs [needs::lacks::blas_workspace];
-    strided_batch: ["backend.lacking"] needs [needs::lacks::strided_batch, needs::has::gemm_f32];
-    lt_plans: ["backend.lacking"] needs [needs::lacks::lt_plans];
-    what_the_other_kind_of_handle_does: ["blas.kind"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    capture: ["backend.lacking"] needs [needs::lacks::capture];
-    stream_ordered_memory: ["backend.lacking"] needs [needs::lacks::stream_ordered_memory];
-    shareable_memory: ["backend.lacking"] needs [needs::lacks::shareable_memory];
-    interprocess_events: ["backend.lacking"] needs [needs::lacks::interprocess_events];
-    event_timing: ["backend.lacking"] needs [needs::lacks::event_timing];
-    stream_priority: ["backend.lacking"] needs [needs::lacks::stream_priority];
-    peer_copy: ["backend.lacking"] needs [needs::TWO_DEVICES, needs::lacks::peer_copy];
-    host_register: ["backend.lacking"] needs [needs::lacks::host_register];
-    write_combined: ["backend.lacking"] needs [needs::lacks::write_combined];
-    legacy_default_stream: ["backend.lacking"] needs [needs::lacks::legacy_default_stream];
-    per_thread_default_stream: ["backend.lacking"] needs [needs::lacks::per_thread_default_stream];
-    foreign_objects: ["backend.lacking"] needs [needs::lacks::foreign_objects];
+    gemm_f32: ["backend.lacking"] needs [lacks::gemm_f32] => product_is_refused(GemmShape::new(DataType::F32, 8, 8, 8));
+    gemm_f64: ["backend.lacking"] needs [lacks::gemm_f64] => product_is_refused(GemmShape::new(DataType::F64, 8, 8, 8));
+    gemm_f16: ["backend.lacking"] needs [lacks::gemm_f16] => product_is_refused(GemmShape::new(DataType::F16, 8, 8, 8));
+    gemm_bf16: ["backend.lacking"] needs [lacks::gemm_bf16] => product_is_refused(GemmShape::new(DataType::Bf16, 8, 8, 8));
+    gemm_mixed: ["backend.lacking"] needs [lacks::gemm_mixed];
+    tf32: ["backend.lacking"] needs [lacks::tf32];
+    atomics_mode: ["backend.lacking"] needs [lacks::atomics_mode];
+    blas_workspace: ["backend.lacking"] needs [lacks::blas_workspace];
+    strided_batch: ["backend.lacking"] needs [lacks::strided_batch, has::gemm_f32];
+    lt_plans: ["backend.lacking"] needs [lacks::lt_plans];
+    what_the_other_kind_of_handle_does: ["blas.kind"] needs [has::lt_plans, has::gemm_f32];
+    capture: ["backend.lacking"] needs [lacks::capture];
+    stream_ordered_memory: ["backend.lacking"] needs [lacks::stream_ordered_memory];
+    shareable_memory: ["backend.lacking"] needs [lacks::shareable_memory];
+    interprocess_events: ["backend.lacking"] needs [lacks::interprocess_events];
+    event_timing: ["backend.lacking"] needs [lacks::event_timing];
+    stream_priority: ["backend.lacking"] needs [lacks::stream_priority];
+    peer_copy: ["backend.lacking"] needs [TWO_DEVICES, lacks::peer_copy];
+    host_register: ["backend.lacking"] needs [lacks::host_register];
+    write_combined: ["backend.lacking"] needs [lacks::write_combined];
+    legacy_default_stream: ["backend.lacking"] needs [lacks::legacy_default_stream];
+    per_thread_default_stream: ["backend.lacking"] needs [lacks::per_thread_default_stream];
+    foreign_objects: ["backend.lacking"] needs [lacks::foreign_objects];
 }
 
 /// Runs the case and checks that the number of objects is unchanged.
@@ -57,22 +58,6 @@ fn product_is_refused(backend: &dyn Backend, shape: GemmShape) -> CaseResult {
     stream.synchronize()?;
     check!(placed.c.read()? == before, "a refused product wrote to C");
     Ok(())
-}
-
-fn gemm_f32(backend: &dyn Backend) -> CaseResult {
-    product_is_refused(backend, GemmShape::new(DataType::F32, 8, 8, 8))
-}
-
-fn gemm_f64(backend: &dyn Backend) -> CaseResult {
-    product_is_refused(backend, GemmShape::new(DataType::F64, 8, 8, 8))
-}
-
-fn gemm_f16(backend: &dyn Backend) -> CaseResult {
-    product_is_refused(backend, GemmShape::new(DataType::F16, 8, 8, 8))
-}
-
-fn gemm_bf16(backend: &dyn Backend) -> CaseResult {
-    product_is_refused(backend, GemmShape::new(DataType::Bf16, 8, 8, 8))
 }
 
 fn gemm_mixed(backend: &dyn Backend) -> CaseResult {
@@ -170,7 +155,7 @@ fn capture(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let block = Block::filled(backend, 4096, 0)?;
     changing_nothing(backend, || {
-        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        for &mode in CaptureMode::ALL {
             check_error!(backend.begin_capture(stream.id(), mode), Unsupported, "begin_capture");
         }
         check_error!(backend.is_capturing(stream.id()), Unsupported, "is_capturing");
@@ -202,7 +187,7 @@ fn stream_ordered_memory(backend: &dyn Backend) -> CaseResult {
 
 fn shareable_memory(backend: &dyn Backend) -> CaseResult {
     changing_nothing(backend, || {
-        for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+        for &transport in Transport::ALL {
             let options = AllocateOptions::new(256).with_kind(DeviceMemoryKind::Shareable(transport));
             check_error!(backend.allocate(DEVICE, &options), Unsupported, "allocate of memory for {transport:?}");
         }

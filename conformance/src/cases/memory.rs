@@ -1,8 +1,9 @@
 //! Device memory: alignment, limits, and frees.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind};
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use super::sharing::transports;
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
@@ -11,20 +12,17 @@ use crate::stream_load::{Direction, StreamLoad};
 cases! {
     group "memory";
     addresses_are_aligned: ["memory.aligned"];
-    blocks_do_not_overlap: ["memory.disjoint"];
+    blocks_do_not_overlap: ["memory.disjoint"] => lie_apart(DeviceMemoryKind::Plain);
     blocks_keep_their_bytes: ["memory.disjoint"];
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
     freed_bytes_come_back: ["memory.free-returns"];
-    shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::shareable_memory];
-    stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_come_back: ["memory.free-returns"] needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"]
-        needs [needs::has::stream_ordered_memory];
-    stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"]
-        needs [needs::has::stream_ordered_memory];
-    stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"]
-        needs [needs::has::stream_ordered_memory];
+    shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
+    stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
+    stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
 }
 
 /// Sizes around the usual borders of allocators.
@@ -61,10 +59,6 @@ fn addresses_are_aligned(backend: &dyn Backend) -> CaseResult {
         }
     }
     Ok(())
-}
-
-fn blocks_do_not_overlap(backend: &dyn Backend) -> CaseResult {
-    lie_apart(backend, DeviceMemoryKind::Plain)
 }
 
 fn blocks_keep_their_bytes(backend: &dyn Backend) -> CaseResult {
@@ -130,17 +124,13 @@ fn freed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
 }
 
 fn shareable_memory_is_memory(backend: &dyn Backend) -> CaseResult {
-    let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
-        if offered.contains(transport) {
-            let kind = DeviceMemoryKind::Shareable(transport);
-            lie_apart(backend, kind)?;
-            let block = Block::with_kind(backend, DEVICE, 5000, kind)?;
-            let content = Random::new(4).bytes(5000);
-            block.write(0, &content)?;
-            check!(block.read()? == content, "memory shareable by {transport:?} does not keep its bytes");
-        }
+    for transport in transports(backend)? {
+        let kind = DeviceMemoryKind::Shareable(transport);
+        lie_apart(backend, kind)?;
+        let block = Block::with_kind(backend, DEVICE, 5000, kind)?;
+        let content = Random::new(4).bytes(5000);
+        block.write(0, &content)?;
+        check!(block.read()? == content, "memory shareable by {transport:?} does not keep its bytes");
     }
     Ok(())
 }

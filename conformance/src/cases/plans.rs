@@ -1,11 +1,12 @@
 //! Lt plans: products with epilogues.
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AtomicsMode, Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
     StridedBatch,
 };
 
-use crate::case::{CaseResult, cases, check, check_error, needs};
+use crate::case::{CaseResult, cases, check, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
 use crate::retry::{Attempt, until_conclusive};
@@ -13,65 +14,66 @@ use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "plans";
-    multiply_f32: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    multiply_f64: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f64];
-    add_the_old_c: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    write_to_another_matrix_than_c: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    multiply_batches: ["plan.value"]
-        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
-    add_a_bias: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    add_a_bias_and_clamp: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    clamp: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    apply_gelu: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    add_a_bias_and_apply_gelu: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    multiply_f32: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
+    multiply_f64: ["plan.value"] needs [has::lt_plans, has::gemm_f64];
+    add_the_old_c: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
+    write_to_another_matrix_than_c: ["plan.value"] needs [has::lt_plans, has::gemm_f32] => write_elsewhere(Types::F32);
+    multiply_batches: ["plan.value"] needs [has::lt_plans, has::gemm_f32, has::strided_batch];
+    add_a_bias: ["plan.epilogue"] needs [has::lt_plans, has::gemm_f32] => prove(followed_by(Types::F32, Epilogue::Bias));
+    add_a_bias_and_clamp: ["plan.epilogue"]
+        needs [has::lt_plans, has::gemm_f32] => prove(followed_by(Types::F32, Epilogue::BiasRelu));
+    clamp: ["plan.epilogue"] needs [has::lt_plans, has::gemm_f32] => prove(followed_by(Types::F32, Epilogue::Relu));
+    apply_gelu: ["plan.epilogue"] needs [has::lt_plans, has::gemm_f32] => prove(followed_by(Types::F32, Epilogue::Gelu));
+    add_a_bias_and_apply_gelu: ["plan.epilogue"]
+        needs [has::lt_plans, has::gemm_f32] => prove(followed_by(Types::F32, Epilogue::BiasGelu));
     multiply_f16_with_every_epilogue: ["plan.value", "plan.epilogue"]
-        needs [needs::has::lt_plans, needs::has::gemm_f16];
+        needs [has::lt_plans, has::gemm_f16] => every_epilogue(Types::F16);
     multiply_bf16_with_every_epilogue: ["plan.value", "plan.epilogue"]
-        needs [needs::has::lt_plans, needs::has::gemm_bf16];
+        needs [has::lt_plans, has::gemm_bf16] => every_epilogue(Types::BF16);
     multiply_with_every_epilogue_from_f16_to_f32: ["plan.mixed", "plan.value", "plan.epilogue"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_f16, has::gemm_mixed, has::lt_plans] => every_epilogue(Types::F16_TO_F32);
     multiply_with_every_epilogue_from_bf16_to_f32: ["plan.mixed", "plan.value", "plan.epilogue"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_bf16, has::gemm_mixed, has::lt_plans] => every_epilogue(Types::BF16_TO_F32);
     add_a_bias_to_every_product_of_a_batch_from_f16_to_f32: ["plan.mixed", "plan.epilogue"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans, needs::has::strided_batch];
+        needs [has::gemm_f16, has::gemm_mixed, has::lt_plans, has::strided_batch] => add_a_bias_to_a_batch(Types::F16_TO_F32);
     add_a_bias_to_every_product_of_a_batch_from_bf16_to_f32: ["plan.mixed", "plan.epilogue"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans, needs::has::strided_batch];
+        needs [has::gemm_bf16, has::gemm_mixed, has::lt_plans, has::strided_batch] => add_a_bias_to_a_batch(Types::BF16_TO_F32);
     write_to_another_matrix_than_c_from_f16_to_f32: ["plan.mixed"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_f16, has::gemm_mixed, has::lt_plans] => write_elsewhere(Types::F16_TO_F32);
     write_to_another_matrix_than_c_from_bf16_to_f32: ["plan.mixed"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_bf16, has::gemm_mixed, has::lt_plans] => write_elsewhere(Types::BF16_TO_F32);
     refuse_results_between_their_elements_from_f16_to_f32: ["plan.mixed", "plan.alignment"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_f16, has::gemm_mixed, has::lt_plans] => refuse_results_between_elements(Types::F16_TO_F32);
     refuse_results_between_their_elements_from_bf16_to_f32: ["plan.mixed", "plan.alignment"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_bf16, has::gemm_mixed, has::lt_plans] => refuse_results_between_elements(Types::BF16_TO_F32);
     add_a_bias_to_every_product_of_a_batch: ["plan.epilogue"]
-        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
-    ignore_the_factors_with_alpha_zero: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    ignore_the_factors_with_alpha_zero_f64: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f64];
-    ignore_the_factors_with_alpha_zero_f16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f16];
-    ignore_the_factors_with_alpha_zero_bf16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_bf16];
+        needs [has::lt_plans, has::gemm_f32, has::strided_batch] => add_a_bias_to_a_batch(Types::F32);
+    ignore_the_factors_with_alpha_zero: ["plan.alpha-zero"] needs [has::lt_plans, has::gemm_f32];
+    ignore_the_factors_with_alpha_zero_f64: ["plan.alpha-zero"]
+        needs [has::lt_plans, has::gemm_f64] => ignore_the_factors(Types::F64);
+    ignore_the_factors_with_alpha_zero_f16: ["plan.alpha-zero"]
+        needs [has::lt_plans, has::gemm_f16] => ignore_the_factors(Types::F16);
+    ignore_the_factors_with_alpha_zero_bf16: ["plan.alpha-zero"]
+        needs [has::lt_plans, has::gemm_bf16] => ignore_the_factors(Types::BF16);
     ignore_the_factors_with_alpha_zero_f16_to_f32: ["plan.alpha-zero", "plan.mixed"]
-        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+        needs [has::gemm_f16, has::gemm_mixed, has::lt_plans] => ignore_the_factors(Types::F16_TO_F32);
     ignore_the_factors_with_alpha_zero_bf16_to_f32: ["plan.alpha-zero", "plan.mixed"]
-        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
-    ignore_the_factors_of_a_batch_with_alpha_zero: ["plan.alpha-zero"]
-        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
-    apply_their_epilogue_with_k_zero: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    apply_their_epilogue_with_k_zero_f16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f16];
-    run_with_alpha_zero_and_without_a_workspace: ["plan.alpha-zero"]
-        needs [needs::has::lt_plans, needs::has::gemm_f32];
-    equal_runs_give_equal_bits: ["blas.deterministic"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+        needs [has::gemm_bf16, has::gemm_mixed, has::lt_plans] => ignore_the_factors(Types::BF16_TO_F32);
+    ignore_the_factors_of_a_batch_with_alpha_zero: ["plan.alpha-zero"] needs [has::lt_plans, has::gemm_f32, has::strided_batch];
+    apply_their_epilogue_with_k_zero: ["plan.alpha-zero"] needs [has::lt_plans, has::gemm_f32];
+    apply_their_epilogue_with_k_zero_f16: ["plan.alpha-zero"] needs [has::lt_plans, has::gemm_f16];
+    run_with_alpha_zero_and_without_a_workspace: ["plan.alpha-zero"] needs [has::lt_plans, has::gemm_f32];
+    equal_runs_give_equal_bits: ["blas.deterministic"] needs [has::lt_plans, has::gemm_f32] => equal_bits(Types::F32);
     equal_runs_give_equal_bits_from_bf16_to_f32: ["blas.deterministic", "plan.mixed"]
-        needs [needs::has::lt_plans, needs::has::gemm_bf16, needs::has::gemm_mixed];
-    round_to_tf32_when_asked: ["plan.value"]
-        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::tf32];
-    refuse_operands_that_are_not_aligned: ["plan.alignment"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    run_again: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    are_stale_when_destroyed: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    of_other_handles_are_stale: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    need_a_bound_stream: ["blas.unbound"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    finish_when_destroyed: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
-    return_at_once: ["stream.asynchronous"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+        needs [has::lt_plans, has::gemm_bf16, has::gemm_mixed] => equal_bits(Types::BF16_TO_F32);
+    round_to_tf32_when_asked: ["plan.value"] needs [has::lt_plans, has::gemm_f32, has::tf32];
+    refuse_operands_that_are_not_aligned: ["plan.alignment"] needs [has::lt_plans, has::gemm_f32];
+    run_again: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
+    are_stale_when_destroyed: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
+    of_other_handles_are_stale: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
+    need_a_bound_stream: ["blas.unbound"] needs [has::lt_plans, has::gemm_f32];
+    finish_when_destroyed: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
+    return_at_once: ["stream.asynchronous"] needs [has::lt_plans, has::gemm_f32];
 }
 
 const WORKSPACE_BYTES: usize = 4 << 20;
@@ -96,8 +98,7 @@ fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> 
 }
 
 /// Shapes with each factor transposed or not, some with gaps.
-fn shapes(types: impl Into<Types>) -> Vec<GemmShape> {
-    let types = types.into();
+fn shapes(types: Types) -> Vec<GemmShape> {
     let plain = [(1, 1, 1), (16, 16, 16), (32, 48, 24), (65, 33, 17)].map(|(m, n, k)| types.shape(m, n, k));
     let all = plain.into_iter().flat_map(|shape| {
         let padded = shape.with_leading_dimensions(shape.lda + 8, shape.ldb + 8, shape.ldc + 8);
@@ -107,24 +108,19 @@ fn shapes(types: impl Into<Types>) -> Vec<GemmShape> {
 }
 
 fn multiply_f32(backend: &dyn Backend) -> CaseResult {
-    prove(backend, shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 1)))
+    prove(backend, shapes(Types::F32).into_iter().map(|shape| Product::new(shape, 1)))
 }
 
 fn multiply_f64(backend: &dyn Backend) -> CaseResult {
-    prove(backend, shapes(DataType::F64).into_iter().map(|shape| Product::new(shape, 2)))
+    prove(backend, shapes(Types::F64).into_iter().map(|shape| Product::new(shape, 2)))
 }
 
 fn add_the_old_c(backend: &dyn Backend) -> CaseResult {
-    let products = shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 3).with_scale(-0.5, 1.5));
+    let products = shapes(Types::F32).into_iter().map(|shape| Product::new(shape, 3).with_scale(-0.5, 1.5));
     prove(backend, products)
 }
 
-fn write_to_another_matrix_than_c(backend: &dyn Backend) -> CaseResult {
-    write_elsewhere(backend, DataType::F32)
-}
-
-fn write_elsewhere(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn write_elsewhere(backend: &dyn Backend, types: Types) -> CaseResult {
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
@@ -163,68 +159,30 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Runs products with an epilogue, without and with the old C.
-fn followed_by(types: impl Into<Types>, epilogue: Epilogue) -> impl Iterator<Item = Product> {
-    let types = types.into();
+fn followed_by(types: Types, epilogue: Epilogue) -> impl Iterator<Item = Product> {
     let factors = [(1.0, 0.0), (0.5, 1.0)];
     shapes(types).into_iter().flat_map(move |shape| {
         factors.map(|(alpha, beta)| Product::new(shape, 6).with_scale(alpha, beta).with_epilogue(epilogue))
     })
 }
 
-fn add_a_bias(backend: &dyn Backend) -> CaseResult {
-    prove(backend, followed_by(DataType::F32, Epilogue::Bias))
-}
-
-fn add_a_bias_and_clamp(backend: &dyn Backend) -> CaseResult {
-    prove(backend, followed_by(DataType::F32, Epilogue::BiasRelu))
-}
-
-fn clamp(backend: &dyn Backend) -> CaseResult {
-    prove(backend, followed_by(DataType::F32, Epilogue::Relu))
-}
-
-fn apply_gelu(backend: &dyn Backend) -> CaseResult {
-    prove(backend, followed_by(DataType::F32, Epilogue::Gelu))
-}
-
-fn add_a_bias_and_apply_gelu(backend: &dyn Backend) -> CaseResult {
-    prove(backend, followed_by(DataType::F32, Epilogue::BiasGelu))
-}
-
 /// Runs every epilogue, all of which half types have, on every third shape.
-fn every_epilogue(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
-    EPILOGUES.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
+fn every_epilogue(backend: &dyn Backend, types: Types) -> CaseResult {
+    Epilogue::ALL.iter().try_for_each(|&epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
 }
 
-fn multiply_f16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
-    every_epilogue(backend, DataType::F16)
-}
-
-fn multiply_bf16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
-    every_epilogue(backend, DataType::Bf16)
-}
-
-fn add_a_bias_to_every_product_of_a_batch(backend: &dyn Backend) -> CaseResult {
-    add_a_bias_to_a_batch(backend, DataType::F32)
-}
-
-fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn add_a_bias_to_a_batch(backend: &dyn Backend, types: Types) -> CaseResult {
     let batch = StridedBatch { count: 3, stride_a: 384, stride_b: 480, stride_c: 320 };
     let shape = types.shape(16, 20, 24).with_batch(batch);
     let epilogues = [Epilogue::Bias, Epilogue::BiasGelu];
     prove(backend, epilogues.map(|epilogue| Product::new(shape, 11).with_epilogue(epilogue)))
 }
 
-const EPILOGUES: [Epilogue; 6] =
-    [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
-
 /// Runs products that keep only C and a bias. The bias is small compared to any product of the factors.
 fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product> {
     // Every type represents the last value, and only the widest represents its square.
     let factors = [f64::NAN, f64::INFINITY, 60_000.0];
-    EPILOGUES.into_iter().flat_map(move |epilogue| {
+    Epilogue::ALL.iter().flat_map(move |&epilogue| {
         factors.into_iter().zip([0.0, -0.5, 1.0]).map(move |(factor, beta)| {
             let product = Product::new(shape, 14).with_scale(alpha, beta).with_epilogue(epilogue);
             let bias =
@@ -234,8 +192,7 @@ fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product
     })
 }
 
-fn ignore_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn ignore_the_factors(backend: &dyn Backend, types: Types) -> CaseResult {
     let shape = types.shape(33, 20, 24);
     let padded = shape.with_leading_dimensions(shape.lda + 8, shape.ldb + 8, shape.ldc + 8);
     [padded, shape.with_transposed_a().with_transposed_b()]
@@ -248,27 +205,7 @@ fn ignore_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
     // Their products are infinite, but a tiny fraction of them is finite.
     let large = without_factors(shape, 0.0).map(|product| product.with_factors(1e30));
     prove(backend, large)?;
-    ignore_the_factors(backend, DataType::F32)
-}
-
-fn ignore_the_factors_with_alpha_zero_f64(backend: &dyn Backend) -> CaseResult {
-    ignore_the_factors(backend, DataType::F64)
-}
-
-fn ignore_the_factors_with_alpha_zero_f16(backend: &dyn Backend) -> CaseResult {
-    ignore_the_factors(backend, DataType::F16)
-}
-
-fn ignore_the_factors_with_alpha_zero_bf16(backend: &dyn Backend) -> CaseResult {
-    ignore_the_factors(backend, DataType::Bf16)
-}
-
-fn ignore_the_factors_with_alpha_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignore_the_factors(backend, Types::to_f32(DataType::F16))
-}
-
-fn ignore_the_factors_with_alpha_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    ignore_the_factors(backend, Types::to_f32(DataType::Bf16))
+    ignore_the_factors(backend, Types::F32)
 }
 
 fn ignore_the_factors_of_a_batch_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
@@ -304,16 +241,7 @@ fn run_with_alpha_zero_and_without_a_workspace(backend: &dyn Backend) -> CaseRes
     Ok(())
 }
 
-fn equal_runs_give_equal_bits(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, DataType::F32)
-}
-
-fn equal_runs_give_equal_bits_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    equal_bits(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn equal_bits(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
-    let types = types.into();
+fn equal_bits(backend: &dyn Backend, types: Types) -> CaseResult {
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
@@ -486,38 +414,6 @@ fn return_at_once(backend: &dyn Backend) -> CaseResult {
         placed.check(&product)?;
         Ok(Attempt::seen(outstanding))
     })
-}
-
-fn multiply_with_every_epilogue_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    every_epilogue(backend, Types::to_f32(DataType::F16))
-}
-
-fn multiply_with_every_epilogue_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    every_epilogue(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn add_a_bias_to_every_product_of_a_batch_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    add_a_bias_to_a_batch(backend, Types::to_f32(DataType::F16))
-}
-
-fn add_a_bias_to_every_product_of_a_batch_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    add_a_bias_to_a_batch(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn write_to_another_matrix_than_c_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    write_elsewhere(backend, Types::to_f32(DataType::F16))
-}
-
-fn write_to_another_matrix_than_c_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    write_elsewhere(backend, Types::to_f32(DataType::Bf16))
-}
-
-fn refuse_results_between_their_elements_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
-    refuse_results_between_elements(backend, Types::to_f32(DataType::F16))
-}
-
-fn refuse_results_between_their_elements_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
-    refuse_results_between_elements(backend, Types::to_f32(DataType::Bf16))
 }
 
 /// A 32-bit D at a multiple of two bytes, the size of a factor, which is the whole alignment that the plan requires.

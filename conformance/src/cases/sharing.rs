@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
-use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
+use crate::device::{Block, Capture, DEVICE, Event, Stream};
 use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
@@ -15,55 +16,50 @@ use crate::stream_load::{Direction, StreamLoad};
 cases! {
     group "sharing" with a second process;
     devices_have_one_uuid_in_every_process: ["devices.uuid"];
-    importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"]
-        needs [needs::has::shareable_memory];
-    several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [needs::has::shareable_memory];
-    several_importers_share_one_block: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
-    importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"]
-        needs [needs::has::shareable_memory];
-    only_shareable_memory_is_exported: ["ipc.export-shareable"] needs [needs::has::shareable_memory];
-    other_transports_are_refused: ["ipc.export-transport"] needs [needs::has::shareable_memory];
-    exports_can_be_repeated: ["ipc.shared-bytes", "backend.live-objects"] needs [needs::has::shareable_memory];
-    opening_again_gives_the_same_address: ["ipc.open-again"] needs [needs::has::shareable_memory];
-    opening_anew_works_after_the_last_close: ["ipc.open-again", "ipc.shared-bytes"]
-        needs [needs::has::shareable_memory];
-    addresses_that_are_not_open_are_not_closed: ["ipc.close-unknown"] needs [needs::has::shareable_memory];
+    importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"] needs [has::shareable_memory];
+    several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [has::shareable_memory];
+    several_importers_share_one_block: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [has::shareable_memory];
+    importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"] needs [has::shareable_memory];
+    only_shareable_memory_is_exported: ["ipc.export-shareable"] needs [has::shareable_memory];
+    other_transports_are_refused: ["ipc.export-transport"] needs [has::shareable_memory];
+    exports_can_be_repeated: ["ipc.shared-bytes", "backend.live-objects"] needs [has::shareable_memory];
+    opening_again_gives_the_same_address: ["ipc.open-again"] needs [has::shareable_memory];
+    opening_anew_works_after_the_last_close: ["ipc.open-again", "ipc.shared-bytes"] needs [has::shareable_memory];
+    addresses_that_are_not_open_are_not_closed: ["ipc.close-unknown"] needs [has::shareable_memory];
     mappings_outlive_a_killed_exporter: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+        needs [has::shareable_memory, DESCRIPTORS] => outlives(|_| Ok(()), |mut peer| peer.kill().map(drop));
     mappings_outlive_an_exporter_that_exits: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    altered_handles_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
-    handles_of_another_device_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
-    handles_without_their_descriptor_are_refused: ["ipc.open-checked"]
-        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
-    open_memory_counts: ["backend.live-objects"] needs [needs::has::shareable_memory];
-    descriptors_of_handles_count: ["backend.live-objects"] needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+        needs [has::shareable_memory, DESCRIPTORS] => outlives(|_| Ok(()), Peer::exit);
+    mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"] needs [has::shareable_memory, DESCRIPTORS];
+    altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
+    handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
+    handles_without_their_descriptor_are_refused: ["ipc.open-checked"] needs [has::shareable_memory, DESCRIPTORS];
+    open_memory_counts: ["backend.live-objects"] needs [has::shareable_memory];
+    descriptors_of_handles_count: ["backend.live-objects"] needs [has::shareable_memory, DESCRIPTORS];
     opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
-        needs [needs::has::shareable_memory, needs::has::capture, needs::has::create_during_capture];
-    only_interprocess_events_are_exported: ["ipc.export-event"] needs [needs::has::interprocess_events];
+        needs [has::shareable_memory, has::capture, has::create_during_capture];
+    only_interprocess_events_are_exported: ["ipc.export-event"] needs [has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory];
     opened_events_order_the_exporter: ["ipc.event-orders", "event.wait-orders"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory] => recorded_elsewhere(Maker::Other);
     events_recorded_by_the_importer_order_the_exporter: ["ipc.event-orders", "event.record-moves"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory] => recorded_elsewhere(Maker::This);
     processes_take_turns_by_events: ["ipc.event-orders", "event.record-moves"]
-        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+        needs [has::interprocess_events, has::shareable_memory];
     opened_events_are_pending_as_the_original: ["ipc.event-orders", "event.query", "event.synchronize"]
-        needs [needs::has::interprocess_events];
+        needs [has::interprocess_events];
     opened_events_that_were_never_recorded_are_complete: ["event.never-recorded", "event.query-never-recorded"]
-        needs [needs::has::interprocess_events];
+        needs [has::interprocess_events];
     waits_end_with_the_process_that_recorded: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
+        needs [has::interprocess_events, has::event_waits_end_with_peer] => waits_end(|_| Ok(()));
     waits_end_though_the_process_had_forked: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
-    opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [needs::has::interprocess_events];
+        needs [has::interprocess_events, has::event_waits_end_with_peer];
+    opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [has::interprocess_events];
 }
 
 const BYTES: usize = 1 << 16;
@@ -71,10 +67,9 @@ const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 
 /// Returns the transports by which the first device shares.
-fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
+pub(super) fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
     let offered = backend.capabilities(DEVICE)?.ipc_transports;
-    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
-    let offered: Vec<_> = all.into_iter().filter(|&transport| offered.contains(transport)).collect();
+    let offered: Vec<_> = Transport::ALL.iter().copied().filter(|&transport| offered.contains(transport)).collect();
     check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
     Ok(offered)
 }
@@ -154,7 +149,7 @@ fn exporters_see_what_the_importer_writes(backend: &dyn Backend, launcher: &Laun
 fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
-        let mapping = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        let mapping = Block::open(backend, DEVICE, &peer.export(there, transport)??)?;
         for seed in 21..24 {
             let content = Random::new(seed).bytes(BYTES);
             peer.write(there, &content)??;
@@ -163,7 +158,7 @@ fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher:
             mapping.write(0, &content)?;
             check!(peer.read(there, BYTES)?? == content, "an exporter does not see the importer's bytes");
         }
-        mapping.close()?;
+        mapping.give_back()?;
         Ok(peer.free(there)??)
     })
 }
@@ -259,7 +254,7 @@ fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher)
         let here = shareable(backend, BYTES, transport)?;
         let there = peer.allocate(BYTES, transport)??;
         let here_there = peer.open(&here.export(transport)?)??;
-        let there_here = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        let there_here = Block::open(backend, DEVICE, &peer.export(there, transport)??)?;
         let content = Random::new(41).bytes(BYTES);
         here.write(0, &content)?;
         // The second process copies from one memory to the other on a stream. This process reads the result through its
@@ -268,7 +263,7 @@ fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher)
         peer.synchronize_stream()??;
         check!(there_here.read()? == content, "a copy from opened memory to the importer's own lost bytes");
         peer.close(here_there)??;
-        there_here.close()?;
+        there_here.give_back()?;
         Ok(peer.free(there)??)
     })
 }
@@ -337,7 +332,7 @@ fn only_shareable_memory_is_exported(backend: &dyn Backend, _: &Launcher) -> Cas
 fn other_transports_are_refused(backend: &dyn Backend, _: &Launcher) -> CaseResult {
     let offered = transports(backend)?;
     let block = shareable(backend, BYTES, offered[0])?;
-    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+    for &transport in Transport::ALL {
         if !offered.contains(&transport) {
             let before = backend.live_objects();
             check_error!(block.export(transport), Unsupported, "export by {transport:?}, which the device lacks");
@@ -513,10 +508,10 @@ fn open_memory_counts(backend: &dyn Backend, launcher: &Launcher) -> CaseResult 
         let there = peer.allocate(BYTES, transport)??;
         let before = backend.live_objects();
         let handle = peer.export(there, transport)??;
-        let mapping = Mapping::open(backend, DEVICE, &handle)?;
+        let mapping = Block::open(backend, DEVICE, &handle)?;
         check_eq!(backend.live_objects().mappings, before.mappings + 1, "live mappings with one open");
         check_eq!(backend.live_objects().allocations, before.allocations, "blocks of this process with one open");
-        mapping.close()?;
+        mapping.give_back()?;
         drop(handle);
         check_eq!(backend.live_objects(), before, "live objects after the last close");
         Ok(peer.free(there)??)
@@ -539,12 +534,12 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
         let handle = peer.export(there, transport)??;
-        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        for &mode in CaptureMode::ALL {
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;
             // It is closed without a wait, because nothing has used the mapping.
-            Mapping::open(backend, DEVICE, &handle)?.close()?;
+            Block::open(backend, DEVICE, &handle)?.give_back()?;
             check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
             stream.set(block.span(BYTES / 2..BYTES), NEW)?;
             let graph = capture.end(&[&block]);
@@ -573,7 +568,7 @@ fn outlives(
     let there = peer.allocate(BYTES, transport)??;
     peer.write(there, &content)??;
     let handle = peer.export(there, transport)??;
-    let mapping = Mapping::open(backend, DEVICE, &handle)?;
+    let mapping = Block::open(backend, DEVICE, &handle)?;
     drop(handle);
     prepare(&mut peer)?;
     end(peer)?;
@@ -588,16 +583,8 @@ fn outlives(
     for block in blocks.iter().chain([&shared]) {
         check!(block.read()? == [OLD; BYTES], "memory whose exporter has ended is also somebody else's");
     }
-    mapping.close()?;
+    mapping.give_back()?;
     Ok(())
-}
-
-fn mappings_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    outlives(backend, launcher, |_| Ok(()), |mut peer| peer.kill().map(drop))
-}
-
-fn mappings_outlive_an_exporter_that_exits(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    outlives(backend, launcher, |_| Ok(()), Peer::exit)
 }
 
 fn mappings_outlive_an_exporter_that_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
@@ -718,14 +705,6 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
     peer.end()
 }
 
-fn opened_events_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    recorded_elsewhere(backend, launcher, Maker::Other)
-}
-
-fn events_recorded_by_the_importer_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    recorded_elsewhere(backend, launcher, Maker::This)
-}
-
 fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     const ROUNDS: u8 = 20;
     let transport = transports(backend)?[0];
@@ -840,10 +819,6 @@ fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut P
         })?;
     }
     Ok(())
-}
-
-fn waits_end_with_the_process_that_recorded(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    waits_end(backend, launcher, |_| Ok(()))
 }
 
 fn waits_end_though_the_process_had_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {

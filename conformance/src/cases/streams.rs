@@ -2,7 +2,7 @@
 
 use highwater_hal::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
 
-use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -23,17 +23,14 @@ cases! {
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
     destroyed_streams_finish_their_work: ["stream.destroy-pending"];
     destroyed_streams_are_stale: ["stream.destroy-stale"];
-    priorities_keep_the_order: ["stream.order"] needs [needs::has::stream_priority];
-    the_legacy_default_stream_runs_in_order: ["stream.order", "stream.synchronize"]
-        needs [needs::has::legacy_default_stream];
-    the_per_thread_default_stream_runs_in_order: ["stream.order", "stream.synchronize"]
-        needs [needs::has::per_thread_default_stream];
+    priorities_keep_the_order: ["stream.order"] needs [has::stream_priority];
+    the_legacy_default_stream_runs_in_order: ["stream.order", "stream.synchronize"] needs [has::legacy_default_stream];
+    the_per_thread_default_stream_runs_in_order: ["stream.order", "stream.synchronize"] needs [has::per_thread_default_stream];
     the_per_thread_default_stream_is_another_in_each_thread: ["stream.independent", "stream.query"]
-        needs [needs::has::per_thread_default_stream];
-    the_per_thread_default_stream_waits_and_is_waited_for: ["event.wait-orders"]
-        needs [needs::has::per_thread_default_stream];
+        needs [has::per_thread_default_stream];
+    the_per_thread_default_stream_waits_and_is_waited_for: ["event.wait-orders"] needs [has::per_thread_default_stream];
     wrapped_streams_are_forgotten_not_destroyed: ["stream.order", "stream.destroy-stale", "backend.live-objects"]
-        needs [needs::has::foreign_objects];
+        needs [has::foreign_objects];
 }
 
 const BYTES: usize = 1 << 16;

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
     Backend, Completion, DevicePtr, EventHandle, LiveObjects, MemoryHandle, Result as BackendResult, Transport,
 };
@@ -118,7 +119,7 @@ impl Peer {
     #[track_caller]
     pub(crate) fn end(mut self) -> CaseResult {
         let left = self.ask(Command::End, |message| message)??;
-        let left = counts(&left).ok_or_else(|| Failure::new("the second process counts its objects wrongly"))?;
+        let left = left.live_objects().ok_or_else(|| Failure::new("the second process counts its objects wrongly"))?;
         if left != self.before {
             return Err(Failure::new(format!(
                 "live objects of the second process differ at its end: {:?} before, {left:?} after",
@@ -158,13 +159,24 @@ impl Peer {
         Err(Failure::new(format!("the second process did not end within {patience:?} and was killed for it")))
     }
 
+    /// Sends a command whose answer carries a value, which `read` finds in it.
+    #[track_caller]
+    fn value<T>(
+        &mut self,
+        command: Command,
+        with: impl FnOnce(Message) -> Message,
+        read: impl FnOnce(&Message) -> Option<T>,
+    ) -> Answer<T> {
+        match self.ask(command, with)? {
+            Ok(answer) => read(&answer).map(Ok).ok_or_else(|| misfit(command)),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
     /// Sends a command whose result is one number.
     #[track_caller]
     fn number(&mut self, command: Command, with: impl FnOnce(Message) -> Message) -> Answer<u64> {
-        match self.ask(command, with)? {
-            Ok(answer) => answer.number(0).map(Ok).ok_or_else(|| misfit(command)),
-            Err(error) => Ok(Err(error)),
-        }
+        self.value(command, with, |answer| answer.number(0))
     }
 
     #[track_caller]
@@ -177,7 +189,7 @@ impl Peer {
     /// Allocates memory that `transport` can share.
     #[track_caller]
     pub(crate) fn allocate(&mut self, bytes: usize, transport: Transport) -> Answer<DevicePtr> {
-        let numbers = [bytes as u64, u64::from(transport as u32)];
+        let numbers = [bytes as u64, u64::from(transport.code())];
         Ok(self.number(Command::Allocate, |m| m.with_numbers(numbers))?.map(DevicePtr::new))
     }
 
@@ -189,11 +201,8 @@ impl Peer {
 
     #[track_caller]
     pub(crate) fn export(&mut self, ptr: DevicePtr, transport: Transport) -> Answer<MemoryHandle> {
-        let command = Command::ExportMemory;
-        match self.ask(command, |m| m.with_numbers([ptr.get(), u64::from(transport as u32)]))? {
-            Ok(answer) => answer.memory_handle().map(Ok).ok_or_else(|| misfit(command)),
-            Err(error) => Ok(Err(error)),
-        }
+        let numbers = [ptr.get(), u64::from(transport.code())];
+        self.value(Command::ExportMemory, |m| m.with_numbers(numbers), Message::memory_handle)
     }
 
     #[track_caller]
@@ -269,7 +278,7 @@ impl Peer {
 
     #[track_caller]
     pub(crate) fn query_stream(&mut self) -> Answer<Completion> {
-        Ok(self.number(Command::QueryStream, |m| m)?.map(completion))
+        self.value(Command::QueryStream, |m| m, Message::completion)
     }
 
     // ------------------------------------------------------------------ events
@@ -282,11 +291,7 @@ impl Peer {
 
     #[track_caller]
     pub(crate) fn export_event(&mut self, event: PeerEvent) -> Answer<EventHandle> {
-        let command = Command::ExportEvent;
-        match self.ask(command, |m| m.with_numbers([event.0]))? {
-            Ok(answer) => answer.event_handle().map(Ok).ok_or_else(|| misfit(command)),
-            Err(error) => Ok(Err(error)),
-        }
+        self.value(Command::ExportEvent, |m| m.with_numbers([event.0]), Message::event_handle)
     }
 
     #[track_caller]
@@ -311,7 +316,7 @@ impl Peer {
 
     #[track_caller]
     pub(crate) fn query_event(&mut self, event: PeerEvent) -> Answer<Completion> {
-        Ok(self.number(Command::QueryEvent, |m| m.with_numbers([event.0]))?.map(completion))
+        self.value(Command::QueryEvent, |m| m.with_numbers([event.0]), Message::completion)
     }
 
     #[track_caller]
@@ -323,11 +328,7 @@ impl Peer {
 
     #[track_caller]
     pub(crate) fn live_objects(&mut self) -> Answer<LiveObjects> {
-        let command = Command::LiveObjects;
-        match self.ask(command, |m| m)? {
-            Ok(answer) => counts(&answer).map(Ok).ok_or_else(|| misfit(command)),
-            Err(error) => Ok(Err(error)),
-        }
+        self.value(Command::LiveObjects, |m| m, Message::live_objects)
     }
 
     /// Lets the process fork a child that does nothing and ends when this value is dropped.
@@ -343,30 +344,6 @@ impl Drop for Peer {
             let _ = self.kill();
         }
     }
-}
-
-fn completion(pending: u64) -> Completion {
-    if pending == 0 { Completion::Complete } else { Completion::Pending }
-}
-
-fn counts(answer: &Message) -> Option<LiveObjects> {
-    let mut live = LiveObjects::default();
-    let fields = [
-        &mut live.streams,
-        &mut live.events,
-        &mut live.handles,
-        &mut live.allocations,
-        &mut live.host_allocations,
-        &mut live.graphs,
-        &mut live.mappings,
-        &mut live.descriptors,
-        &mut live.shared_files,
-    ];
-    let numbers: [u64; 9] = answer.numbers.as_slice().try_into().ok()?;
-    for (field, number) in fields.into_iter().zip(numbers) {
-        *field = number;
-    }
-    Some(live)
 }
 
 #[track_caller]

@@ -5,15 +5,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use highwater_hal::{
-    Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, LiveObjects, Result,
-};
+use highwater_hal::numbers::Coded;
+use highwater_hal::{Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, Result};
 use rustix::process::Signal;
 
 use super::command::Command;
 use super::launcher::VARIABLE;
 use super::wire::{self, Message};
-use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
+use crate::device::{Block, Event, Span, Stream, close_unknown, read_span, write_span};
 use crate::idle_stream::IdleStream;
 use crate::stream_load::{Direction, StreamLoad};
 use crate::validation::Validated;
@@ -70,7 +69,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             drop(server);
             let findings = validated.findings();
             return if findings.is_empty() {
-                answer(&socket, &counts(&backend.live_objects()))
+                answer(&socket, &Message::new(wire::DONE).with_live_objects(backend.live_objects()))
             } else {
                 answer(&socket, &Message::new(wire::CONFUSED).with_bytes(findings.join("; ").as_bytes()))
             };
@@ -129,29 +128,6 @@ impl From<Error> for Trouble {
     }
 }
 
-/// Memory that the case names by its address.
-#[derive(Debug)]
-enum Memory<'b> {
-    Own(Block<'b>),
-    Opened(Mapping<'b>),
-}
-
-impl Memory<'_> {
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Own(block) => block.bytes(),
-            Self::Opened(mapping) => mapping.bytes(),
-        }
-    }
-
-    fn span(&self, offset: usize, bytes: usize) -> Span<'_> {
-        match self {
-            Self::Own(block) => block.span(offset..offset + bytes),
-            Self::Opened(mapping) => mapping.span(offset..offset + bytes),
-        }
-    }
-}
-
 /// The objects that the second process made for the case.
 struct Server<'b> {
     backend: &'b dyn Backend,
@@ -161,7 +137,7 @@ struct Server<'b> {
     /// Lives longest: freeing its memory waits for the device.
     idle: IdleStream<'b>,
     /// By address. Memory that was opened several times has several entries.
-    memory: BTreeMap<u64, Vec<Memory<'b>>>,
+    memory: BTreeMap<u64, Vec<Block<'b>>>,
     events: Vec<Option<Event<'b>>>,
     busy: BTreeMap<u64, StreamLoad<'b>>,
 }
@@ -178,7 +154,7 @@ impl<'b> Server<'b> {
             |index| message.number(index).ok_or_else(|| Trouble::Confused(format!("number {index} is missing")));
         let size = |index| number(index).map(|number| number as usize);
         let done = Message::new(wire::DONE);
-        let is_pending = |completion: Completion| u64::from(!completion.is_complete());
+        let completion = |completion: Completion| [u64::from(completion.code())];
         Ok(match command {
             Command::Begin | Command::Exit | Command::End => {
                 return Err(Trouble::Confused("it has begun already".to_owned()));
@@ -186,37 +162,33 @@ impl<'b> Server<'b> {
             Command::Allocate => {
                 let kind = DeviceMemoryKind::Shareable(transport(number(1)?)?);
                 let block = Block::with_kind(self.backend, self.device, size(0)?, kind)?;
-                done.with_numbers([self.keep(block.ptr(), Memory::Own(block))])
+                done.with_numbers([self.keep(block)])
             }
-            Command::Free => match self.take(number(0)?) {
-                Some(Memory::Own(block)) => {
-                    drop(block);
+            Command::Free => match self.take(number(0)?, false) {
+                Some(own) => {
+                    drop(own);
                     done
                 }
-                _ => return Err(unknown(number(0)?)),
+                None => return Err(unknown(number(0)?)),
             },
             Command::ExportMemory => {
-                let Some(Memory::Own(block)) = self.memory.get(&number(0)?).and_then(|blocks| blocks.last()) else {
+                let block = self.memory.get(&number(0)?).and_then(|blocks| blocks.last());
+                let Some(own) = block.filter(|block| !block.is_opened()) else {
                     return Err(unknown(number(0)?));
                 };
-                done.with_memory_handle(&block.export(transport(number(1)?)?)?)
+                done.with_memory_handle(&own.export(transport(number(1)?)?)?)
             }
             Command::OpenMemory => {
                 let handle =
                     message.memory_handle().ok_or_else(|| Trouble::Confused("the handle is malformed".to_owned()))?;
-                let mapping = Mapping::open(self.backend, self.device, &handle)?;
-                done.with_numbers([self.keep(mapping.ptr(), Memory::Opened(mapping))])
+                let block = Block::open(self.backend, self.device, &handle)?;
+                done.with_numbers([self.keep(block)])
             }
             Command::CloseMemory => {
-                match self.take(number(0)?) {
-                    Some(Memory::Opened(mapping)) => mapping.close()?,
+                match self.take(number(0)?, true) {
+                    Some(opened) => opened.give_back()?,
                     // The backend must refuse an address that is not open.
-                    other => {
-                        if let Some(own) = other {
-                            self.keep(DevicePtr::new(number(0)?), own);
-                        }
-                        Mapping::close_unknown(self.backend, self.device, DevicePtr::new(number(0)?))?;
-                    }
+                    None => close_unknown(self.backend, self.device, DevicePtr::new(number(0)?))?,
                 }
                 done
             }
@@ -255,7 +227,7 @@ impl<'b> Server<'b> {
                 self.stream.synchronize()?;
                 done
             }
-            Command::QueryStream => done.with_numbers([is_pending(self.stream.query()?)]),
+            Command::QueryStream => done.with_numbers(completion(self.stream.query()?)),
             Command::CreateEvent => {
                 let options = EventOptions::new();
                 let options = if number(0)? == 0 { options } else { options.with_interprocess() };
@@ -282,7 +254,7 @@ impl<'b> Server<'b> {
                 self.stream.wait(self.event(number(0)?)?)?;
                 done
             }
-            Command::QueryEvent => done.with_numbers([is_pending(self.event(number(0)?)?.query()?)]),
+            Command::QueryEvent => done.with_numbers(completion(self.event(number(0)?)?.query()?)),
             Command::SynchronizeEvent => {
                 self.event(number(0)?)?.synchronize()?;
                 done
@@ -293,7 +265,7 @@ impl<'b> Server<'b> {
                 live.streams -= 2;
                 live.allocations -= 1 + self.busy.len() as u64;
                 live.host_allocations -= self.busy.len() as u64;
-                counts(&live)
+                done.with_live_objects(live)
             }
             Command::Fork => {
                 self.fork()?;
@@ -302,18 +274,20 @@ impl<'b> Server<'b> {
         })
     }
 
-    fn keep(&mut self, ptr: DevicePtr, memory: Memory<'b>) -> u64 {
-        self.memory.entry(ptr.get()).or_default().push(memory);
-        ptr.get()
+    fn keep(&mut self, block: Block<'b>) -> u64 {
+        let address = block.ptr().get();
+        self.memory.entry(address).or_default().push(block);
+        address
     }
 
-    fn take(&mut self, address: u64) -> Option<Memory<'b>> {
+    /// Takes a block at an address, own or opened.
+    fn take(&mut self, address: u64, opened: bool) -> Option<Block<'b>> {
         let blocks = self.memory.get_mut(&address)?;
-        let memory = blocks.pop();
+        let block = blocks.pop_if(|block| block.is_opened() == opened);
         if blocks.is_empty() {
             self.memory.remove(&address);
         }
-        memory
+        block
     }
 
     /// Returns the bytes at an address inside living memory.
@@ -323,7 +297,7 @@ impl<'b> Server<'b> {
         if offset.checked_add(bytes).is_none_or(|end| end > memory.bytes()) {
             return Err(unknown(address));
         }
-        Ok(memory.span(offset, bytes))
+        Ok(memory.span(offset..offset + bytes))
     }
 
     fn keep_event(&mut self, event: Event<'b>) -> u64 {
@@ -368,7 +342,7 @@ impl Drop for Server<'_> {
 }
 
 fn transport(number: u64) -> Result<highwater_hal::Transport, Trouble> {
-    wire::transport(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
+    wire::decoded(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
 }
 
 fn unknown(address: u64) -> Trouble {
@@ -377,18 +351,4 @@ fn unknown(address: u64) -> Trouble {
 
 fn unknown_event(number: u64) -> Trouble {
     Trouble::Confused(format!("it has no event {number}"))
-}
-
-fn counts(live: &LiveObjects) -> Message {
-    Message::new(wire::DONE).with_numbers([
-        live.streams,
-        live.events,
-        live.handles,
-        live.allocations,
-        live.host_allocations,
-        live.graphs,
-        live.mappings,
-        live.descriptors,
-        live.shared_files,
-    ])
 }

@@ -13,7 +13,8 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
-use highwater_hal::{Descriptor, Error, ErrorKind, EventHandle, MemoryHandle, Transport};
+use highwater_hal::numbers::Coded;
+use highwater_hal::{Completion, Descriptor, Error, ErrorKind, EventHandle, LiveObjects, MemoryHandle};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
@@ -56,7 +57,7 @@ impl Message {
 
     pub(super) fn with_memory_handle(mut self, handle: &MemoryHandle) -> Self {
         self.descriptor = handle.descriptor.clone();
-        self.with_numbers([u64::from(handle.transport as u32), handle.bytes])
+        self.with_numbers([u64::from(handle.transport.code()), handle.bytes])
             .with_bytes(&handle.device_uuid)
             .with_bytes(&handle.payload)
     }
@@ -68,13 +69,12 @@ impl Message {
 
     /// Creates the answer that carries an error of the backend.
     pub(super) fn refusal(error: &Error) -> Self {
-        let kind = KINDS.iter().position(|&kind| kind == error.kind()).unwrap_or(KINDS.len());
-        Self::new(REFUSED).with_numbers([kind as u64]).with_bytes(error.to_string().as_bytes())
+        Self::new(REFUSED).with_numbers([u64::from(error.kind().code())]).with_bytes(error.to_string().as_bytes())
     }
 
     /// Returns the error of such an answer.
     pub(super) fn into_error(self, operation: &'static str) -> Error {
-        let kind = self.number(0).and_then(|kind| KINDS.get(kind as usize)).copied().unwrap_or(ErrorKind::Vendor);
+        let kind = self.number(0).and_then(decoded).unwrap_or(ErrorKind::Vendor);
         Error::new(kind, operation, format!("in the second process: {}", String::from_utf8_lossy(&self.bytes)))
     }
 
@@ -83,7 +83,7 @@ impl Message {
     }
 
     pub(super) fn memory_handle(&self) -> Option<MemoryHandle> {
-        let transport = transport(self.number(0)?)?;
+        let transport = decoded(self.number(0)?)?;
         let (uuid, payload) = self.uuid_and_payload()?;
         let handle = MemoryHandle::new(transport, uuid, self.number(1)?, payload);
         Some(match self.descriptor.clone() {
@@ -99,6 +99,24 @@ impl Message {
             Some(descriptor) => handle.with_descriptor(descriptor),
             None => handle,
         })
+    }
+
+    pub(super) fn completion(&self) -> Option<Completion> {
+        self.number(0).and_then(decoded)
+    }
+
+    pub(super) fn with_live_objects(self, mut live: LiveObjects) -> Self {
+        self.with_numbers(counts(&mut live).map(|count| *count))
+    }
+
+    pub(super) fn live_objects(&self) -> Option<LiveObjects> {
+        let mut live = LiveObjects::default();
+        let counts = counts(&mut live);
+        if self.numbers.len() != counts.len() {
+            return None;
+        }
+        counts.into_iter().zip(&self.numbers).for_each(|(count, &number)| *count = number);
+        Some(live)
     }
 
     fn uuid_and_payload(&self) -> Option<([u8; 16], [u8; 64])> {
@@ -122,36 +140,17 @@ impl Message {
     }
 }
 
-/// Every transport, by number.
-pub(super) fn transport(number: u64) -> Option<Transport> {
-    [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
-        .into_iter()
-        .find(|&transport| u64::from(transport as u32) == number)
+/// Returns the counts in the order of a message.
+fn counts(live: &mut LiveObjects) -> [&mut u64; 9] {
+    let LiveObjects { streams, events, handles, allocations, host_allocations, graphs, mappings, .. } = live;
+    let (descriptors, shared_files) = (&mut live.descriptors, &mut live.shared_files);
+    [streams, events, handles, allocations, host_allocations, graphs, mappings, descriptors, shared_files]
 }
 
-/// Kinds of error as numbers.
-const KINDS: [ErrorKind; 20] = [
-    ErrorKind::InvalidArgument,
-    ErrorKind::InvalidHandle,
-    ErrorKind::InvalidPointer,
-    ErrorKind::WrongDevice,
-    ErrorKind::Unsupported,
-    ErrorKind::OutOfMemory,
-    ErrorKind::LibraryMissing,
-    ErrorKind::SymbolMissing,
-    ErrorKind::DeviceMissing,
-    ErrorKind::UnknownBackend,
-    ErrorKind::Capture,
-    ErrorKind::InvalidState,
-    ErrorKind::DeviceLost,
-    ErrorKind::ShuttingDown,
-    ErrorKind::Forked,
-    ErrorKind::PeerLost,
-    ErrorKind::Expired,
-    ErrorKind::OperatingSystem,
-    ErrorKind::PermissionDenied,
-    ErrorKind::Vendor,
-];
+/// Returns the value of an enum with this number.
+pub(super) fn decoded<T: Coded>(number: u64) -> Option<T> {
+    T::of(u32::try_from(number).ok()?)
+}
 
 /// Sends a message. A closed other end gives an error instead of a signal.
 pub(super) fn send(socket: impl AsFd, message: &Message) -> io::Result<()> {
@@ -194,6 +193,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Option<Message>> {
 mod tests {
     use std::io::{Read, Write};
 
+    use highwater_hal::Transport;
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
     use super::*;
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn errors_keep_their_kind_and_text() {
-        for kind in KINDS {
+        for &kind in ErrorKind::ALL {
             let error = Error::new(kind, "open_memory", "what was wrong").with_hint("what to do");
             let got = Message::refusal(&error).into_error("open_memory");
             assert_eq!(got.kind(), kind);
