@@ -22,6 +22,11 @@ fn kind<T>(result: Result<T>) -> ErrorKind {
     result.map(|_| ()).unwrap_err().kind()
 }
 
+/// Makes the capture of `stream` lose itself at its end: it does not wait for the stream that joins it.
+fn lose_capture(stream: &Stream, other: &Stream) -> Result<()> {
+    other.wait(&stream.record()?)
+}
+
 #[test]
 fn a_graph_that_is_dropped_gives_back_after_its_last_launch() {
     let (backend, runtime, device) = open();
@@ -43,11 +48,11 @@ fn a_graph_that_is_dropped_gives_back_after_its_last_launch() {
 
     backend.advance(stream.id());
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 1, "the launch on the other stream is not done");
+    assert_eq!(backend.gpu.live_objects().allocations, 1, "the launch on the other stream is not done");
     assert_ne!(runtime.pinned::<u8>(64).unwrap().ptr(), address);
     backend.advance(other.id());
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 0);
+    assert_eq!(backend.gpu.live_objects().allocations, 0);
     let taken = [runtime.pinned::<u8>(64).unwrap(), runtime.pinned::<u8>(64).unwrap()];
     assert!(taken.iter().any(|pinned| pinned.ptr() == address));
     drop((taken, stream, other, device));
@@ -72,15 +77,15 @@ fn what_was_used_before_the_capture_may_be_dropped_in_it() {
             runtime.trim_device_memory()
         })
         .unwrap();
-    assert_eq!(backend.live_objects().allocations, 3);
+    assert_eq!(backend.gpu.live_objects().allocations, 3);
     backend.advance(stream.id());
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 1, "what the graph recorded");
+    assert_eq!(backend.gpu.live_objects().allocations, 1, "what the graph recorded");
     drop(graph);
     runtime.trim_device_memory().unwrap();
     backend.advance(stream.id());
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 0);
+    assert_eq!(backend.gpu.live_objects().allocations, 0);
     drop((pinned, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -94,11 +99,11 @@ fn graphs_and_streams_dropped_in_a_capture_are_destroyed_after_it() {
     let graph = stream
         .capture(|_| {
             drop((earlier, ends));
-            assert_eq!((backend.live_objects().streams, backend.live_objects().graphs), (2, 1));
+            assert_eq!((backend.gpu.live_objects().streams, backend.gpu.live_objects().graphs), (2, 1));
             Ok(())
         })
         .unwrap();
-    assert_eq!((backend.live_objects().streams, backend.live_objects().graphs), (1, 1));
+    assert_eq!((backend.gpu.live_objects().streams, backend.gpu.live_objects().graphs), (1, 1));
     drop((graph, buffer, pinned, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -106,18 +111,20 @@ fn graphs_and_streams_dropped_in_a_capture_are_destroyed_after_it() {
 #[test]
 fn a_lost_capture_keeps_nothing() {
     let (backend, runtime, device) = open();
-    let stream = device.create_stream().unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let pinned = runtime.pinned::<u8>(64).unwrap();
     let buffer = device.allocate::<u8>(64).unwrap();
-    backend.refuse(&["lose_capture"], u64::MAX);
-    assert_eq!(kind(stream.capture(|stream| stream.copy_to_device(&pinned, &buffer))), ErrorKind::Capture);
-    backend.refuse(&[], 0);
+    let lost = stream.capture(|stream| {
+        stream.copy_to_device(&pinned, &buffer)?;
+        lose_capture(stream, &other)
+    });
+    assert_eq!(kind(lost), ErrorKind::Capture);
     assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
     assert_eq!(pinned.read().unwrap().len(), 64);
     drop((buffer, pinned));
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 0);
-    drop((stream, device));
+    assert_eq!(backend.gpu.live_objects().allocations, 0);
+    drop((stream, other, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
@@ -279,12 +286,14 @@ fn a_call_that_was_to_be_recorded_is_not_executed_unordered() {
 
 #[test]
 fn what_was_dropped_in_a_lost_capture_is_held_to_the_cap() {
-    let backend = ManualBackend::new();
     let options = RuntimeOptions::new().with_host_cache_bytes(0);
-    let runtime = Runtime::with_options(backend.clone(), &options).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    backend.refuse(&["lose_capture"], u64::MAX);
-    let lost = stream.capture(|_| runtime.pinned::<u8>(64).map(drop));
+    let runtime = Runtime::with_options(ManualBackend::new(), &options).unwrap();
+    let device = runtime.device(0).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let lost = stream.capture(|stream| {
+        lose_capture(stream, &other)?;
+        runtime.pinned::<u8>(64).map(drop)
+    });
     assert_eq!(kind(lost), ErrorKind::Capture);
     assert_eq!(runtime.statistics().host.held_blocks, 0);
 }
@@ -306,10 +315,10 @@ fn a_backend_that_panics_while_a_stream_ends_keeps_nobody_waiting() {
     });
     is_dropped.recv_timeout(std::time::Duration::from_secs(20)).expect("the buffer waits for the end of the stream");
     runtime.trim_device_memory().unwrap();
-    assert_eq!(backend.live_objects().allocations, 1, "nobody can tell when the copy is done");
+    assert_eq!(backend.gpu.live_objects().allocations, 1, "nobody can tell when the copy is done");
     drop((pinned, device));
     runtime.close().unwrap();
-    assert_eq!(backend.live_objects().allocations, 0);
+    assert_eq!(backend.gpu.live_objects().allocations, 0);
 }
 
 // -------------------------------------------------------------------------------------------------- random sequences

@@ -1,15 +1,13 @@
 //! Bad input: one clear error each, and nothing left behind.
 
+mod support;
+
 use std::sync::Arc;
 
 use highwater_core::half::{bf16, f16};
 use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Result, Runtime, StridedBatch};
 use highwater_mock::{MockGpu, MockOptions, Operation};
-
-fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(options).unwrap();
-    (gpu.clone(), Runtime::new(gpu).unwrap())
-}
+use support::{end, open, open_with_stream};
 
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) {
@@ -21,9 +19,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) 
 
 #[test]
 fn pairs_of_types_that_do_not_fit() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, _, device, stream) = open_with_stream(MockOptions::new());
     let (half, bfloat) = (device.allocate::<f16>(16).unwrap(), device.allocate::<bf16>(16).unwrap());
     let (single, double) = (device.allocate::<f32>(16).unwrap(), device.allocate::<f64>(16).unwrap());
     let mut blas = stream.blas().unwrap();
@@ -59,9 +55,7 @@ fn pairs_of_types_that_do_not_fit() {
 
 #[test]
 fn sizes_and_shapes_that_do_not_fit() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let (small, large) = (device.allocate::<f32>(3).unwrap(), device.allocate::<f32>(16).unwrap());
     let other = device.allocate::<f32>(16).unwrap();
     let pinned = runtime.pinned::<f32>(16).unwrap();
@@ -118,14 +112,13 @@ fn sizes_and_shapes_that_do_not_fit() {
     );
     drop(lt);
     assert_eq!(gpu.calls(Operation::Copy) + gpu.calls(Operation::Gemm), calls, "the backend saw none of this");
-    drop((small, large, other, pinned, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (small, large, other, pinned, stream, device));
 }
 
 #[test]
 fn devices_and_runtimes_that_do_not_go_together() {
-    let (_gpu, runtime) = open(MockOptions::new().with_devices(2).with_capabilities(|c| c.peer_copy = false));
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) =
+        open_with_stream(MockOptions::new().with_devices(2).with_capabilities(|c| c.peer_copy = false));
     let elsewhere = runtime.device(1).unwrap().allocate::<f32>(4).unwrap();
     let here = runtime.device(0).unwrap().allocate::<f32>(4).unwrap();
     let pinned = runtime.pinned::<f32>(4).unwrap();
@@ -142,7 +135,7 @@ fn devices_and_runtimes_that_do_not_go_together() {
         ErrorKind::WrongDevice,
         "device 1",
     );
-    let (_other_gpu, other) = open(MockOptions::new());
+    let (_other_gpu, other, _) = open(MockOptions::new());
     let foreign = other.device(0).unwrap().allocate::<f32>(4).unwrap();
     refused(stream.fill(&foreign, 1.0), ErrorKind::InvalidPointer, "another runtime");
     refused(stream.copy_to_device(&other.pinned(4).unwrap(), &here), ErrorKind::InvalidPointer, "another runtime");
@@ -150,8 +143,7 @@ fn devices_and_runtimes_that_do_not_go_together() {
 
 #[test]
 fn a_stale_handle_is_named() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, _, _, stream) = open_with_stream(MockOptions::new());
     // Somebody destroys the stream behind the runtime's back.
     gpu.destroy_stream(stream.id()).unwrap();
     refused(stream.synchronize(), ErrorKind::InvalidHandle, "does not exist (any more)");
@@ -161,8 +153,7 @@ fn a_stale_handle_is_named() {
 #[test]
 fn a_device_without_memory_gives_back_what_is_not_in_use_before_it_refuses() {
     const MIB: usize = 1 << 20;
-    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64));
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64));
     {
         // An ended stream's workspace (32 MiB) and a dropped buffer are what can be given back.
         let stream = device.create_stream().unwrap();
@@ -175,8 +166,7 @@ fn a_device_without_memory_gives_back_what_is_not_in_use_before_it_refuses() {
     refused(stream.blas(), ErrorKind::OutOfMemory, "allocate");
     drop(most);
     drop(stream.blas().unwrap());
-    drop((stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, device));
     assert_eq!(gpu.memory_info(0).unwrap().free, 64 * MIB as u64);
 }
 
@@ -220,8 +210,7 @@ fn every_failing_call_leaves_nothing_behind() {
 
 #[test]
 fn closing_with_something_alive_says_so_and_closes_nothing() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     refused(
         runtime.close(),
         ErrorKind::InvalidState,
