@@ -159,12 +159,16 @@ fn joined_streams_belong_to_the_capture() {
 fn a_stream_that_is_not_waited_for_loses_the_capture_and_nothing_else() {
     let (_, runtime, device) = open(MockOptions::new());
     let (first, second) = (device.create_stream().unwrap(), device.create_stream().unwrap());
-    let buffer = device.allocate::<u8>(4).unwrap();
+    let (buffer, pinned) = (device.allocate::<u8>(4).unwrap(), runtime.pinned::<u8>(4).unwrap());
     let result = first.capture(|first| {
+        first.copy_to_device(&pinned, &buffer)?;
         second.wait(&first.record()?)?;
         second.fill(&buffer, 1)
     });
     assert_eq!(kind(result), ErrorKind::Capture);
+    assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
+    assert_eq!(pinned.read().unwrap().len(), 4);
+    drop(pinned);
     for stream in [&first, &second] {
         stream.fill(&buffer, 5).unwrap();
         assert_eq!(stream.download(&buffer).unwrap(), [5; 4]);

@@ -318,31 +318,10 @@ mod tests {
 
     #[test]
     fn only_memory_and_limits_of_the_system_are_worth_a_retry() {
+        use crate::numbers::Coded;
         use ErrorKind::*;
-        let kinds = [
-            InvalidArgument,
-            InvalidHandle,
-            InvalidPointer,
-            WrongDevice,
-            Unsupported,
-            OutOfMemory,
-            LibraryMissing,
-            SymbolMissing,
-            DeviceMissing,
-            UnknownBackend,
-            Capture,
-            InvalidState,
-            DeviceLost,
-            ShuttingDown,
-            Forked,
-            PeerLost,
-            Expired,
-            OperatingSystem,
-            PermissionDenied,
-            Vendor,
-        ];
         let temporary = |kind: &ErrorKind| Error::new(*kind, "call", "").is_temporary();
-        assert_eq!(kinds.into_iter().filter(temporary).collect::<Vec<_>>(), [OutOfMemory]);
+        assert_eq!(ErrorKind::ALL.iter().copied().filter(temporary).collect::<Vec<_>>(), [OutOfMemory]);
         let errno = |code| Error::new(OperatingSystem, "call", "").with_code(i64::from(code)).is_temporary();
         let retried = [
             libc::EAGAIN,
