@@ -50,7 +50,9 @@ unsafe impl BackendLayer for Noting {
         &*self.gpu
     }
     fn around<T: Answer>(&self, _: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
-        forward(&*self.gpu)
+        let answer = forward(&*self.gpu);
+        assert_eq!(self.gpu.violations(), [], "core broke a rule");
+        answer
     }
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
         let below = self.gpu.create_blas_handle(device, options)?;
@@ -106,7 +108,7 @@ impl Bench {
     }
 
     fn with_capabilities(policy: Numerics, change: impl FnOnce(&mut Capabilities)) -> Self {
-        let gpu = MockGpu::open(MockOptions::new().with_capabilities(change)).unwrap();
+        let gpu = MockGpu::open(MockOptions::new().with_checks().with_capabilities(change)).unwrap();
         let backend = Arc::new(Noting { gpu, calls: Arc::default() });
         let runtime = Runtime::with_options(backend.clone(), &RuntimeOptions::new().with_numerics(policy)).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
