@@ -103,6 +103,41 @@ impl PooledHandle {
     }
 }
 
+/// What both leases have: how they are bound, and a policy of their own.
+macro_rules! lease {
+    ($lease:ident) => {
+        impl<'s> $lease<'s> {
+            #[inline]
+            pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
+                pooled.bind(stream)?;
+                Ok(Self { pooled, stream, numerics: None })
+            }
+
+            /// Sets the policy for the products of this lease, before the thread's and the runtime's.
+            pub fn set_numerics(&mut self, policy: Numerics) {
+                self.numerics = Some(policy);
+            }
+
+            /// Sets the policy as [`set_numerics`](Self::set_numerics) does, and returns the lease.
+            #[must_use]
+            pub fn with_numerics(mut self, policy: Numerics) -> Self {
+                self.set_numerics(policy);
+                self
+            }
+        }
+
+        impl fmt::Debug for $lease<'_> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let mut text = f.debug_struct(stringify!($lease));
+                text.field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
+            }
+        }
+    };
+}
+
+lease!(BlasLease);
+lease!(LtLease);
+
 impl Stream {
     /// Leases a BLAS handle, bound to this stream and its workspace. A repeat request in the same thread takes no lock and
     /// makes no call of the backend.
@@ -173,31 +208,7 @@ pub struct BlasLease<'s> {
     numerics: Option<Numerics>,
 }
 
-impl fmt::Debug for BlasLease<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BlasLease").field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
-    }
-}
-
-impl<'s> BlasLease<'s> {
-    #[inline]
-    pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
-        pooled.bind(stream)?;
-        Ok(Self { pooled, stream, numerics: None })
-    }
-
-    /// Sets the policy for the products of this lease, before the thread's and the runtime's.
-    pub fn set_numerics(&mut self, policy: Numerics) {
-        self.numerics = Some(policy);
-    }
-
-    /// Sets the policy as [`BlasLease::set_numerics`] does, and returns the lease.
-    #[must_use]
-    pub fn with_numerics(mut self, policy: Numerics) -> Self {
-        self.set_numerics(policy);
-        self
-    }
-
+impl BlasLease<'_> {
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
     ///
     /// # Errors
@@ -416,31 +427,7 @@ pub struct LtLease<'s> {
     numerics: Option<Numerics>,
 }
 
-impl fmt::Debug for LtLease<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LtLease").field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
-    }
-}
-
-impl<'s> LtLease<'s> {
-    #[inline]
-    pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
-        pooled.bind(stream)?;
-        Ok(Self { pooled, stream, numerics: None })
-    }
-
-    /// Sets the policy for the products of this lease, before the thread's and the runtime's.
-    pub fn set_numerics(&mut self, policy: Numerics) {
-        self.numerics = Some(policy);
-    }
-
-    /// Sets the policy as [`LtLease::set_numerics`] does, and returns the lease.
-    #[must_use]
-    pub fn with_numerics(mut self, policy: Numerics) -> Self {
-        self.set_numerics(policy);
-        self
-    }
-
+impl LtLease<'_> {
     /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
     ///
     /// # Errors

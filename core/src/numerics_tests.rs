@@ -1,36 +1,115 @@
 //! Which calls the policy makes on a handle, and in which order.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use crate::testing::HandleCall::{CreatePlan, Gemm, RunPlan, SetAtomicsMode, SetMathMode, SetStream, SetWorkspace};
-use crate::testing::{HandleCall, ManualBackend};
+use HandleCall::{CreatePlan, Gemm, RunPlan, SetAtomicsMode, SetMathMode, SetStream, SetWorkspace};
+use highwater_hal::{
+    Answer, Backend, BackendLayer, BlasHandle, BlasOptions, Call, HandleLayer, PlanArguments, PlanOptions, Workspace,
+};
+use highwater_mock::{MockGpu, MockOptions, Operation};
+
 use crate::{
     AtomicsMode, BlasLease, Capabilities, DataType, DeviceBuffer, Epilogue, ErrorKind, GemmShape, LtLease, MathMode,
-    Numerics, PlanId, Result, Runtime, RuntimeOptions, Scalar, Stream, numerics,
+    Numerics, PlanId, Result, Runtime, RuntimeOptions, Scalar, Stream, StreamId, numerics,
 };
 
 const TF32: Numerics = Numerics::new().allow_tf32();
 const QUICK: Numerics = Numerics::new().allow_nondeterminism();
 const BOTH: Numerics = TF32.allow_nondeterminism();
 
-fn every_choice(capabilities: &mut Capabilities) {
-    capabilities.gemm_f64 = true;
-    capabilities.gemm_f16 = true;
-    capabilities.tf32 = true;
-    capabilities.atomics_mode = true;
-    capabilities.lt_plans = true;
+/// A call on a handle of any kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum HandleCall {
+    SetStream,
+    SetWorkspace,
+    SetMathMode(MathMode),
+    SetAtomicsMode(AtomicsMode),
+    Gemm(DataType),
+    CreatePlan(MathMode, AtomicsMode),
+    RunPlan(PlanId),
+}
+
+/// The mock, with handles that note the calls.
+#[derive(Debug)]
+struct Noting {
+    gpu: Arc<MockGpu>,
+    calls: Arc<Mutex<Vec<HandleCall>>>,
+}
+
+impl Noting {
+    /// Returns the calls on handles since the last call of this.
+    fn take_handle_calls(&self) -> Vec<HandleCall> {
+        std::mem::take(&mut *self.calls.lock().unwrap())
+    }
+}
+
+// SAFETY: everything is passed on to the mock.
+unsafe impl BackendLayer for Noting {
+    fn below(&self) -> &dyn Backend {
+        &*self.gpu
+    }
+    fn around<T: Answer>(&self, _: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        let answer = forward(&*self.gpu);
+        assert_eq!(self.gpu.violations(), [], "core broke a rule");
+        answer
+    }
+    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        let below = self.gpu.create_blas_handle(device, options)?;
+        Ok(Box::new(NotingHandle { below, calls: Arc::clone(&self.calls) }))
+    }
+}
+
+#[derive(Debug)]
+struct NotingHandle {
+    below: Box<dyn BlasHandle>,
+    calls: Arc<Mutex<Vec<HandleCall>>>,
+}
+
+/// Methods of a handle that note the call and forward it.
+macro_rules! noted {
+    ($([$($fn:tt)+] $method:ident($($argument:ident: $type:ty),+) -> $answer:ty: $note:expr;)+) => {$(
+        $($fn)+ $method(&mut self, $($argument: $type),+) -> Result<$answer> {
+            self.calls.lock().unwrap().push($note);
+            #[allow(unused_unsafe, reason = "some methods are safe to call")]
+            // SAFETY: as the caller promises.
+            unsafe { self.below.$method($($argument),+) }
+        }
+    )+};
+}
+
+impl HandleLayer for NotingHandle {
+    fn below(&self) -> &dyn BlasHandle {
+        &*self.below
+    }
+    fn around<T: Answer>(&mut self, _: &Call, forward: impl FnOnce(&mut dyn BlasHandle) -> Result<T>) -> Result<T> {
+        forward(&mut *self.below)
+    }
+    noted! {
+        [fn] set_stream(stream: StreamId) -> (): SetStream;
+        [unsafe fn] set_workspace(workspace: Option<Workspace>) -> (): SetWorkspace;
+        [fn] set_math_mode(mode: MathMode) -> (): SetMathMode(mode);
+        [fn] set_atomics_mode(mode: AtomicsMode) -> (): SetAtomicsMode(mode);
+        [unsafe fn] gemm(gemm: &highwater_hal::Gemm) -> (): Gemm(gemm.shape.data_type);
+        [fn] create_plan(options: &PlanOptions) -> PlanId: CreatePlan(options.math_mode, options.atomics_mode);
+        [unsafe fn] run_plan(plan: PlanId, arguments: &PlanArguments) -> (): RunPlan(plan);
+    }
 }
 
 struct Bench {
-    backend: Arc<ManualBackend>,
+    backend: Arc<Noting>,
     runtime: Runtime,
     stream: Stream,
 }
 
 impl Bench {
-    fn new(policy: Numerics, capabilities: impl FnOnce(&mut Capabilities)) -> Self {
-        let backend = ManualBackend::with_capabilities(capabilities);
+    fn new(policy: Numerics) -> Self {
+        Self::with_capabilities(policy, |_| ())
+    }
+
+    fn with_capabilities(policy: Numerics, change: impl FnOnce(&mut Capabilities)) -> Self {
+        let gpu = MockGpu::open(MockOptions::new().with_checks().with_capabilities(change)).unwrap();
+        let backend = Arc::new(Noting { gpu, calls: Arc::default() });
         let runtime = Runtime::with_options(backend.clone(), &RuntimeOptions::new().with_numerics(policy)).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
         Self { backend, runtime, stream }
@@ -61,7 +140,7 @@ impl Bench {
 
 #[test]
 fn the_first_product_sets_every_mode_and_an_equal_one_sets_none() {
-    let bench = Bench::new(Numerics::new(), every_choice);
+    let bench = Bench::new(Numerics::new());
     drop(bench.stream.blas().unwrap());
     assert_eq!(bench.backend.take_handle_calls(), [SetStream, SetWorkspace], "a lease alone sets no mode");
     let first = [SetMathMode(MathMode::Default), SetAtomicsMode(AtomicsMode::NotAllowed), Gemm(DataType::F32)];
@@ -77,7 +156,7 @@ fn the_first_product_sets_every_mode_and_an_equal_one_sets_none() {
 
 #[test]
 fn the_lease_comes_before_the_thread_and_the_thread_before_the_runtime() {
-    let bench = Bench::new(TF32, every_choice);
+    let bench = Bench::new(TF32);
     let calls = bench.product().unwrap();
     assert!(calls.ends_with(&[
         SetMathMode(MathMode::Tf32),
@@ -128,7 +207,7 @@ fn the_policy_of_a_thread_nests_survives_a_panic_and_stays_in_its_thread() {
 
 #[test]
 fn only_32_bit_products_have_a_precision() {
-    let bench = Bench::new(TF32, every_choice);
+    let bench = Bench::new(TF32);
     let mut lease = bench.stream.blas().unwrap();
     bench.backend.take_handle_calls();
     // The modes of a fresh handle are unknown, so the first product sets them, whatever its type.
@@ -143,20 +222,17 @@ fn only_32_bit_products_have_a_precision() {
 
 #[test]
 fn tf32_on_a_device_without_it_is_refused_for_32_bit_products_only() {
-    let without = |capabilities: &mut Capabilities| {
-        every_choice(capabilities);
-        capabilities.tf32 = false;
-    };
     let refused = |result: Result<Vec<HandleCall>>| {
         let error = result.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.message().contains("tf32") && error.hint().contains("Numerics"), "{error}");
     };
-    let bench = Bench::new(TF32, without);
+    let bench = Bench::with_capabilities(TF32, |can| can.tf32 = false);
     refused(bench.product());
     refused(bench.plan(&mut bench.stream.lt().unwrap()));
     let mut lease = bench.stream.blas().unwrap();
-    bench.backend.take_handle_calls();
+    let calls = bench.backend.take_handle_calls();
+    assert!(!calls.iter().any(|call| matches!(call, Gemm(_) | CreatePlan(..) | RunPlan(_))), "{calls:?}");
     assert_eq!(bench.multiply(&mut lease, 1.0_f64, 0.0).unwrap().last(), Some(&Gemm(DataType::F64)));
     assert_eq!(lease.with_raw(|_| ()).unwrap_err().kind(), ErrorKind::Unsupported);
     drop(lease);
@@ -168,10 +244,7 @@ fn tf32_on_a_device_without_it_is_refused_for_32_bit_products_only() {
 
 #[test]
 fn a_device_without_a_choice_of_atomics_is_not_asked_for_one() {
-    let bench = Bench::new(QUICK, |capabilities| {
-        every_choice(capabilities);
-        capabilities.atomics_mode = false;
-    });
+    let bench = Bench::with_capabilities(QUICK, |can| can.atomics_mode = false);
     drop(bench.stream.blas().unwrap());
     bench.backend.take_handle_calls();
     assert_eq!(bench.product().unwrap(), [SetMathMode(MathMode::Default), Gemm(DataType::F32)]);
@@ -181,9 +254,9 @@ fn a_device_without_a_choice_of_atomics_is_not_asked_for_one() {
 
 #[test]
 fn a_mode_that_was_refused_is_set_again_by_the_next_product() {
-    let bench = Bench::new(Numerics::new(), every_choice);
+    let bench = Bench::new(Numerics::new());
     bench.product().unwrap();
-    bench.backend.refuse(&["set_math_mode", "set_atomics_mode"], 1);
+    bench.backend.gpu.fail_call(Operation::SetMathMode, 1, ErrorKind::Vendor).unwrap();
     numerics::with(TF32, || bench.product().unwrap_err());
     assert_eq!(bench.backend.take_handle_calls(), [SetMathMode(MathMode::Tf32)]);
     // What the handle is in after a refusal is unknown, also when the old mode is wanted.
@@ -192,7 +265,7 @@ fn a_mode_that_was_refused_is_set_again_by_the_next_product() {
 
 #[test]
 fn a_handle_is_lent_in_the_modes_of_the_policy_and_all_are_set_again_afterwards() {
-    let bench = Bench::new(TF32, every_choice);
+    let bench = Bench::new(TF32);
     let mut lease = bench.stream.blas().unwrap();
     bench.backend.take_handle_calls();
     let modes = [SetMathMode(MathMode::Tf32), SetAtomicsMode(AtomicsMode::NotAllowed)];
@@ -205,7 +278,7 @@ fn a_handle_is_lent_in_the_modes_of_the_policy_and_all_are_set_again_afterwards(
 
 #[test]
 fn plans_of_different_modes_are_different_plans_and_are_kept() {
-    let bench = Bench::new(Numerics::new(), every_choice);
+    let bench = Bench::new(Numerics::new());
     let mut lease = bench.stream.lt().unwrap();
     bench.backend.take_handle_calls();
     let policies = [Numerics::new(), TF32, QUICK, BOTH];
@@ -215,15 +288,19 @@ fn plans_of_different_modes_are_different_plans_and_are_kept() {
         (MathMode::Default, AtomicsMode::Allowed),
         (MathMode::Tf32, AtomicsMode::Allowed),
     ];
-    for (number, (policy, (math, atomics))) in policies.into_iter().zip(modes).enumerate() {
+    let plans = policies.into_iter().zip(modes).map(|(policy, (math, atomics))| {
         lease.set_numerics(policy);
-        let plan = PlanId::new(number as u64 + 1);
         // No mode is set on the handle: the plan has them.
-        assert_eq!(bench.plan(&mut lease).unwrap(), [CreatePlan(math, atomics), RunPlan(plan)]);
-    }
-    for (number, policy) in policies.into_iter().enumerate() {
+        let [created, run @ RunPlan(_)] = bench.plan(&mut lease).unwrap()[..] else {
+            panic!("a plan is created and run")
+        };
+        assert_eq!(created, CreatePlan(math, atomics));
+        run
+    });
+    let plans: Vec<_> = plans.collect();
+    for (policy, plan) in policies.into_iter().zip(plans) {
         lease.set_numerics(policy);
-        assert_eq!(bench.plan(&mut lease).unwrap(), [RunPlan(PlanId::new(number as u64 + 1))]);
+        assert_eq!(bench.plan(&mut lease).unwrap(), [plan]);
     }
     // A type without a choice of precision needs one plan for both.
     let [a, d] = bench.buffers::<f64>();
@@ -238,7 +315,7 @@ fn plans_of_different_modes_are_different_plans_and_are_kept() {
 
 #[test]
 fn a_capture_binds_anew_and_sets_no_mode_that_is_set() {
-    let bench = Bench::new(Numerics::new(), every_choice);
+    let bench = Bench::new(Numerics::new());
     bench.product().unwrap();
     let gemm = Gemm(DataType::F32);
     let math = |mode| SetMathMode(mode);

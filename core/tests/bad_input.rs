@@ -1,15 +1,13 @@
 //! Bad input: one clear error each, and nothing left behind.
 
+mod support;
+
 use std::sync::Arc;
 
 use highwater_core::half::{bf16, f16};
 use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Result, Runtime, StridedBatch};
 use highwater_mock::{MockGpu, MockOptions, Operation};
-
-fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(options).unwrap();
-    (gpu.clone(), Runtime::new(gpu).unwrap())
-}
+use support::{end, open, open_with_stream};
 
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) {
@@ -19,11 +17,14 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) 
     assert!(!error.hint().is_empty(), "nothing says what to do: {error}");
 }
 
+#[track_caller]
+fn invalid<T: std::fmt::Debug>(result: Result<T>, words: &str) {
+    refused(result, ErrorKind::InvalidArgument, words);
+}
+
 #[test]
 fn pairs_of_types_that_do_not_fit() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, _, device, stream) = open_with_stream(MockOptions::new());
     let (half, bfloat) = (device.allocate::<f16>(16).unwrap(), device.allocate::<bf16>(16).unwrap());
     let (single, double) = (device.allocate::<f32>(16).unwrap(), device.allocate::<f64>(16).unwrap());
     let mut blas = stream.blas().unwrap();
@@ -31,10 +32,10 @@ fn pairs_of_types_that_do_not_fit() {
     let mixed = GemmShape::mixed::<f16, f32>(4, 4, 4);
     let words = "the shape has a result of F32, the buffers are of F16";
     let plain = blas.gemm(&mixed, f16::ONE, &half, &half, f16::ZERO, &half);
-    refused(plain, ErrorKind::InvalidArgument, words);
+    invalid(plain, words);
     let words = "the shape has factors of F16, the buffers are of Bf16";
     let other = blas.gemm_mixed(&mixed, 1.0, &bfloat, &bfloat, 0.0, &single);
-    refused(other, ErrorKind::InvalidArgument, words);
+    invalid(other, words);
 
     let words = "no product has factors of F32 and a result of F64";
     let shape = GemmShape::mixed::<f32, f64>(4, 4, 4);
@@ -46,86 +47,61 @@ fn pairs_of_types_that_do_not_fit() {
 
     let small = single.slice(0..15).unwrap();
     let short = blas.gemm_mixed(&mixed, 1.0, &half, &half, 0.0, small);
-    refused(short, ErrorKind::InvalidArgument, "C has 15 values, the product reaches 16");
+    invalid(short, "C has 15 values, the product reaches 16");
     let mut lt = stream.lt().unwrap();
     let bias = single.slice(3..6).unwrap();
     let plan = lt.matmul_mixed(&mixed, Epilogue::Bias, 1.0, &half, &half, 0.0, &single, Some(bias));
-    refused(plan, ErrorKind::InvalidArgument, "the bias has 3 values, D has 4 rows");
+    invalid(plan, "the bias has 3 values, D has 4 rows");
     let bias = single.slice(12..16).unwrap();
     let plan = lt.matmul_mixed(&mixed, Epilogue::Bias, 1.0, &half, &half, 0.0, &single, Some(bias));
-    refused(plan, ErrorKind::InvalidArgument, "D overlaps the bias");
+    invalid(plan, "D overlaps the bias");
     assert_eq!((gpu.calls(Operation::Gemm), gpu.calls(Operation::CreatePlan)), (0, 0));
 }
 
 #[test]
 fn sizes_and_shapes_that_do_not_fit() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let (small, large) = (device.allocate::<f32>(3).unwrap(), device.allocate::<f32>(16).unwrap());
     let other = device.allocate::<f32>(16).unwrap();
     let pinned = runtime.pinned::<f32>(16).unwrap();
     let calls = gpu.calls(Operation::Copy) + gpu.calls(Operation::Gemm);
 
-    refused(
-        stream.copy_to_device(&pinned, &small),
-        ErrorKind::InvalidArgument,
-        "the source has 16 values, the destination 3",
-    );
-    refused(stream.write(&[1.0_f32], &large), ErrorKind::InvalidArgument, "the destination 16");
-    refused(large.slice(10..17), ErrorKind::InvalidArgument, "10..17 is not inside a buffer of 16");
+    invalid(stream.copy_to_device(&pinned, &small), "the source has 16 values, the destination 3");
+    invalid(stream.write(&[1.0_f32], &large), "the destination 16");
+    invalid(large.slice(10..17), "10..17 is not inside a buffer of 16");
     let (front, back) = (large.slice(0..10).unwrap(), large.slice(6..16).unwrap());
-    refused(stream.copy(front, back), ErrorKind::InvalidArgument, "overlap");
-    refused(stream.fill(&device.allocate::<f64>(1).unwrap(), 1.0), ErrorKind::InvalidArgument, "8 bytes");
-    refused(device.allocate::<u64>(usize::MAX), ErrorKind::InvalidArgument, "address space");
+    invalid(stream.copy(front, back), "overlap");
+    invalid(stream.fill(&device.allocate::<f64>(1).unwrap(), 1.0), "8 bytes");
+    invalid(device.allocate::<u64>(usize::MAX), "address space");
     refused(runtime.device(1), ErrorKind::InvalidArgument, "there is no device 1; the backend has 1");
 
     let mut blas = stream.blas().unwrap();
     let shape = GemmShape::of::<f32>(4, 4, 4);
-    refused(
-        blas.gemm(&shape, 1.0, &large, &small, 0.0, &other),
-        ErrorKind::InvalidArgument,
-        "B has 3 values, the product reaches 16",
-    );
-    refused(blas.gemm(&shape, 1.0, &large, &other, 0.0, &large), ErrorKind::InvalidArgument, "C overlaps A");
-    refused(
-        blas.gemm(&shape.with_leading_dimensions(3, 4, 4), 1.0, &large, &large, 0.0, &other),
-        ErrorKind::InvalidArgument,
-        "lda is 3",
-    );
+    invalid(blas.gemm(&shape, 1.0, &large, &small, 0.0, &other), "B has 3 values, the product reaches 16");
+    invalid(blas.gemm(&shape, 1.0, &large, &other, 0.0, &large), "C overlaps A");
+    invalid(blas.gemm(&shape.with_leading_dimensions(3, 4, 4), 1.0, &large, &large, 0.0, &other), "lda is 3");
     let batch = StridedBatch { count: 2, stride_a: 0, stride_b: 0, stride_c: 16 };
-    refused(
-        blas.gemm(&shape.with_batch(batch), 1.0, &large, &large, 0.0, &other),
-        ErrorKind::InvalidArgument,
-        "reaches 32",
-    );
-    refused(
+    invalid(blas.gemm(&shape.with_batch(batch), 1.0, &large, &large, 0.0, &other), "reaches 32");
+    invalid(
         blas.gemm(&GemmShape::of::<f64>(4, 4, 4), 1.0, &large, &large, 0.0, &other),
-        ErrorKind::InvalidArgument,
         "the shape has factors of F64",
     );
     drop(blas);
     let mut lt = stream.lt().unwrap();
-    refused(
-        lt.matmul(&shape, Epilogue::Bias, 1.0, &large, &large, 0.0, &other, None),
-        ErrorKind::InvalidArgument,
-        "needs a bias",
-    );
-    refused(
+    invalid(lt.matmul(&shape, Epilogue::Bias, 1.0, &large, &large, 0.0, &other, None), "needs a bias");
+    invalid(
         lt.matmul(&shape, Epilogue::Bias, 1.0, &large, &large, 0.0, &other, Some((&small).into())),
-        ErrorKind::InvalidArgument,
         "the bias has 3 values, D has 4 rows",
     );
     drop(lt);
     assert_eq!(gpu.calls(Operation::Copy) + gpu.calls(Operation::Gemm), calls, "the backend saw none of this");
-    drop((small, large, other, pinned, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (small, large, other, pinned, stream, device));
 }
 
 #[test]
 fn devices_and_runtimes_that_do_not_go_together() {
-    let (_gpu, runtime) = open(MockOptions::new().with_devices(2).with_capabilities(|c| c.peer_copy = false));
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) =
+        open_with_stream(MockOptions::new().with_devices(2).with_capabilities(|c| c.peer_copy = false));
     let elsewhere = runtime.device(1).unwrap().allocate::<f32>(4).unwrap();
     let here = runtime.device(0).unwrap().allocate::<f32>(4).unwrap();
     let pinned = runtime.pinned::<f32>(4).unwrap();
@@ -142,7 +118,7 @@ fn devices_and_runtimes_that_do_not_go_together() {
         ErrorKind::WrongDevice,
         "device 1",
     );
-    let (_other_gpu, other) = open(MockOptions::new());
+    let (_other_gpu, other, _) = open(MockOptions::new());
     let foreign = other.device(0).unwrap().allocate::<f32>(4).unwrap();
     refused(stream.fill(&foreign, 1.0), ErrorKind::InvalidPointer, "another runtime");
     refused(stream.copy_to_device(&other.pinned(4).unwrap(), &here), ErrorKind::InvalidPointer, "another runtime");
@@ -150,8 +126,7 @@ fn devices_and_runtimes_that_do_not_go_together() {
 
 #[test]
 fn a_stale_handle_is_named() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, _, _, stream) = open_with_stream(MockOptions::new());
     // Somebody destroys the stream behind the runtime's back.
     gpu.destroy_stream(stream.id()).unwrap();
     refused(stream.synchronize(), ErrorKind::InvalidHandle, "does not exist (any more)");
@@ -161,8 +136,7 @@ fn a_stale_handle_is_named() {
 #[test]
 fn a_device_without_memory_gives_back_what_is_not_in_use_before_it_refuses() {
     const MIB: usize = 1 << 20;
-    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64));
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64));
     {
         // An ended stream's workspace (32 MiB) and a dropped buffer are what can be given back.
         let stream = device.create_stream().unwrap();
@@ -175,8 +149,7 @@ fn a_device_without_memory_gives_back_what_is_not_in_use_before_it_refuses() {
     refused(stream.blas(), ErrorKind::OutOfMemory, "allocate");
     drop(most);
     drop(stream.blas().unwrap());
-    drop((stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, device));
     assert_eq!(gpu.memory_info(0).unwrap().free, 64 * MIB as u64);
 }
 
@@ -220,8 +193,7 @@ fn every_failing_call_leaves_nothing_behind() {
 
 #[test]
 fn closing_with_something_alive_says_so_and_closes_nothing() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     refused(
         runtime.close(),
         ErrorKind::InvalidState,

@@ -1,8 +1,10 @@
 //! Captures and graphs on the mock, which executes nothing while it captures and loses a capture as the vendors do.
 
+mod support;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -11,18 +13,9 @@ use highwater_core::{
     MemoryCopy, Result, Runtime, RuntimeOptions, Stream,
 };
 use highwater_mock::{MockGpu, MockOptions, Operation};
+use support::{end, kind, open, open_with_stream};
 
 const N: usize = 8;
-
-fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(options).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    (gpu, runtime)
-}
-
-fn kind<T>(result: Result<T>) -> ErrorKind {
-    result.map(|_| ()).unwrap_err().kind()
-}
 
 /// `c += a * b`
 fn product(stream: &Stream, a: &DeviceBuffer<f32>, b: &DeviceBuffer<f32>, c: &DeviceBuffer<f32>) -> Result<()> {
@@ -36,8 +29,7 @@ fn matrix(stream: &Stream, value: f32) -> DeviceBuffer<f32> {
 
 #[test]
 fn two_replays_add_twice() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(MockOptions::new());
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 5.0));
     let mut graph = stream.capture(|stream| product(stream, &a, &b, &c)).unwrap();
     assert_eq!(stream.download(&c).unwrap(), [5.0; N * N], "recorded, not executed");
@@ -51,9 +43,7 @@ fn two_replays_add_twice() {
 
 #[test]
 fn a_graph_dropped_while_its_launch_runs_loses_nothing() {
-    let (gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(20)));
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new().with_latency(Duration::from_millis(20)));
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 3.0), matrix(&stream, 0.0));
     let result = device.allocate::<f32>(N * N).unwrap();
     let mut output = runtime.pinned::<f32>(N * N).unwrap();
@@ -82,9 +72,7 @@ fn a_graph_dropped_while_its_launch_runs_loses_nothing() {
 
 #[test]
 fn a_hundred_graphs_dropped_leave_no_block() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     product(&stream, &matrix(&stream, 1.0), &matrix(&stream, 1.0), &matrix(&stream, 1.0)).unwrap();
     stream.synchronize().unwrap();
     runtime.trim_device_memory().unwrap();
@@ -122,14 +110,12 @@ fn a_hundred_graphs_dropped_leave_no_block() {
     let trimmed = runtime.statistics();
     assert_eq!((gpu.live_objects().allocations, trimmed.workspaces), before);
     assert_eq!((trimmed.host.held_blocks, gpu.live_objects().host_allocations), (0, 0));
-    drop((stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, device));
 }
 
 #[test]
 fn joined_streams_belong_to_the_capture() {
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(2)));
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new().with_latency(Duration::from_millis(2)));
     let (first, second, third) =
         (device.create_stream().unwrap(), device.create_stream().unwrap(), device.create_stream().unwrap());
     let (a, b) = (matrix(&first, 1.0), matrix(&first, 2.0));
@@ -166,21 +152,23 @@ fn joined_streams_belong_to_the_capture() {
     graph.launch(&third).unwrap();
     let product_of = 2.0 * N as f32;
     assert_eq!(third.download(&sum).unwrap(), [1.0 + product_of, 3.0 + 2.0 * product_of]);
-    drop((graph, inside, a, b, c, d, sum, first, second, third, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, inside, a, b, c, d, sum, first, second, third, device));
 }
 
 #[test]
 fn a_stream_that_is_not_waited_for_loses_the_capture_and_nothing_else() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new());
     let (first, second) = (device.create_stream().unwrap(), device.create_stream().unwrap());
-    let buffer = device.allocate::<u8>(4).unwrap();
+    let (buffer, pinned) = (device.allocate::<u8>(4).unwrap(), runtime.pinned::<u8>(4).unwrap());
     let result = first.capture(|first| {
+        first.copy_to_device(&pinned, &buffer)?;
         second.wait(&first.record()?)?;
         second.fill(&buffer, 1)
     });
     assert_eq!(kind(result), ErrorKind::Capture);
+    assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
+    assert_eq!(pinned.read().unwrap().len(), 4);
+    drop(pinned);
     for stream in [&first, &second] {
         stream.fill(&buffer, 5).unwrap();
         assert_eq!(stream.download(&buffer).unwrap(), [5; 4]);
@@ -188,15 +176,13 @@ fn a_stream_that_is_not_waited_for_loses_the_capture_and_nothing_else() {
     let mut graph = second.capture(|second| second.fill(&buffer, 6)).unwrap();
     graph.launch(&first).unwrap();
     assert_eq!(first.download(&buffer).unwrap(), [6; 4]);
-    drop((graph, buffer, first, second, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, buffer, first, second, device));
 }
 
 #[test]
 fn what_would_lose_a_capture_is_refused_before_the_backend_is_called() {
     for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
-        let (gpu, runtime) = open(MockOptions::new());
-        let device = runtime.device(0).unwrap();
+        let (gpu, runtime, device) = open(MockOptions::new());
         let (stream, outside) = (device.create_stream().unwrap(), device.create_stream().unwrap());
         let buffer = stream.upload(&[1_u8; 4]).unwrap();
         let mut pinned = runtime.pinned::<u8>(4).unwrap();
@@ -252,17 +238,14 @@ fn what_would_lose_a_capture_is_refused_before_the_backend_is_called() {
         graph.launch(&stream).unwrap();
         assert_eq!(stream.download(&buffer).unwrap(), [9; 4]);
         device.synchronize().unwrap();
-        drop((graph, earlier, buffer, pinned, event, timed, stream, outside, device));
-        assert_eq!(runtime.close().unwrap().total(), 0);
+        end(runtime, (graph, earlier, buffer, pinned, event, timed, stream, outside, device));
         assert_eq!(gpu.live_objects().total(), 0);
     }
 }
 
 #[test]
 fn buffers_dropped_in_a_capture_are_kept_by_it() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let result = device.allocate::<u8>(4).unwrap();
     let unused = device.allocate::<u8>(4).unwrap();
     let before = gpu.calls(Operation::Free);
@@ -287,14 +270,12 @@ fn buffers_dropped_in_a_capture_are_kept_by_it() {
     let other = runtime.pinned::<u8>(4).unwrap();
     graph.launch(&stream).unwrap();
     assert_eq!(stream.download(&result).unwrap(), [8; 4]);
-    drop((graph, other, result, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, other, result, stream, device));
 }
 
 #[test]
 fn an_error_or_a_panic_ends_the_capture_and_keeps_nothing() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let (stream, joined) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
     let mut pinned = runtime.pinned::<f32>(N * N).unwrap();
@@ -322,16 +303,14 @@ fn an_error_or_a_panic_ends_the_capture_and_keeps_nothing() {
     assert_eq!(stream.download(&c).unwrap(), [0.0; N * N], "nothing was executed");
     product(&stream, &a, &b, &c).unwrap();
     assert_eq!(stream.download(&c).unwrap(), [2.0 * N as f32; N * N]);
-    drop((a, b, c, pinned, stream, joined, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (a, b, c, pinned, stream, joined, device));
 }
 
 #[test]
 fn an_end_or_a_graph_that_is_refused_leaves_the_stream_as_before() {
     for operation in ["begin_capture", "end_capture", "instantiate_graph", "destroy_graph"] {
-        let (_gpu, runtime) = open(MockOptions::new().with_fault(operation, 1, ErrorKind::Vendor));
-        let device = runtime.device(0).unwrap();
-        let stream = device.create_stream().unwrap();
+        let (_, runtime, device, stream) =
+            open_with_stream(MockOptions::new().with_fault(operation, 1, ErrorKind::Vendor));
         let buffer = stream.upload(&[1_u8; 4]).unwrap();
         let captured = stream.capture(|stream| stream.fill(&buffer, 2));
         assert_eq!(captured.is_err(), operation != "destroy_graph", "{operation}");
@@ -348,7 +327,7 @@ fn an_end_or_a_graph_that_is_refused_leaves_the_stream_as_before() {
 #[test]
 fn two_threads_capture_at_once_and_others_go_on() {
     const ROUNDS: usize = 20;
-    let (_gpu, runtime) = open(MockOptions::new());
+    let (_, runtime, _) = open(MockOptions::new());
     let start = Barrier::new(3);
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -399,9 +378,7 @@ fn two_threads_capture_at_once_and_others_go_on() {
 #[test]
 fn a_thread_that_uses_the_stream_of_another_threads_capture_does_not_disturb_it() {
     const ROUNDS: usize = 60;
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (_, runtime, device, stream) = open_with_stream(MockOptions::new());
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -448,8 +425,7 @@ fn a_thread_that_uses_the_stream_of_another_threads_capture_does_not_disturb_it(
 
 #[test]
 fn launches_on_several_streams_take_turns() {
-    let (_gpu, runtime) = open(MockOptions::new().with_devices(2).with_latency(Duration::from_millis(3)));
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new().with_devices(2).with_latency(Duration::from_millis(3)));
     let streams: Vec<_> = (0..3).map(|_| device.create_stream().unwrap()).collect();
     let (a, b, c) = (matrix(&streams[0], 1.0), matrix(&streams[0], 2.0), matrix(&streams[0], 0.0));
     streams[0].synchronize().unwrap();
@@ -464,15 +440,14 @@ fn launches_on_several_streams_take_turns() {
     assert_eq!(streams[2].download(&c).unwrap(), [6.0 * 2.0 * N as f32; N * N]);
     let elsewhere = runtime.device(1).unwrap().create_stream().unwrap();
     assert_eq!(kind(graph.launch(&elsewhere)), ErrorKind::WrongDevice);
-    let (_other_gpu, other_runtime) = open(MockOptions::new());
+    let (_other_gpu, other_runtime, _) = open(MockOptions::new());
     let foreign = other_runtime.device(0).unwrap().create_stream().unwrap();
     assert_eq!(kind(graph.launch(&foreign)), ErrorKind::InvalidHandle);
 }
 
 #[test]
 fn a_replay_sees_what_the_cpu_wrote_and_waits_for_other_streams() {
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
     let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let (buffer, source) = (device.allocate::<u32>(16).unwrap(), stream.upload(&[40_u32; 16]).unwrap());
     let (mut input, mut output) = (runtime.pinned::<u32>(16).unwrap(), runtime.pinned::<u32>(16).unwrap());
@@ -501,8 +476,7 @@ fn a_replay_sees_what_the_cpu_wrote_and_waits_for_other_streams() {
 
 #[test]
 fn two_graphs_that_share_page_locked_memory_take_turns() {
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_micros(200)));
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new().with_latency(Duration::from_micros(200)));
     let shared: Vec<_> = (0..3).map(|_| runtime.pinned::<u8>(1 << 16).unwrap()).collect();
     let shared = Mutex::new(shared);
     let graphs: Vec<_> = (0..2_u8)
@@ -539,9 +513,8 @@ fn two_graphs_that_share_page_locked_memory_take_turns() {
 
 #[test]
 fn a_device_that_makes_nothing_in_a_capture_asks_to_warm_up() {
-    let (gpu, runtime) = open(MockOptions::new().with_capabilities(|c| c.create_during_capture = false));
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) =
+        open_with_stream(MockOptions::new().with_capabilities(|c| c.create_during_capture = false));
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
     let error = stream.capture(|stream| product(stream, &a, &b, &c)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Capture);
@@ -559,22 +532,19 @@ fn a_device_that_makes_nothing_in_a_capture_asks_to_warm_up() {
         .unwrap();
     graph.launch(&stream).unwrap();
     assert_eq!(stream.download(&c).unwrap(), [2.0 * 2.0 * N as f32; N * N]);
-    drop((graph, a, b, c, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, a, b, c, stream, device));
 }
 
 #[test]
 fn a_device_that_cannot_capture_says_so_before_the_backend_is_called() {
-    let (gpu, runtime) = open(MockOptions::new().with_capabilities(|c| c.capture = false));
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, _, _, stream) = open_with_stream(MockOptions::new().with_capabilities(|c| c.capture = false));
     assert_eq!(kind(stream.capture(|_| panic!("nothing is recorded"))), ErrorKind::Unsupported);
     assert_eq!(gpu.calls(Operation::BeginCapture), 0);
 }
 
 #[test]
 fn the_legacy_default_stream_takes_part_in_no_capture() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (_, _, device) = open(MockOptions::new());
     let (legacy, stream) = (device.legacy_default_stream().unwrap(), device.create_stream().unwrap());
     let calls = AtomicBool::new(false);
     assert_eq!(
@@ -597,8 +567,7 @@ fn the_legacy_default_stream_takes_part_in_no_capture() {
 
 #[test]
 fn a_graph_goes_to_another_thread() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(MockOptions::new());
     let buffer = stream.upload(&[1_u8; 4]).unwrap();
     let mut graph = stream.capture(|stream| stream.fill(&buffer, 2)).unwrap();
     thread::scope(|scope| scope.spawn(|| graph.launch(&stream)).join()).unwrap().unwrap();
@@ -608,8 +577,7 @@ fn a_graph_goes_to_another_thread() {
 
 #[test]
 fn a_lease_goes_through_a_capture_with_the_captures_workspace() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
     let shape = GemmShape::of::<f32>(N, N, N);
     let mut lease = stream.blas().unwrap();
@@ -634,8 +602,7 @@ fn a_lease_goes_through_a_capture_with_the_captures_workspace() {
 
 #[test]
 fn the_workspace_of_a_graph_serves_others_after_its_last_launch() {
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
     let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let (a, b) = (matrix(&stream, 1.0), matrix(&stream, 2.0));
     let (c, d) = (matrix(&stream, 0.0), matrix(&stream, 0.0));
@@ -660,9 +627,7 @@ fn the_workspace_of_a_graph_serves_others_after_its_last_launch() {
 
 #[test]
 fn sharing_is_refused_in_a_capture_and_of_what_a_capture_uses() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let (used, other) = (device.allocate_shared::<u32>(4).unwrap(), device.allocate_shared::<u32>(4).unwrap());
     let ticket = other.share().unwrap();
     stream.synchronize().unwrap();
@@ -693,15 +658,12 @@ fn sharing_is_refused_in_a_capture_and_of_what_a_capture_uses() {
     graph.launch(&stream).unwrap();
     let opened = runtime.open_shared::<u32>(&used.share().unwrap()).unwrap();
     assert_eq!(stream.download(&opened).unwrap(), [7; 4]);
-    drop((graph, opened, used, other, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, opened, used, other, stream, device));
 }
 
 #[test]
 fn a_buffer_used_before_a_capture_is_shared_in_it_by_the_mark_of_that_work() {
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (_, runtime, device, stream) = open_with_stream(MockOptions::new().with_latency(Duration::from_millis(5)));
     let (used, recorded) = (device.allocate_shared::<u32>(4).unwrap(), device.allocate::<u32>(4).unwrap());
     stream.fill(&used, 7).unwrap();
     let mut graph = stream
@@ -718,15 +680,12 @@ fn a_buffer_used_before_a_capture_is_shared_in_it_by_the_mark_of_that_work() {
         .unwrap();
     graph.launch(&stream).unwrap();
     assert_eq!(stream.download(&recorded).unwrap(), [8; 4]);
-    drop((graph, used, recorded, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, used, recorded, stream, device));
 }
 
 #[test]
 fn a_use_by_other_code_noted_in_a_capture_is_the_graphs() {
-    let (gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(5)));
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new().with_latency(Duration::from_millis(5)));
     let source = stream.upload(&[7_u8; 64]).unwrap();
     stream.synchronize().unwrap();
     let pinned = runtime.pinned::<u8>(64).unwrap();
@@ -749,14 +708,13 @@ fn a_use_by_other_code_noted_in_a_capture_is_the_graphs() {
     graph.launch(&stream).unwrap();
     drop((graph, source));
     assert_eq!(runtime.statistics().host.graph_blocks, 0);
-    drop((stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, device));
 }
 
 #[test]
 fn a_handle_of_another_device_is_not_made_where_that_would_lose_a_capture() {
     let options = MockOptions::new().with_devices(2).with_capabilities(|c| c.create_during_capture = false);
-    let (gpu, runtime) = open(options);
+    let (gpu, runtime, _) = open(options);
     let (device, other) = (runtime.device(0).unwrap(), runtime.device(1).unwrap());
     let (stream, elsewhere) = (device.create_stream().unwrap(), other.create_stream().unwrap());
     let buffer = stream.upload(&[1_u8; 4]).unwrap();
@@ -773,9 +731,8 @@ fn a_handle_of_another_device_is_not_made_where_that_would_lose_a_capture() {
 
 #[test]
 fn what_was_executed_because_other_code_ended_the_capture_is_waited_for() {
-    let (gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(30)).with_checks());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) =
+        open_with_stream(MockOptions::new().with_latency(Duration::from_millis(30)).with_checks());
     let buffer = stream.upload(&[7_u8; 4]).unwrap();
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
     let mut pinned = runtime.pinned::<u8>(4).unwrap();
@@ -783,25 +740,24 @@ fn what_was_executed_because_other_code_ended_the_capture_is_waited_for() {
     stream.synchronize().unwrap();
     // All of this is safe code.
     // SAFETY: the capture is the test's own.
-    let end = |stream: &Stream| gpu.destroy_graph(unsafe { gpu.end_capture(stream.id())? });
-    let refused = stream.capture(|stream| end(stream).and_then(|()| product(stream, &a, &b, &c)));
+    let end_past_core = |stream: &Stream| gpu.destroy_graph(unsafe { gpu.end_capture(stream.id())? });
+    let refused = stream.capture(|stream| end_past_core(stream).and_then(|()| product(stream, &a, &b, &c)));
     assert_eq!(kind(refused), ErrorKind::Capture);
     runtime.trim().unwrap();
     assert_eq!(gpu.violations(), [], "the workspace is freed after the product");
     stream.synchronize().unwrap();
-    let refused = stream.capture(|stream| end(stream).and_then(|()| stream.copy_to_host(&buffer, &mut pinned)));
+    let refused =
+        stream.capture(|stream| end_past_core(stream).and_then(|()| stream.copy_to_host(&buffer, &mut pinned)));
     assert_eq!(kind(refused), ErrorKind::Capture);
     assert_eq!(pinned.read().unwrap(), [7; 4]);
     assert_eq!(stream.download(&c).unwrap(), [2.0 * N as f32; N * N]);
     assert_eq!(gpu.violations(), []);
-    drop((a, b, c, buffer, pinned, stream, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (a, b, c, buffer, pinned, stream, device));
 }
 
 #[test]
 fn nothing_is_delivered_that_was_recorded_and_not_copied() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(MockOptions::new());
     let buffer = stream.upload(&[7_u8; 4]).unwrap();
     let mut values = [1_u8; 4];
     let delivered = stream.scope(|scope| {
@@ -815,8 +771,7 @@ fn nothing_is_delivered_that_was_recorded_and_not_copied() {
 
 #[test]
 fn a_capture_that_foreign_code_leaves_open_is_not_touched_by_the_end_of_the_loan() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let own = device.create_stream().unwrap();
     // SAFETY: `own` outlives the wrapped stream.
     let stream = unsafe { device.stream_from_raw(gpu.raw_stream(own.id()).unwrap()).unwrap() };
@@ -834,8 +789,7 @@ fn a_capture_that_foreign_code_leaves_open_is_not_touched_by_the_end_of_the_loan
     // Nothing of core was recorded there, so nothing is asked that is never reached.
     own.blas().unwrap().with_raw(|_| ()).unwrap();
     runtime.trim().unwrap();
-    drop((stream, own, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, own, device));
 }
 
 /// Everything that captures and graphs do, on two streams. Errors are passed on.
@@ -926,8 +880,7 @@ fn whatever_call_fails_nothing_is_lost_and_the_streams_go_on() {
 #[test]
 fn a_product_on_memory_of_its_handle_is_not_recorded() {
     let options = MockOptions::parse("blas-workspace=off").unwrap();
-    let (_gpu, runtime) = open(options);
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(options);
     let (a, b, c) = (matrix(&stream, 2.0), matrix(&stream, 3.0), matrix(&stream, 0.0));
     let mut refused = Vec::new();
     let mut graph = stream
@@ -974,7 +927,7 @@ const HARMS: [Harm; 5] = [
 #[test]
 fn another_runtime_on_the_device_does_not_lose_a_capture() {
     for (what, harm) in HARMS {
-        let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(128 << 20));
+        let (gpu, runtime, _) = open(MockOptions::new().with_memory_bytes(128 << 20));
         let other = Runtime::new(gpu.clone()).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
         let block = stream.upload(&[1_u8]).unwrap();
@@ -1009,8 +962,7 @@ fn another_runtime_on_the_device_does_not_lose_a_capture() {
 
 #[test]
 fn a_runtime_dropped_inside_a_capture_ends_after_it() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     let block = stream.upload(&[1_u8]).unwrap();
     stream.synchronize().unwrap();
     let before = gpu.live_objects();
@@ -1034,15 +986,13 @@ fn a_runtime_dropped_inside_a_capture_ends_after_it() {
     assert_eq!((after.streams, after.handles, after.allocations), (before.streams, before.handles, before.allocations));
     graph.launch(&stream).unwrap();
     assert_eq!(stream.download(&block).unwrap(), [9]);
-    drop((graph, block, stream));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (graph, block, stream));
 }
 
 #[test]
 fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
     const ROUNDS: u32 = 3000;
-    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(1)));
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(MockOptions::new().with_latency(Duration::from_millis(1)));
     let block = stream.upload(&[1_u8]).unwrap();
     let most = std::sync::atomic::AtomicU32::new(0);
     let all_wait = Barrier::new(4);
@@ -1078,8 +1028,7 @@ fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
 
 #[test]
 fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let (used, ordered) = (stream.upload(&[1_u8; 64]).unwrap(), stream.allocate::<u8>(64).unwrap());
     let (unused, elsewhere) = (device.allocate::<u8>(64).unwrap(), other.upload(&[2_u8; 64]).unwrap());
@@ -1102,6 +1051,5 @@ fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
     runtime.trim_device_memory().unwrap();
     stream.synchronize().unwrap();
     assert_eq!(gpu.live_objects().allocations, 0);
-    drop((stream, other, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (stream, other, device));
 }

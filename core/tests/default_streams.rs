@@ -1,29 +1,24 @@
 //! The vendor's default streams as streams of the owning types: by name, and by the handles that other code uses.
 
-use std::sync::Arc;
+mod support;
+
 use std::thread;
 use std::time::Duration;
 
 use highwater_core::{
-    Access, Backend, DeviceBuffer, ErrorKind, FillPattern, GemmShape, Location, MemoryCopy, MemoryFill, Result,
-    Runtime, Stream, StreamId,
+    Access, Backend, DeviceBuffer, ErrorKind, FillPattern, GemmShape, Location, MemoryCopy, MemoryFill, Runtime,
+    Stream, StreamId,
 };
 use highwater_mock::{MockGpu, MockOptions};
+use support::{kind, open};
 
-fn open() -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(MockOptions::new().with_latency(Duration::from_millis(2)).with_checks()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    (gpu, runtime)
-}
-
-fn kind<T>(result: Result<T>) -> ErrorKind {
-    result.map(|_| ()).unwrap_err().kind()
+fn options() -> MockOptions {
+    MockOptions::new().with_latency(Duration::from_millis(2)).with_checks()
 }
 
 #[test]
 fn the_handles_of_default_streams_give_default_streams() {
-    let (gpu, runtime) = open();
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(options());
     let tag = runtime.identity().tag;
     // SAFETY: default streams never end.
     let by_handle = |id: StreamId| unsafe { device.stream_from_raw(gpu.raw_stream(id).unwrap()) }.unwrap();
@@ -40,8 +35,7 @@ fn the_handles_of_default_streams_give_default_streams() {
 
 #[test]
 fn the_per_thread_stream_belongs_to_one_thread() {
-    let (_gpu, runtime) = open();
-    let device = runtime.device(0).unwrap();
+    let (_, _, device) = open(options());
     let stream = device.per_thread_default_stream().unwrap();
     let (a, b) = (stream.upload(&[2.0_f32]).unwrap(), stream.upload(&[3.0_f32]).unwrap());
     let c = device.allocate::<f32>(1).unwrap();
@@ -112,8 +106,7 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
 /// Runs `work` on a per-thread stream, drops the stream and the first buffer in another thread, and closes the runtime.
 /// Returns the number of resources that the runtime could not free.
 fn drop_after(work: impl FnOnce(&MockGpu, &Stream, &DeviceBuffer<u8>, &DeviceBuffer<u8>) + Send) -> u64 {
-    let (gpu, runtime) = open();
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(options());
     let result = device.allocate::<u8>(4096).unwrap();
     let (hand_over, handed_over) = std::sync::mpsc::channel();
     let (end, ends) = std::sync::mpsc::channel::<()>();

@@ -1,11 +1,12 @@
 //! The user's own work on device memory. It has the vendor's stream and an address, and core does not see it.
 
-use std::sync::Arc;
+mod support;
 
 use highwater_core::{
-    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result, Runtime,
+    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result,
 };
 use highwater_mock::{MockGpu, MockOptions};
+use support::{open, open_with_stream};
 
 const LEN: usize = 1000;
 const KERNEL: u32 = 7;
@@ -22,15 +23,14 @@ fn launch(gpu: &MockGpu, raw: u64, values: DevicePtr) {
     }
 }
 
-fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(options.with_devices(2)).unwrap();
-    (gpu.clone(), Runtime::new(gpu).unwrap())
+fn options() -> MockOptions {
+    MockOptions::new().with_devices(2)
 }
 
 /// Launches a kernel on a buffer, drops the buffer, and follows the memory. Returns how often it was reused while the
 /// kernel was queued, and whether the next buffer holds its own values.
 fn dropped_after_launch(seed: u64, note: bool) -> Result<(u64, bool)> {
-    let (gpu, runtime) = open(MockOptions::new().with_schedule(seed).with_checks());
+    let (gpu, runtime, _) = open(options().with_schedule(seed).with_checks());
     let device = runtime.device(0)?;
     let (stream, other) = (device.create_stream()?, device.create_stream()?);
     let buffer = device.allocate::<u32>(LEN)?;
@@ -63,18 +63,15 @@ fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
 
 #[test]
 fn a_raw_stream_is_the_one_that_the_backend_names() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, _, _, stream) = open_with_stream(options());
     assert_eq!(stream.raw().unwrap(), gpu.raw_stream(stream.id()).unwrap());
-    let (_, runtime) = open(MockOptions::new().with_capabilities(|can| can.foreign_objects = false));
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, _, _, stream) = open_with_stream(options().with_capabilities(|can| can.foreign_objects = false));
     assert_eq!(stream.raw().unwrap_err().kind(), ErrorKind::Unsupported);
 }
 
 #[test]
 fn a_graph_keeps_memory_that_a_recorded_kernel_was_noted_for() {
-    let (gpu, runtime) = open(MockOptions::new().with_checks());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(options().with_checks());
     let buffer = stream.upload(&[0_u32; LEN]).unwrap();
     let mut graph = stream
         .capture_with(CaptureMode::Relaxed, |stream| {
@@ -95,8 +92,7 @@ fn a_graph_keeps_memory_that_a_recorded_kernel_was_noted_for() {
 
 #[test]
 fn a_note_orders_the_kernel_after_the_allocation() {
-    let (gpu, runtime) = open(MockOptions::new().with_race_detector());
-    let device = runtime.device(0).unwrap();
+    let (gpu, _, device) = open(options().with_race_detector());
     let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let buffer: DeviceBuffer<u32> = home.allocate(LEN).unwrap();
     other.note_device_use(buffer.slice(0..1).unwrap(), Access::Read).unwrap();
@@ -106,10 +102,9 @@ fn a_note_orders_the_kernel_after_the_allocation() {
 
 #[test]
 fn notes_of_other_runtimes_and_of_streams_that_other_code_captures_are_refused() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(options());
     let (stream, buffer) = (device.create_stream().unwrap(), device.allocate::<u32>(LEN).unwrap());
-    let (_, other) = open(MockOptions::new());
+    let (_, other, _) = open(options());
     let elsewhere = other.device(0).unwrap().create_stream().unwrap();
     let refused = elsewhere.note_device_use(&buffer, Access::Write).unwrap_err();
     assert_eq!((refused.kind(), refused.operation()), (ErrorKind::InvalidPointer, "note_device_use"));

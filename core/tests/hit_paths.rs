@@ -1,16 +1,17 @@
 //! The hit paths make no call of the backend; what is made once is made once.
 
+mod support;
+
 use std::sync::Barrier;
 use std::thread;
 
 use highwater_core::{Backend, Runtime, RuntimeOptions};
 use highwater_mock::{MockGpu, MockOptions, Operation};
+use support::{end, open, open_with_stream};
 
 #[test]
 fn a_repeat_request_makes_no_call() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     drop((stream.blas().unwrap(), stream.lt().unwrap(), runtime.pinned::<u8>(5000).unwrap()));
     let before = gpu.total_calls();
     for _ in 0..1000 {
@@ -26,9 +27,7 @@ fn a_repeat_request_makes_no_call() {
 
 #[test]
 fn another_stream_is_two_calls_and_no_new_handle() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
     streams.iter().for_each(|stream| drop(stream.blas().unwrap()));
     let before = gpu.total_calls();
@@ -42,9 +41,7 @@ fn another_stream_is_two_calls_and_no_new_handle() {
 
 #[test]
 fn a_handle_of_one_stream_each_where_the_vendor_wants_it() {
-    let gpu = MockGpu::open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true)).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let device = runtime.device(0).unwrap();
+    let (gpu, _, device) = open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true));
     let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
     for _ in 0..3 {
         streams.iter().for_each(|stream| drop(stream.blas().unwrap()));
@@ -56,9 +53,7 @@ fn a_handle_of_one_stream_each_where_the_vendor_wants_it() {
 #[test]
 fn more_threads_than_any_cap_can_meet_with_their_handles() {
     const THREADS: usize = 40;
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
     let meeting = Barrier::new(THREADS);
     for _ in 0..2 {
         thread::scope(|scope| {
@@ -96,8 +91,7 @@ fn workspaces_have_the_size_that_was_asked_for_and_go_to_the_next_stream() {
     // stream after the other.
     let statistics = runtime.statistics();
     assert_eq!((statistics.workspaces, statistics.workspace_bytes), (2, 1024 + 3072));
-    drop(device);
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, device);
 
     let none = RuntimeOptions::new().with_blas_workspace_bytes(0).with_lt_workspace_bytes(0);
     let runtime = Runtime::with_options(gpu, &none).unwrap();
@@ -107,9 +101,7 @@ fn workspaces_have_the_size_that_was_asked_for_and_go_to_the_next_stream() {
 
 #[test]
 fn a_raw_handle_has_a_workspace_of_its_own() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
     let mut lease = stream.blas().unwrap();
     let first = lease.with_raw(|raw| raw.workspace.unwrap()).unwrap();
     let second = lease.with_raw(|raw| raw.workspace.unwrap()).unwrap();
@@ -119,9 +111,7 @@ fn a_raw_handle_has_a_workspace_of_its_own() {
 
 #[test]
 fn lt_calls_use_the_blas_workspace_of_their_stream_and_a_small_one_where_there_is_none() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu).unwrap();
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new());
     let (both, lt_only) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     drop((both.blas().unwrap(), both.lt().unwrap(), lt_only.lt().unwrap()));
     let statistics = runtime.statistics();
@@ -132,9 +122,7 @@ fn lt_calls_use_the_blas_workspace_of_their_stream_and_a_small_one_where_there_i
 fn threads_that_meet_on_a_fresh_stream_make_one_workspace() {
     const THREADS: usize = 16;
     for _ in 0..20 {
-        let gpu = MockGpu::open(MockOptions::new()).unwrap();
-        let runtime = Runtime::new(gpu).unwrap();
-        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
         let start = Barrier::new(THREADS);
         thread::scope(|scope| {
             for _ in 0..THREADS {
@@ -150,9 +138,7 @@ fn threads_that_meet_on_a_fresh_stream_make_one_workspace() {
 
 #[test]
 fn an_event_whose_id_was_given_away_is_not_used_for_the_pools() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, _, _, stream) = open_with_stream(MockOptions::new());
     let kept = stream.record().unwrap();
     let id = kept.id();
     drop(kept);

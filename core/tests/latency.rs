@@ -1,10 +1,13 @@
 //! Nothing waits that need not: with a slow device and slow handle creation, enqueueing and acquiring stay quick.
 
+mod support;
+
 use std::thread;
 use std::time::{Duration, Instant};
 
-use highwater_core::{GemmShape, Runtime};
-use highwater_mock::{MockGpu, MockOptions};
+use highwater_core::GemmShape;
+use highwater_mock::MockOptions;
+use support::{end, open, open_with_stream};
 
 /// The quickest of a few tries: what the call needs, and not what else the machine was doing.
 fn quickest(mut call: impl FnMut()) -> Duration {
@@ -21,9 +24,7 @@ fn quickest(mut call: impl FnMut()) -> Duration {
 #[test]
 fn enqueueing_on_a_slow_device_returns_at_once_and_streams_overtake_each_other() {
     let latency = Duration::from_millis(50);
-    let gpu = MockGpu::open(MockOptions::new().with_latency(latency)).unwrap();
-    let runtime = Runtime::new(gpu).unwrap();
-    let device = runtime.device(0).unwrap();
+    let (_, _, device) = open(MockOptions::new().with_latency(latency));
     let (slow, quick) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let (a, b, c) = (device.allocate(16).unwrap(), device.allocate(16).unwrap(), device.allocate::<f32>(16).unwrap());
     let shape = GemmShape::of::<f32>(4, 4, 4);
@@ -47,26 +48,21 @@ fn enqueueing_on_a_slow_device_returns_at_once_and_streams_overtake_each_other()
 
 #[test]
 fn dropping_buffers_and_streams_in_use_does_not_wait() {
-    let gpu = MockGpu::open(MockOptions::new().with_latency(Duration::from_millis(100))).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (_, runtime, device, stream) = open_with_stream(MockOptions::new().with_latency(Duration::from_millis(100)));
     let buffer = device.allocate::<u8>(1 << 20).unwrap();
     let pinned = runtime.pinned::<u8>(1 << 20).unwrap();
     stream.copy_to_device(&pinned, &buffer).unwrap();
     let start = Instant::now();
     drop((buffer, pinned, stream));
     assert!(start.elapsed() < Duration::from_millis(50), "{:?}", start.elapsed());
-    drop(device);
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, device);
 }
 
 #[test]
 fn a_slow_creation_delays_nobody_else() {
     let slow = Duration::from_millis(200);
     let options = MockOptions::new().with_devices(2);
-    let gpu = MockGpu::open(options).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let (gpu, runtime, _) = open(options);
     let streams: Vec<_> = (0..2).map(|device| runtime.device(device).unwrap().create_stream().unwrap()).collect();
     // This thread has a handle of each device; the thread below has to make one, which takes its time.
     streams.iter().for_each(|stream| drop(stream.blas().unwrap()));

@@ -18,10 +18,6 @@ fn open(policy: Numerics, change: impl FnOnce(&mut Capabilities)) -> (Arc<MockGp
     (gpu, runtime, stream)
 }
 
-fn without_tf32(capabilities: &mut Capabilities) {
-    capabilities.tf32 = false;
-}
-
 /// `factor * 1` by a BLAS handle.
 fn product<T: Scalar>(stream: &Stream, factor: T, one: T) -> Result<T> {
     let (a, b) = (stream.upload(&[factor])?, stream.upload(&[one])?);
@@ -38,56 +34,6 @@ fn planned(stream: &Stream, factor: f32) -> Result<f32> {
     let shape = GemmShape::of::<f32>(1, 1, 1);
     stream.lt()?.matmul(&shape, Epilogue::None, 1.0, &a, &b, 0.0, &d, None)?;
     Ok(stream.download(&d)?[0])
-}
-
-#[test]
-fn every_level_refuses_tf32_for_32_bit_products_where_the_device_lacks_it() {
-    let unsupported = |result: Result<f32>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Unsupported);
-    let (gpu, _runtime, stream) = open(TF32, without_tf32);
-    unsupported(product(&stream, 3.0_f32, 1.0));
-    unsupported(planned(&stream, 3.0));
-    assert_eq!((gpu.calls(Operation::Gemm), gpu.calls(Operation::RunPlan)), (0, 0));
-    assert_eq!(product(&stream, 3.0_f64, 1.0).unwrap(), 3.0);
-    assert_eq!(numerics::with(Numerics::new(), || product(&stream, 3.0_f32, 1.0)).unwrap(), 3.0);
-
-    let (_gpu, _runtime, stream) = open(Numerics::new(), without_tf32);
-    unsupported(numerics::with(TF32, || product(&stream, 3.0_f32, 1.0)));
-    let a = stream.upload(&[1.0_f32]).unwrap();
-    let c = stream.upload(&[1.0_f32]).unwrap();
-    let mut lease = stream.blas().unwrap().with_numerics(TF32);
-    let shape = GemmShape::of::<f32>(1, 1, 1);
-    assert_eq!(lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap_err().kind(), ErrorKind::Unsupported);
-    lease.set_numerics(Numerics::new());
-    lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
-}
-
-#[test]
-fn modes_are_set_once_and_not_again_while_nothing_changes() {
-    let (gpu, _runtime, stream) = open(Numerics::new(), |capabilities| capabilities.atomics_mode = true);
-    let modes = || (gpu.calls(Operation::SetMathMode), gpu.calls(Operation::SetAtomicsMode));
-    for _ in 0..10 {
-        product(&stream, 2.0_f32, 1.0).unwrap();
-        product(&stream, 2.0_f64, 1.0).unwrap();
-    }
-    assert_eq!(modes(), (1, 1));
-    numerics::with(Numerics::new().allow_nondeterminism(), || {
-        for _ in 0..10 {
-            product(&stream, 2.0_f32, 1.0).unwrap();
-        }
-    });
-    assert_eq!(modes(), (1, 2));
-    product(&stream, 2.0_f32, 1.0).unwrap();
-    assert_eq!(modes(), (1, 3));
-}
-
-#[test]
-fn plans_are_made_once_for_each_shape_and_mode() {
-    let (gpu, _runtime, stream) = open(Numerics::new(), |capabilities| capabilities.atomics_mode = true);
-    for _ in 0..5 {
-        planned(&stream, 2.0).unwrap();
-        numerics::with(Numerics::new().allow_nondeterminism(), || planned(&stream, 2.0)).unwrap();
-    }
-    assert_eq!((gpu.calls(Operation::CreatePlan), gpu.calls(Operation::RunPlan)), (2, 10));
 }
 
 /// 1 + 2^-12 needs more bits of mantissa than the 10 that TF32 has.

@@ -1,23 +1,19 @@
 //! One test for each defect that was found in the pools, named for what went wrong.
 
-use std::sync::Arc;
+mod support;
+
 use std::thread;
 use std::time::{Duration, Instant};
 
 use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Runtime, RuntimeOptions};
 use highwater_mock::{MockGpu, MockOptions, Operation};
+use support::{end, open, open_with_stream};
 
 const SHAPE: GemmShape = GemmShape::of::<f32>(4, 4, 4);
 
-fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(options).unwrap();
-    (gpu.clone(), Runtime::new(gpu).unwrap())
-}
-
 #[test]
 fn a_long_lived_buffer_kept_every_stream_alive_that_it_was_used_on() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let weights = device.allocate::<f32>(16).unwrap();
     for _ in 0..20 {
         let stream = device.create_stream().unwrap();
@@ -28,15 +24,13 @@ fn a_long_lived_buffer_kept_every_stream_alive_that_it_was_used_on() {
     }
     assert_eq!(gpu.live_objects().streams, 0);
     assert_eq!(runtime.statistics().workspaces, 1, "handed from stream to stream");
-    drop((weights, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (weights, device));
 }
 
 #[test]
 fn threads_that_write_and_wait_grew_the_host_cache_without_bound() {
     const THREADS: usize = 4;
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new());
     thread::scope(|scope| {
         for _ in 0..THREADS {
             scope.spawn(|| {
@@ -55,8 +49,7 @@ fn threads_that_write_and_wait_grew_the_host_cache_without_bound() {
 
 #[test]
 fn a_handle_per_stream_was_lost_with_each_stream() {
-    let (gpu, runtime) = open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true));
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true));
     for _ in 0..50 {
         let stream = device.create_stream().unwrap();
         drop((stream.lt().unwrap(), stream.blas().unwrap()));
@@ -72,9 +65,7 @@ fn a_handle_per_stream_was_lost_with_each_stream() {
 
 #[test]
 fn a_lease_whose_rebinding_failed_used_a_workspace_that_was_given_back() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let a = stream.upload(&[1.0_f32; 16]).unwrap();
     let c = device.allocate::<f32>(16).unwrap();
     let mut lease = stream.blas().unwrap();
@@ -150,8 +141,7 @@ fn handles_without_a_workspace_moved_between_streams_and_into_graphs() {
 
 #[test]
 fn settings_of_foreign_code_stayed_on_the_handle() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     let a = stream.upload(&[1.0_f32; 16]).unwrap();
     let c = stream.upload(&[0.0_f32; 16]).unwrap();
     let mut lease = stream.blas().unwrap();
@@ -181,8 +171,7 @@ fn settings_of_foreign_code_stayed_on_the_handle() {
 
 #[test]
 fn a_handle_that_cannot_be_restored_goes_to_nobody() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (gpu, runtime, _, stream) = open_with_stream(MockOptions::new());
     let other = runtime.device(0).unwrap().create_stream().unwrap();
     let a = stream.upload(&[1.0_f32; 16]).unwrap();
     let c = stream.upload(&[0.0_f32; 16]).unwrap();
@@ -209,8 +198,7 @@ fn a_handle_that_cannot_be_restored_goes_to_nobody() {
 
 #[test]
 fn a_panic_in_foreign_code_lost_the_lent_workspace() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
     for _ in 0..3 {
         let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             stream.blas().unwrap().with_raw(|_| panic!("foreign code panics")).unwrap();
@@ -222,8 +210,7 @@ fn a_panic_in_foreign_code_lost_the_lent_workspace() {
 
 #[test]
 fn a_block_that_a_stream_may_still_write_was_copied_from() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new());
     let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let mut pinned = runtime.pinned::<u8>(64).unwrap();
     let buffer = device.allocate::<u8>(64).unwrap();
@@ -232,14 +219,12 @@ fn a_block_that_a_stream_may_still_write_was_copied_from() {
     stream.copy_to_host(&buffer, &mut pinned).unwrap_err();
     assert_eq!(pinned.read().unwrap_err().kind(), ErrorKind::InvalidState);
     assert_eq!(other.copy_to_device(&pinned, &buffer).unwrap_err().kind(), ErrorKind::InvalidState);
-    drop((pinned, buffer, stream, other, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    end(runtime, (pinned, buffer, stream, other, device));
 }
 
 #[test]
 fn a_handle_kept_the_freed_workspace_of_an_earlier_legacy_default_stream() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new());
     let first = device.legacy_default_stream().unwrap();
     drop(first.blas().unwrap());
     drop(first);
@@ -262,8 +247,7 @@ fn a_handle_kept_the_freed_workspace_of_an_earlier_legacy_default_stream() {
 
 #[test]
 fn two_objects_of_the_legacy_default_stream_had_a_workspace_and_a_turn_each() {
-    let (_gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
+    let (_, runtime, device) = open(MockOptions::new());
     let (one, two) = (device.legacy_default_stream().unwrap(), device.legacy_default_stream().unwrap());
     drop((one.blas().unwrap(), two.blas().unwrap()));
     assert_eq!(runtime.statistics().workspaces, 1);
@@ -271,7 +255,7 @@ fn two_objects_of_the_legacy_default_stream_had_a_workspace_and_a_turn_each() {
 
 #[test]
 fn a_use_on_another_device_was_taken_for_one_on_the_first() {
-    let (gpu, runtime) = open(MockOptions::new().with_devices(2));
+    let (gpu, runtime, _) = open(MockOptions::new().with_devices(2));
     let devices = [runtime.device(0).unwrap(), runtime.device(1).unwrap()];
     let streams = [devices[0].legacy_default_stream().unwrap(), devices[1].legacy_default_stream().unwrap()];
     let source = devices[0].allocate::<u8>(1 << 16).unwrap();
@@ -296,8 +280,7 @@ fn a_use_on_another_device_was_taken_for_one_on_the_first() {
 
 #[test]
 fn memory_that_ended_streams_held_was_not_given_back_before_out_of_memory() {
-    let (_gpu, runtime) = open(MockOptions::new().with_memory_bytes(80 << 20));
-    let device = runtime.device(0).unwrap();
+    let (_, _, device) = open(MockOptions::new().with_memory_bytes(80 << 20));
     {
         let (a, c) = (device.allocate::<f32>(16).unwrap(), device.allocate::<f32>(16).unwrap());
         let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
@@ -311,8 +294,7 @@ fn memory_that_ended_streams_held_was_not_given_back_before_out_of_memory() {
 
 #[test]
 fn threads_that_run_out_of_memory_together_were_refused_what_the_other_had_in_hand() {
-    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 << 20));
-    let device = runtime.device(0).unwrap();
+    let (gpu, _, device) = open(MockOptions::new().with_memory_bytes(64 << 20));
     for _ in 0..10 {
         {
             let stream = device.create_stream().unwrap();
@@ -334,9 +316,7 @@ fn threads_that_run_out_of_memory_together_were_refused_what_the_other_had_in_ha
 
 #[test]
 fn the_later_of_two_marks_of_one_buffer_was_forgotten() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let buffers: Vec<_> = (0..4).map(|_| device.allocate::<u8>(64).unwrap()).collect();
     for _ in 0..300 {
         let mut pinned = runtime.pinned::<u8>(64).unwrap();
@@ -381,9 +361,7 @@ fn idle_handles_were_kept_while_the_device_was_out_of_memory() {
 
 #[test]
 fn a_refused_release_kept_others_from_the_memory_that_was_given_back() {
-    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 << 20));
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new().with_memory_bytes(64 << 20));
     let blocks = [8, 40].map(|mib| device.allocate::<u8>(mib << 20).unwrap());
     gpu.set_latency(Duration::from_millis(20));
     // A busy stream keeps both blocks past the first look. The one that waits is refused the first and frees the second.
@@ -396,9 +374,7 @@ fn a_refused_release_kept_others_from_the_memory_that_was_given_back() {
 
 #[test]
 fn a_plan_that_could_not_be_destroyed_lost_all_others() {
-    let (gpu, runtime) = open(MockOptions::new());
-    let device = runtime.device(0).unwrap();
-    let stream = device.create_stream().unwrap();
+    let (gpu, runtime, device, stream) = open_with_stream(MockOptions::new());
     let a = device.allocate::<f32>(300).unwrap();
     let d = device.allocate::<f32>(300).unwrap();
     let mut lt = stream.lt().unwrap();

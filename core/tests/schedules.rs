@@ -5,11 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use highwater_core::{
-    AllocateOptions, Backend, BlasHandle, BlasOptions, Capabilities, Completion, DeviceInfo, DevicePtr, EventId,
-    EventOptions, HostAllocator, Identity, LiveObjects, MemoryCopy, MemoryFill, MemoryInfo, Result, Runtime, StreamId,
-    StreamOptions,
-};
+use highwater_core::{Answer, Backend, BackendLayer, Call, Result, Runtime};
 use highwater_mock::{MockGpu, MockOptions};
 
 /// Something to run once, in another thread.
@@ -35,84 +31,19 @@ fn run(hook: &Hook) {
 }
 
 // SAFETY: everything is passed on to the mock.
-unsafe impl Backend for Hooked {
-    fn identity(&self) -> &Identity {
-        self.gpu.identity()
+unsafe impl BackendLayer for Hooked {
+    fn below(&self) -> &dyn Backend {
+        &*self.gpu
     }
-    fn device_count(&self) -> u32 {
-        self.gpu.device_count()
-    }
-    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.gpu.device_info(device)
-    }
-    fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.gpu.capabilities(device)
-    }
-    fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.gpu.memory_info(device)
-    }
-    fn live_objects(&self) -> LiveObjects {
-        self.gpu.live_objects()
-    }
-    fn is_exiting(&self) -> bool {
-        self.gpu.is_exiting()
-    }
-    fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
-        self.gpu.create_stream(device, options)
-    }
-    fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        self.gpu.destroy_stream(stream)
-    }
-    fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.gpu.query_stream(stream)
-    }
-    fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.gpu.synchronize_stream(stream)
-    }
-    fn synchronize_device(&self, device: u32) -> Result<()> {
-        self.gpu.synchronize_device(device)
-    }
-    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        run(&self.before_stream_wait_event);
-        self.gpu.stream_wait_event(stream, event)
-    }
-    fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
-        self.gpu.create_event(device, options)
-    }
-    fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.gpu.destroy_event(event)
-    }
-    fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        self.gpu.record_event(event, stream)
-    }
-    fn query_event(&self, event: EventId) -> Result<Completion> {
-        self.gpu.query_event(event)
-    }
-    fn synchronize_event(&self, event: EventId) -> Result<()> {
-        let result = self.gpu.synchronize_event(event);
-        run(&self.after_synchronize_event);
-        result
-    }
-    fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        self.gpu.allocate(device, options)
-    }
-    unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        // SAFETY: the caller's promises are those that the mock asks for.
-        unsafe { self.gpu.free(device, ptr, stream) }
-    }
-    unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.gpu.copy(copy, stream) }
-    }
-    unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.gpu.fill(fill, stream) }
-    }
-    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        self.gpu.create_blas_handle(device, options)
-    }
-    fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-        self.gpu.host_allocator()
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        if call.operation == "stream_wait_event" {
+            run(&self.before_stream_wait_event);
+        }
+        let answer = forward(self.below());
+        if call.operation == "synchronize_event" {
+            run(&self.after_synchronize_event);
+        }
+        answer
     }
 }
 

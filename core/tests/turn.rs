@@ -1,15 +1,18 @@
 //! A BLAS call is several operations that share the stream's workspace. Threads with handles of their own on one stream
 //! get the lone result bit for bit, because calls take the stream's turn; without the turn they do not.
 
+mod support;
+
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
 use highwater_core::{
     Backend, BlasKind, BlasOptions, DeviceBuffer, Gemm, GemmShape, Runtime, Stream, StreamId, Workspace,
 };
-use highwater_mock::{MockGpu, MockOptions};
+use highwater_mock::MockOptions;
+use support::open;
 
 const N: usize = 24;
 const ROUNDS: usize = 20;
@@ -58,12 +61,6 @@ fn wrong_products<'m>(
     wrong.into_inner()
 }
 
-fn open(gap: Duration) -> (Arc<MockGpu>, Runtime) {
-    let gpu = MockGpu::open(MockOptions::new().with_gemm_gap(gap)).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    (gpu, runtime)
-}
-
 fn with_leases<'m>(stream: &'m Stream) -> Multiply<'m> {
     Box::new(move |a, b, c| {
         stream.blas().unwrap().gemm(&GemmShape::of::<f32>(N, N, N), 1.0, a, b, 0.0, c).unwrap();
@@ -76,8 +73,7 @@ const GAP: Duration = Duration::from_micros(200);
 #[test]
 fn threads_on_shared_streams_get_the_lone_result() {
     for (threads, streams) in [(2, 1), (16, 4), (16, 1)] {
-        let (_gpu, runtime) = open(GAP);
-        let device = runtime.device(0).unwrap();
+        let (_, runtime, device) = open(MockOptions::new().with_gemm_gap(GAP));
         let shared: Vec<Stream> = (0..streams).map(|_| device.create_stream().unwrap()).collect();
         assert_eq!(wrong_products(&runtime, &shared, threads, &with_leases), 0, "{threads} on {streams}");
         // Workspaces grow with streams, not with threads times streams; handles grow with threads.
@@ -107,8 +103,7 @@ fn without_turn<'m>(gpu: &'m dyn Backend, workspace: Workspace) -> impl Fn(&'m S
 
 #[test]
 fn without_the_turn_the_same_case_fails() {
-    let (gpu, runtime) = open(GAP);
-    let device = runtime.device(0).unwrap();
+    let (gpu, runtime, device) = open(MockOptions::new().with_gemm_gap(GAP));
     let shared = [device.create_stream().unwrap()];
     let workspace = device.allocate::<u8>(1 << 20).unwrap();
     let workspace = Workspace { ptr: workspace.ptr(), bytes: 1 << 20 };

@@ -4,8 +4,10 @@
 use std::sync::Arc;
 use std::thread;
 
+use highwater_mock::{MockOptions, Operation};
+
 use crate::testing::ManualBackend;
-use crate::{Access, ErrorKind, PinnedBuffer, Runtime, Stream};
+use crate::{Access, Backend, ErrorKind, PinnedBuffer, Runtime, Stream};
 
 const BYTES: usize = 4096;
 
@@ -38,9 +40,9 @@ fn a_buffer_that_is_only_copied_from_forgets_streams_that_have_ended() {
         stream.copy_to_device(&constant, &copy).unwrap();
         backend.advance(stream.id());
     }
-    let events = backend.live_objects().events;
+    let events = backend.gpu.live_objects().events;
     assert!(completions(&constant) < 16 && events < 64, "{} marks, {events} events", completions(&constant));
-    assert!(backend.take_calls("query_event") < 4 * STREAMS, "to forget must not cost more than to use");
+    assert!(backend.gpu.calls(Operation::QueryEvent) < 4 * STREAMS, "to forget must not cost more than to use");
     drop((constant, copy, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -67,7 +69,7 @@ fn threads_on_one_stream_leave_one_mark() {
             });
         }
     });
-    let events = backend.live_objects().events;
+    let events = backend.gpu.live_objects().events;
     // Each thread holds two events at most: the one that it records and the one that it replaces.
     assert!(
         completions(&constant) == 1 && events <= 1 + 2 * THREADS as u64,
@@ -105,15 +107,16 @@ fn a_write_waits_once_for_each_stream_that_read() {
         }
         assert_eq!(completions(&pinned), READERS);
     }
-    backend.take_calls("stream_wait_event");
+    let before = backend.gpu.calls(Operation::StreamWaitEvent);
+    let waits = || backend.gpu.calls(Operation::StreamWaitEvent) - before;
     writer.copy_to_host(&copy, &mut pinned).unwrap();
-    assert_eq!(backend.take_calls("stream_wait_event"), READERS as u64);
+    assert_eq!(waits(), READERS as u64);
     assert_eq!(completions(&pinned), 1, "the writer has waited for the others");
     writer.copy_to_host(&copy, &mut pinned).unwrap();
-    assert_eq!(backend.take_calls("stream_wait_event"), 0, "they were waited for before");
+    assert_eq!(waits(), READERS as u64, "they were waited for before");
     // A read now waits for the write, and for nothing else.
     stream_reads(&readers[0], &pinned, &copy);
-    assert_eq!((backend.take_calls("stream_wait_event"), completions(&pinned)), (1, 2));
+    assert_eq!((waits(), completions(&pinned)), (READERS as u64 + 1, 2));
 }
 
 fn stream_reads(stream: &Stream, pinned: &PinnedBuffer<u8>, copy: &crate::DeviceBuffer<u8>) {
@@ -127,7 +130,7 @@ fn a_trim_destroys_idle_events() {
     let stream = streams(&runtime, 1).remove(0);
     let completions: Vec<_> = (0..100).map(|_| stream.record().unwrap()).collect();
     drop(completions);
-    let events = || (runtime.statistics().events, runtime.statistics().idle_events, backend.live_objects().events);
+    let events = || (runtime.statistics().events, runtime.statistics().idle_events, backend.gpu.live_objects().events);
     assert_eq!(events(), (100, 100, 100), "kept for the next marks");
     runtime.trim().unwrap();
     assert_eq!(events(), (0, 0, 0));
@@ -153,13 +156,14 @@ fn a_request_asks_one_block_of_a_stream_that_is_behind() {
     }
     let host = runtime.statistics().host;
     assert_eq!((host.waiting_blocks, host.hits), (WAITING as u64, 0));
-    assert!(backend.take_calls("query_event") <= 2 * WAITING as u64);
+    let asked = backend.gpu.calls(Operation::QueryEvent);
+    assert!(asked <= 2 * WAITING as u64);
     // One stream has caught up. Finding each of its blocks takes one query of its own and at most one to the other
     // stream.
     backend.advance(streams[1].id());
     let taken: Vec<_> = (0..WAITING / 2).map(|_| runtime.pinned::<u8>(BYTES).unwrap()).collect();
     assert_eq!(runtime.statistics().host.hits, WAITING as u64 / 2);
-    assert!(backend.take_calls("query_event") <= WAITING as u64);
+    assert!(backend.gpu.calls(Operation::QueryEvent) - asked <= WAITING as u64);
     drop((taken, copy, streams, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
@@ -170,7 +174,7 @@ const MIB: usize = 1 << 20;
 
 /// A device of 16 MiB, with a block of 4 MiB that was dropped while a stream which is behind uses it.
 fn nearly_full() -> (Arc<ManualBackend>, Runtime, Stream, u64) {
-    let backend = ManualBackend::with_memory(16 * MIB as u64);
+    let backend = ManualBackend::open(MockOptions::new().with_memory_bytes(16 * MIB as u64), |_| ());
     let runtime = Runtime::new(backend.clone()).unwrap();
     let stream = streams(&runtime, 1).remove(0);
     let (pinned, dropped) =
@@ -241,18 +245,28 @@ fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
 
 // ------------------------------------------------------------------------------------------------ refused destroys
 
+const DESTROYS: [Operation; 4] =
+    [Operation::DestroyStream, Operation::DestroyEvent, Operation::DestroyGraph, Operation::DestroyGraphExec];
+
+/// Makes every call fail that destroys something, or none.
+fn refuse_destroys(backend: &ManualBackend, refuse: bool) {
+    let per_million = u32::from(refuse) * 1_000_000;
+    for destroy in DESTROYS {
+        backend.gpu.fail_by_chance(destroy, per_million, ErrorKind::Vendor).unwrap();
+    }
+}
+
 /// Drops a stream, an event whose id was given away, and a graph, each of which the backend refuses to destroy.
-fn drop_refused(backend: &ManualBackend, runtime: &Runtime, refusals: u64) {
+fn drop_refused(backend: &ManualBackend, runtime: &Runtime) {
     let [first, second] = <[Stream; 2]>::try_from(streams(runtime, 2)).unwrap();
     let event = first.record().unwrap();
     let _ = event.id();
     // The graph that is captured is refused, then the one that is launched.
-    backend.refuse(&["destroy_"], 1);
+    refuse_destroys(backend, true);
     let graph = first.capture(|_| Ok(())).unwrap();
-    backend.refuse(&["destroy_"], refusals);
     drop((event, graph, second));
     drop(first);
-    let live = backend.live_objects();
+    let live = backend.gpu.live_objects();
     assert_eq!((live.streams, live.graphs), (2, 2), "{live:?}");
     assert_eq!(runtime.statistics().refused_destroys, 5);
     assert_eq!(runtime.statistics().failed_releases, 5);
@@ -262,9 +276,10 @@ fn drop_refused(backend: &ManualBackend, runtime: &Runtime, refusals: u64) {
 fn a_refused_destroy_is_tried_again_by_a_reclaim() {
     let (backend, runtime) = open();
     backend.watch_locks_of(&runtime);
-    drop_refused(&backend, &runtime, 4);
+    drop_refused(&backend, &runtime);
+    refuse_destroys(&backend, false);
     runtime.trim_device_memory().unwrap();
-    let live = backend.live_objects();
+    let live = backend.gpu.live_objects();
     assert_eq!((live.streams, live.graphs), (0, 0), "{live:?}");
     assert_eq!((runtime.statistics().refused_destroys, runtime.statistics().failed_releases), (0, 5));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -273,14 +288,18 @@ fn a_refused_destroy_is_tried_again_by_a_reclaim() {
 #[test]
 fn a_refused_destroy_is_tried_again_by_the_end_of_the_runtime_more_than_once() {
     let (backend, runtime) = open();
-    drop_refused(&backend, &runtime, 4 + 7);
+    drop_refused(&backend, &runtime);
+    refuse_destroys(&backend, false);
+    for (destroy, nth) in DESTROYS.iter().flat_map(|destroy| [1, 2].map(|nth| (destroy, nth))) {
+        backend.gpu.fail_call(destroy, nth, ErrorKind::Vendor).unwrap();
+    }
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
 #[test]
 fn a_destroy_that_is_always_refused_does_not_hold_up_the_end_of_the_runtime() {
     let (backend, runtime) = open();
-    drop_refused(&backend, &runtime, u64::MAX);
+    drop_refused(&backend, &runtime);
     assert_eq!(runtime.close().unwrap_err().kind(), ErrorKind::Vendor);
 }
 
@@ -289,9 +308,10 @@ fn idle_events_that_a_trim_could_not_destroy_are_destroyed_later() {
     let (backend, runtime) = open();
     let stream = streams(&runtime, 1).remove(0);
     drop((0..10).map(|_| stream.record().unwrap()).collect::<Vec<_>>());
-    backend.refuse(&["destroy_"], 10);
+    refuse_destroys(&backend, true);
     assert!(runtime.trim().is_err());
-    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (10, 10));
+    refuse_destroys(&backend, false);
+    assert_eq!((backend.gpu.live_objects().events, runtime.statistics().refused_destroys), (10, 10));
     runtime.trim().unwrap();
-    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (0, 0));
+    assert_eq!((backend.gpu.live_objects().events, runtime.statistics().refused_destroys), (0, 0));
 }

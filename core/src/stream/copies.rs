@@ -30,6 +30,11 @@ struct NotEnqueued {
     in_part: bool,
 }
 
+fn foreign(operation: &'static str, memory: &dyn std::fmt::Debug) -> Error {
+    let message = format!("{memory:?} belongs to another runtime than the stream");
+    Error::new(ErrorKind::InvalidPointer, operation, message).with_hint("allocate from the stream's own runtime")
+}
+
 impl Stream {
     /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are
     /// unspecified.
@@ -57,12 +62,7 @@ impl Stream {
 
     pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
         if !slice.block.is_of(&self.core) {
-            return Err(Error::new(
-                ErrorKind::InvalidPointer,
-                operation,
-                format!("{slice:?} belongs to another runtime than the stream"),
-            )
-            .with_hint("allocate from the stream's own runtime"));
+            return Err(foreign(operation, slice));
         }
         Ok(())
     }
@@ -129,12 +129,7 @@ impl Stream {
         let to_host = kind != CopyKind::ToDevice;
         let inner = &self.runtime.inner;
         if !Arc::ptr_eq(&host.runtime().inner, inner) {
-            return Err(Error::new(
-                ErrorKind::InvalidPointer,
-                operation,
-                format!("{host:?} belongs to another runtime than the stream"),
-            )
-            .with_hint("allocate from the stream's own runtime"));
+            return Err(foreign(operation, host));
         }
         self.check_here(operation, &device.untyped())?;
         let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };

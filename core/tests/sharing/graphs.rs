@@ -40,8 +40,7 @@ fn an_import_that_a_graph_recorded_keeps_the_exporters_memory_until_the_last_lau
     assert!(importer.stream.is_complete().unwrap());
     assert_eq!(importer.stream.download(&result).unwrap(), [10; 1000]);
     assert!(peer.quit().success());
-    drop(result);
-    importer.end();
+    importer.end_after(result);
 }
 
 #[test]
@@ -88,8 +87,7 @@ fn shared_memory_that_a_graph_keeps_is_open_to_others_until_the_graph_is_gone() 
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 0);
     drop(graph);
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
-    let expired = exporter.runtime.open_shared::<u32>(&ticket).unwrap_err();
-    assert_eq!(expired.kind(), ErrorKind::Expired);
+    assert_eq!(exporter.refusal(&ticket), ErrorKind::Expired);
     assert_eq!(peer.tell("read a"), "6");
     peer.tell("drop a");
     until("the memory is back", || exporter.taken() == 0);

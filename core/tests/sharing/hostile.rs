@@ -1,8 +1,6 @@
 //! Tickets and peers that are wrong on purpose, and machines that have run out.
 
-use std::os::fd::AsFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 
 use highwater_core::{ErrorKind, Ticket};
@@ -26,8 +24,7 @@ pub(crate) fn forged(ticket: &Ticket, change: impl FnOnce(&mut [u8])) -> Ticket 
 fn tickets_of_nothing_are_refused_by_what_is_wrong() {
     let exporter = Exporter::new();
     let other = Exporter::new();
-    let buffer = exporter.make(1000, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
     let kind = |change: fn(&mut [u8])| other.runtime.open_shared::<u32>(&forged(&ticket, change)).unwrap_err().kind();
     assert_eq!(kind(|bytes| bytes[16] ^= 1), ErrorKind::Expired, "another boot");
     assert_eq!(kind(|bytes| bytes[32] ^= 1), ErrorKind::Expired, "another exporter");
@@ -124,18 +121,31 @@ pub(crate) fn name_of(ticket: &Ticket) -> Vec<u8> {
     format!("highwater-{:032x}", u128::from_be_bytes(bytes)).into_bytes()
 }
 
+/// A socket, and the address of the exporter that a ticket names.
+fn socket_for(ticket: &Ticket) -> (OwnedFd, SocketAddrUnix) {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    (socket.unwrap(), SocketAddrUnix::new_abstract_name(&name_of(ticket)).unwrap())
+}
+
+/// Connects to the exporter that a ticket names.
+pub(crate) fn connect(ticket: &Ticket) -> rustix::io::Result<OwnedFd> {
+    let (socket, address) = socket_for(ticket);
+    rustix::net::connect(&socket, &address).map(|()| socket)
+}
+
+/// Listens in the place of the exporter that a ticket names.
+pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
+    let (socket, address) = socket_for(ticket);
+    rustix::net::bind(&socket, &address).unwrap();
+    rustix::net::listen(&socket, 8).unwrap();
+    socket
+}
+
 #[test]
 fn peers_that_send_garbage_harm_only_themselves() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(1000, 1);
-    let ticket = buffer.share().unwrap();
-    let address = SocketAddrUnix::new_abstract_name(&name_of(&ticket)).unwrap();
-    let connect = || {
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        rustix::net::connect(&socket, &address).unwrap();
-        socket
-    };
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
+    let connect = || connect(&ticket).unwrap();
     let send = |socket: &std::os::fd::OwnedFd, bytes: &[u8]| {
         let _ = rustix::net::send(socket, bytes, rustix::net::SendFlags::NOSIGNAL);
     };
@@ -166,25 +176,20 @@ fn peers_that_send_garbage_harm_only_themselves() {
         );
     }
     // The others are served.
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {ticket}"));
+    let mut peer = Peer::with_open(&ticket);
     assert_eq!(peer.tell("read a"), "1");
     peer.quit();
     drop(kept);
     drop(buffer);
-    until("nobody holds it", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
 fn a_peer_of_another_version_is_told_so() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(1000, 1);
-    let address = SocketAddrUnix::new_abstract_name(&name_of(&buffer.share().unwrap())).unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
     for versions in [[1_u8, 0, 1, 0], [0xff, 0, 0xff, 0]] {
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        rustix::net::connect(&socket, &address).unwrap();
+        let socket = connect(&ticket).unwrap();
         rustix::net::send(&socket, &[b"HWSH\x01\0\0\0", &versions[..]].concat(), rustix::net::SendFlags::NOSIGNAL)
             .unwrap();
         let mut answer = [0_u8; 1000];
@@ -194,8 +199,7 @@ fn a_peer_of_another_version_is_told_so() {
         let text = std::str::from_utf8(&answer[16..bytes]).unwrap();
         assert!(text.contains(&format!("protocols {} to {}", versions[0], versions[0])), "{text}");
     }
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 #[test]
@@ -206,12 +210,7 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     let exporter = peer.pid();
     peer.kill();
     // The name is free again: somebody else takes it, and answers with garbage.
-    let name = name_of(&ticket);
-    assert!(SocketAddr::from_abstract_name(&name).is_ok());
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-    let socket = socket.unwrap();
-    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
-    rustix::net::listen(&socket, 8).unwrap();
+    let socket = listen(&ticket);
     // It is not the ticket's process, so the importer does not wait for it.
     let started = std::time::Instant::now();
     let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
@@ -266,10 +265,7 @@ fn a_process_that_does_not_answer_is_waited_for_at_length_once() {
     peer.kill();
     // A process that cannot be distinguished from the exporter takes its name, and never answers.
     let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
-    let flags = SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name_of(&ticket)).unwrap()).unwrap();
-    rustix::net::listen(&socket, 8).unwrap();
+    let _socket = listen(&ticket);
     let mut took = Vec::new();
     for _ in 0..3 {
         let started = std::time::Instant::now();
@@ -290,8 +286,7 @@ fn a_ticket_of_an_exporter_that_cannot_read_the_boot_id_is_opened() {
     let ticket = forged(&buffer.share().unwrap(), |bytes| bytes[16..32].fill(0));
     let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
     assert_eq!(importer.stream.download(&opened).unwrap(), vec![1; 1000]);
-    drop((opened, buffer));
-    importer.end();
+    importer.end_after((opened, buffer));
     exporter.end();
 }
 
@@ -302,8 +297,7 @@ fn another_users_process_is_refused() {
         return;
     }
     let exporter = Exporter::new();
-    let buffer = exporter.make(1000, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
     let copy = std::env::temp_dir().join(format!("test-of-another-user-{}", std::process::id()));
     // Another user may not be able to reach the build's folder.
     // Copied by another process: a child that is forked here in the meantime would hold the copy open for writing, and then the
@@ -323,8 +317,7 @@ fn another_users_process_is_refused() {
     peer.quit();
     std::fs::remove_file(&copy).unwrap();
     assert_eq!(exporter.runtime.statistics().sharing.peers, 0);
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 /// Limits the descriptors of a process to be.
@@ -353,8 +346,7 @@ fn an_exporter_whose_files_are_limited_says_so_and_lives() {
 #[test]
 fn an_importer_without_descriptors_says_so_and_counts_nothing() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(1000, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
     let mut outcomes = Vec::new();
     // From hardly enough to start, up to enough for everything.
     for most in 4..32 {
@@ -378,8 +370,7 @@ fn an_importer_without_descriptors_says_so_and_counts_nothing() {
     }
     assert!(outcomes.contains(&false) && outcomes.last() == Some(&true), "{outcomes:?}");
     drop(buffer);
-    until("nobody holds it", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
@@ -465,8 +456,7 @@ fn nothing_needs_a_file_system_to_write_to() {
     let left = std::fs::read_dir("/dev/shm").map_or(0, |entries| entries.flatten().filter(in_shared_memory).count());
     assert_eq!(left, 0);
     peer.quit();
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 #[test]
@@ -489,7 +479,6 @@ fn shared_memory_cannot_be_made_shorter() {
         }
     }
     assert!(counts >= 2, "{counts}");
-    drop((opened, buffer));
-    other.end();
+    other.end_after((opened, buffer));
     exporter.end();
 }

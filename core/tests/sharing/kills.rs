@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{DeviceBuffer, ErrorKind, Ticket};
+use highwater_core::{DeviceBuffer, ErrorKind, SplitMix64, Ticket};
 use highwater_mock::MockOptions;
 
 use crate::Exporter;
@@ -17,16 +17,6 @@ const LEN: usize = 2048;
 /// Room for few buffers more than are alive, so that freed memory is used again at once.
 const BUFFERS: usize = 6;
 const DEVICE_BYTES: u64 = (BUFFERS as u64 + IMPORTERS as u64 * 2 + 2) * LEN as u64 * 4;
-
-/// Random numbers, the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % end
-    }
-}
 
 struct Shared {
     buffer: DeviceBuffer<u32>,
@@ -56,7 +46,9 @@ impl Victim {
 #[test]
 fn importers_killed_at_any_step_lose_no_memory_and_spoil_none() {
     let exporter = Exporter::with(MockOptions::new().with_memory_bytes(DEVICE_BYTES).with_checks());
-    let mut random = Random(7);
+    // The same numbers in every run.
+    let mut random = SplitMix64::new(7);
+    let mut below = |end: usize| random.draw() as usize % end;
     let mut victims: Vec<_> = (0..IMPORTERS).map(|_| Victim::start()).collect();
     let mut shared: Vec<Shared> = Vec::new();
     let (mut value, mut kills) = (0, 0);
@@ -64,7 +56,7 @@ fn importers_killed_at_any_step_lose_no_memory_and_spoil_none() {
     // A machine that is so busy that hardly anything happens goes on a little longer.
     while start.elapsed() < FOR || kills < 5 {
         if shared.len() == BUFFERS {
-            shared.swap_remove(random.below(BUFFERS));
+            shared.swap_remove(below(BUFFERS));
         }
         value += 1;
         match exporter.runtime.device(0).unwrap().allocate_shared::<u32>(LEN) {
@@ -76,26 +68,26 @@ fn importers_killed_at_any_step_lose_no_memory_and_spoil_none() {
             // Importers have all that was freed.
             Err(error) => assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}"),
         }
-        let at = random.below(IMPORTERS);
+        let at = below(IMPORTERS);
         let victim = &mut victims[at];
         victim.check();
         // At most so much may wait in limbo for one importer.
         while victim.open.len() > 1 {
             victim.peer.tell(&format!("drop b{}", victim.open.remove(0)));
         }
-        let target = (!shared.is_empty()).then(|| &shared[random.below(shared.len())]);
+        let target = (!shared.is_empty()).then(|| &shared[below(shared.len())]);
         let Some(target) = target.filter(|target| !victim.open.contains(&target.value)) else { continue };
         let name = target.value;
         let steps = [
             format!("open b{name} {}", target.ticket),
-            format!("fill b{name} {name} {}", 1 + random.below(40)),
+            format!("fill b{name} {name} {}", 1 + below(40)),
             format!("read b{name}"),
             format!("fill b{name} {name} 3"),
             "trim".to_owned(),
             format!("drop b{name}"),
         ];
-        if random.below(3) > 0 {
-            let done = 1 + random.below(steps.len());
+        if below(3) > 0 {
+            let done = 1 + below(steps.len());
             steps.iter().take(done).for_each(|step| drop(victim.peer.tell(step)));
             if done < steps.len() {
                 victim.open.push(name);
@@ -103,10 +95,10 @@ fn importers_killed_at_any_step_lose_no_memory_and_spoil_none() {
         } else {
             // Killed somewhere in the steps, or in what the exporter does for them.
             steps.iter().for_each(|step| victim.peer.say(step));
-            if random.below(2) == 0 {
-                shared.swap_remove(random.below(shared.len()));
+            if below(2) == 0 {
+                shared.swap_remove(below(shared.len()));
             }
-            std::thread::sleep(Duration::from_micros(random.below(3000) as u64));
+            std::thread::sleep(Duration::from_micros(below(3000) as u64));
             std::mem::replace(victim, Victim::start()).peer.kill();
             kills += 1;
         }

@@ -13,8 +13,7 @@ use crate::peer::{Peer, until};
 fn a_killed_importer_loses_nobodys_memory() {
     let exporter = Exporter::new();
     let buffer = exporter.make(50_000, 5);
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    let peer = Peer::with_open(&buffer.share().unwrap());
     drop(buffer);
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
     peer.kill();
@@ -28,8 +27,7 @@ fn a_killed_importer_loses_nobodys_memory() {
 fn a_killed_importer_whose_child_lives_on_is_dead_all_the_same() {
     let exporter = Exporter::new();
     let buffer = exporter.make(50_000, 5);
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    let mut peer = Peer::with_open(&buffer.share().unwrap());
     let heir = peer.tell("spawn-heir");
     drop(buffer);
     peer.kill();
@@ -44,8 +42,7 @@ fn a_killed_importer_whose_child_lives_on_is_dead_all_the_same() {
 fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     let exporter = Exporter::new();
     let buffer = exporter.make(50_000, 5);
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    let mut peer = Peer::with_open(&buffer.share().unwrap());
     assert_ne!(peer.tell("cut-sockets"), "0");
     drop(buffer);
     // Time for the exporter to notice the cut.
@@ -60,8 +57,7 @@ fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     }
     peer.kill();
     drop(others);
-    until("the memory is back", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
@@ -87,8 +83,7 @@ fn an_importer_killed_with_work_queued_writes_into_nobodys_memory() {
             assert_eq!(exporter.stream.download(&next).unwrap(), vec![round; 400_000]);
         }
     }
-    until("the memory is back", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
@@ -152,8 +147,7 @@ fn an_exporter_that_ends_in_order_is_as_expired_as_a_killed_one() {
     let mut peer = Peer::start();
     let ticket = peer.tell("make a 10 9");
     assert!(peer.quit().success());
-    let error = importer.runtime.open_shared::<u32>(&ticket.parse().unwrap()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    assert_eq!(importer.refusal(&ticket.parse().unwrap()), ErrorKind::Expired);
     importer.end();
 }
 

@@ -12,7 +12,7 @@ mod review;
 
 use std::sync::Arc;
 
-use highwater_core::{DeviceBuffer, Runtime, Stream};
+use highwater_core::{DeviceBuffer, ErrorKind, Runtime, Stream, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
 
 /// Not a test by itself: what the other processes of these tests run.
@@ -50,10 +50,35 @@ impl Exporter {
         buffer
     }
 
+    /// Makes a buffer and shares it.
+    fn make_shared(&self, len: usize, value: u32) -> (DeviceBuffer<u32>, Ticket) {
+        let buffer = self.make(len, value);
+        let ticket = buffer.share().unwrap();
+        (buffer, ticket)
+    }
+
     /// Bytes that are allocated and were not at the beginning.
     fn taken(&self) -> u64 {
         self.runtime.trim_device_memory().unwrap();
         self.free - self.runtime.device(0).unwrap().memory_info().unwrap().free
+    }
+
+    /// Opens a ticket, which is refused with this kind of error.
+    fn refusal(&self, ticket: &Ticket) -> ErrorKind {
+        self.runtime.open_shared::<u32>(ticket).map(drop).unwrap_err().kind()
+    }
+
+    /// Drops these objects, and ends.
+    fn end_after<T>(self, objects: T) {
+        drop(objects);
+        self.end();
+    }
+
+    /// Waits until other processes have given all memory back, and ends.
+    #[track_caller]
+    fn end_once_all_is_back(self) {
+        peer::until("the memory is back", || self.taken() == 0);
+        self.end();
     }
 
     /// The end: nothing is left.

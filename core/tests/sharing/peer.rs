@@ -31,6 +31,13 @@ impl Peer {
         Self::start_with("", |_| {})
     }
 
+    /// Starts it, and opens a ticket by the name `a`.
+    pub(crate) fn with_open(ticket: &Ticket) -> Self {
+        let mut peer = Self::start();
+        peer.tell(&format!("open a {ticket}"));
+        peer
+    }
+
     /// Starts it with settings of the mock, and with changes to the command.
     pub(crate) fn start_with(mock: &str, change: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
@@ -172,6 +179,13 @@ fn crowd(name: &[u8], greets: bool, count: usize, crowded: &Sender<()>) {
     }
 }
 
+/// The files of device memory that this process has mapped.
+pub(crate) fn mapped_inodes() -> Vec<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let memory = maps.lines().filter(|line| line.contains("memfd:highwater-mock"));
+    memory.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect()
+}
+
 struct Obedient {
     runtime: Runtime,
     stream: Option<Stream>,
@@ -273,12 +287,7 @@ impl Obedient {
                 crowded.recv().unwrap();
                 Ok("crowded".to_owned())
             }
-            ["mapped-inodes"] => {
-                let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-                let memory = maps.lines().filter(|line| line.contains("memfd:highwater-mock"));
-                let inodes = memory.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned);
-                Ok(inodes.collect::<Vec<_>>().join(","))
-            }
+            ["mapped-inodes"] => Ok(mapped_inodes().join(",")),
             _ => panic!("no such command: {words:?}"),
         }
     }

@@ -6,13 +6,12 @@ use highwater_core::{ErrorKind, Runtime, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
 
 use crate::Exporter;
-use crate::peer::{Peer, until};
+use crate::peer::{Peer, mapped_inodes, until};
 
 #[test]
 fn what_one_writes_the_other_reads_both_ways() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(10_000, 7);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(10_000, 7);
     let mut peer = Peer::start();
     assert_eq!(peer.tell(&format!("open a {ticket}")), "10000");
     assert_eq!(peer.tell("read a"), "7");
@@ -24,16 +23,10 @@ fn what_one_writes_the_other_reads_both_ways() {
     assert_eq!(peer.tell("read a"), "9");
     // One memory, not two that are kept equal: the other process maps the very file that this one does.
     let theirs = peer.tell("mapped-inodes");
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let inodes: Vec<_> = maps
-        .lines()
-        .filter(|line| line.contains("memfd:highwater-mock"))
-        .filter_map(|line| line.split_whitespace().nth(4))
-        .collect();
-    assert!(theirs.split(',').any(|inode| inodes.contains(&inode)), "{theirs} in {inodes:?}");
+    let ours = mapped_inodes();
+    assert!(theirs.split(',').any(|inode| ours.iter().any(|own| own == inode)), "{theirs} in {ours:?}");
     assert!(peer.quit().success());
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 #[test]
@@ -50,15 +43,13 @@ fn work_before_the_share_is_done_when_it_is_open() {
         peer.tell("drop a");
     }
     peer.quit();
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 #[test]
 fn a_buffer_that_others_hold_waits_in_limbo_and_comes_back_by_itself() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(100_000, 5);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(100_000, 5);
     let mut peers = [Peer::start(), Peer::start(), Peer::start()];
     for peer in &mut peers {
         peer.tell(&format!("open a {ticket}"));
@@ -95,8 +86,7 @@ fn a_buffer_that_others_hold_waits_in_limbo_and_comes_back_by_itself() {
 #[test]
 fn one_ticket_opens_often_and_the_mapping_is_kept_until_the_exporter_frees() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(64, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(64, 1);
     let mut peer = Peer::start();
     for _ in 0..50 {
         peer.tell(&format!("open a {ticket}"));
@@ -117,8 +107,7 @@ fn one_ticket_opens_often_and_the_mapping_is_kept_until_the_exporter_frees() {
 #[test]
 fn trim_unmaps_what_nobody_has_open_and_it_can_be_opened_again() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(64, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(64, 1);
     let mut peer = Peer::start();
     for _ in 0..3 {
         peer.tell(&format!("open a {ticket}"));
@@ -148,8 +137,7 @@ fn a_ticket_of_this_runtime_opens_the_original() {
     drop(buffer);
     assert_eq!(exporter.stream.download(&opened).unwrap(), vec![4; 50]);
     drop(opened);
-    let error = exporter.runtime.open_shared::<u32>(&ticket).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Expired);
+    assert_eq!(exporter.refusal(&ticket), ErrorKind::Expired);
     exporter.end();
 }
 
@@ -184,8 +172,7 @@ fn an_import_can_be_shared_on() {
     drop(buffer);
     assert_eq!(second.tell("read a"), "11");
     assert!(second.quit().success());
-    until("it comes back", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
@@ -207,16 +194,14 @@ fn importers_of_parts_see_their_parts() {
         assert!(answer.starts_with("error InvalidArgument"), "{answer}");
     }
     peer.quit();
-    drop((buffer, shared, bytes));
-    exporter.end();
+    exporter.end_after((buffer, shared, bytes));
 }
 
 #[test]
 fn a_runtime_does_not_close_while_others_have_its_memory() {
     let exporter = Exporter::new();
     let buffer = exporter.make(1000, 6);
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    let mut peer = Peer::with_open(&buffer.share().unwrap());
     drop(buffer);
     let again = exporter.runtime.clone();
     drop(exporter.stream);
@@ -260,8 +245,7 @@ fn many_allocations_are_shared_and_come_back() {
     until("half of them is back", || exporter.runtime.statistics().sharing.limbo_blocks == 150);
     assert_eq!(peer.tell("read b200"), "200");
     peer.quit();
-    until("all are back", || exporter.taken() == 0);
-    exporter.end();
+    exporter.end_once_all_is_back();
 }
 
 #[test]
@@ -279,13 +263,11 @@ fn a_drop_after_an_open_is_known_at_once() {
     let exporter = Exporter::new();
     let (first, second) = (Exporter::new(), Exporter::new());
     for value in 0..500 {
-        let buffer = exporter.make(1, value);
-        let ticket = buffer.share().unwrap();
+        let (buffer, ticket) = exporter.make_shared(1, value);
         let opened = first.runtime.open_shared::<u32>(&ticket).unwrap();
         drop(buffer);
         assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1, "in round {value}");
-        let error = second.runtime.open_shared::<u32>(&ticket).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Expired);
+        assert_eq!(second.refusal(&ticket), ErrorKind::Expired);
         drop(opened);
         until("it comes back", || exporter.runtime.statistics().sharing.limbo_blocks == 0);
     }
@@ -298,8 +280,7 @@ fn a_drop_after_an_open_is_known_at_once() {
 fn a_collect_beside_the_service_loses_no_release() {
     let exporter = Exporter::new();
     let importer = Exporter::with(MockOptions::new().with_latency(Duration::from_micros(300)));
-    let buffer = exporter.make(10, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(10, 1);
     for _ in 0..300 {
         let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
         importer.stream.fill(&opened, 2_u32).unwrap();
@@ -310,8 +291,7 @@ fn a_collect_beside_the_service_loses_no_release() {
         // From here on only the service processes it.
         until("it is let go of", || importer.runtime.statistics().sharing.imports == 0);
     }
-    drop(buffer);
-    importer.end();
+    importer.end_after(buffer);
     exporter.end();
 }
 
@@ -320,8 +300,7 @@ fn an_open_beside_a_trim_and_another_open_got_the_mapping_that_was_gone() {
     const THREADS: u32 = 12;
     let exporter = Exporter::new();
     let importer = Exporter::with(MockOptions::new().with_checks());
-    let buffer = exporter.make(10, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(10, 1);
     std::thread::scope(|scope| {
         let openers: Vec<_> = (0..THREADS)
             .map(|_| {
@@ -338,7 +317,6 @@ fn an_open_beside_a_trim_and_another_open_got_the_mapping_that_was_gone() {
         }
     });
     assert_eq!(importer.gpu.violations(), []);
-    drop(buffer);
-    importer.end();
+    importer.end_after(buffer);
     exporter.end();
 }

@@ -9,16 +9,14 @@ use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use highwater_core::{Backend, DeviceBuffer, Error, ErrorKind, Runtime, Ticket, Transport};
-use highwater_mock::{MockGpu, MockOptions};
+use highwater_core::{Backend, DeviceBuffer, Error, ErrorKind, Ticket, Transport};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
 use crate::Exporter;
-use crate::hostile::{forged, name_of};
+use crate::hostile::{connect, forged, listen};
 use crate::peer::{Peer, until};
 
 /// What `work` gives, which must not take for ever.
@@ -43,8 +41,7 @@ fn put(at: usize, number: u64) -> impl Fn(&mut [u8]) {
 #[test]
 fn a_forged_range_is_refused_also_where_the_allocation_is_known_already() {
     let (exporter, other) = (Exporter::new(), Exporter::new());
-    let buffer = exporter.make(1000, 1);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 1);
     let opened = other.runtime.open_shared::<u32>(&ticket).unwrap();
     // Far behind the end of the allocation, and with a checksum that fits.
     let far = forged(&ticket, |bytes| {
@@ -55,9 +52,8 @@ fn a_forged_range_is_refused_also_where_the_allocation_is_known_already() {
         assert_eq!(kind_of(runtime.open_shared(&far)), ErrorKind::InvalidArgument);
     }
     let elsewhere = forged(&ticket, |bytes| bytes[68] ^= 1);
-    assert_eq!(kind_of(other.runtime.open_shared(&elsewhere)), ErrorKind::Expired);
-    drop((opened, buffer));
-    other.end();
+    assert_eq!(other.refusal(&elsewhere), ErrorKind::Expired);
+    other.end_after((opened, buffer));
     exporter.end();
 }
 
@@ -69,8 +65,7 @@ fn a_number_from_the_future_of_this_runtime_is_not_waited_for() {
     let runtime = exporter.runtime.clone();
     let kind = in_time(move || kind_of(runtime.open_shared(&ticket)));
     assert_eq!(kind, ErrorKind::InvalidArgument);
-    drop(buffer);
-    exporter.end();
+    exporter.end_after(buffer);
 }
 
 // -------------------------------------------------------------------- early frees
@@ -78,10 +73,8 @@ fn a_number_from_the_future_of_this_runtime_is_not_waited_for() {
 #[test]
 fn an_importer_that_is_cut_off_while_it_keeps_a_mapping_is_not_forgotten() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(50_000, 5);
-    let ticket = buffer.share().unwrap();
-    let mut peer = Peer::start();
-    peer.tell(&format!("open a {ticket}"));
+    let (buffer, ticket) = exporter.make_shared(50_000, 5);
+    let mut peer = Peer::with_open(&ticket);
     peer.tell("drop a");
     assert!(peer.tell("statistics").starts_with("imports=0 mappings=1"));
     assert_ne!(peer.tell("cut-sockets"), "0");
@@ -102,32 +95,7 @@ fn an_importer_that_is_cut_off_while_it_keeps_a_mapping_is_not_forgotten() {
     assert_eq!(peer.tell("read b"), "6");
     peer.quit();
     drop(others);
-    until("the memory is back", || exporter.taken() == 0);
-    exporter.end();
-}
-
-#[test]
-fn what_leaves_limbo_with_an_unmarked_use_waits_for_the_end() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    let free = || runtime.device(0).unwrap().memory_info().unwrap().free;
-    let before = free();
-    let other = Exporter::new();
-    let buffer = runtime.device(0).unwrap().allocate_shared::<u32>(1000).unwrap();
-    let opened = other.runtime.open_shared::<u32>(&buffer.share().unwrap()).unwrap();
-    gpu.set_latency(Duration::from_millis(200));
-    stream.fill(&buffer, 1_u32).unwrap();
-    gpu.fail_call("record_event", 1, ErrorKind::Vendor).unwrap();
-    drop(buffer);
-    drop(opened);
-    until("nobody else holds it", || runtime.statistics().sharing.limbo_blocks == 0);
-    runtime.trim_device_memory().unwrap();
-    assert!(free() < before, "freed while nobody knows whether the stream is done");
-    gpu.set_latency(Duration::ZERO);
-    drop(stream);
-    other.end();
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    exporter.end_once_all_is_back();
 }
 
 // -------------------------------------------------------------------- the service
@@ -155,12 +123,9 @@ fn closing_and_sharing_at_once_does_not_hang() {
 #[test]
 fn who_drops_a_runtime_gives_everything_back_before_the_drop_returns() {
     let exporter = Exporter::new();
-    let buffer = exporter.make(1000, 5);
-    let ticket = buffer.share().unwrap();
+    let (buffer, ticket) = exporter.make_shared(1000, 5);
     for round in 0..300 {
-        let gpu = MockGpu::open(MockOptions::new()).unwrap();
-        let runtime = Runtime::new(gpu.clone()).unwrap();
-        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let Exporter { gpu, runtime, stream, .. } = Exporter::new();
         let opened = runtime.open_shared::<u32>(&ticket).unwrap();
         stream.fill(&opened, 5_u32).unwrap();
         // Wakes the service, which refers to the runtime for a moment.
@@ -169,27 +134,17 @@ fn who_drops_a_runtime_gives_everything_back_before_the_drop_returns() {
         drop(runtime);
         assert_eq!(gpu.live_objects().total(), 0, "round {round}");
     }
-    drop(buffer);
-    exporter.end();
-}
-
-/// Whether somebody listens for importers of a ticket.
-fn is_listening(ticket: &Ticket) -> bool {
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-    rustix::net::connect(socket.unwrap(), &SocketAddrUnix::new_abstract_name(&name_of(ticket)).unwrap()).is_ok()
+    exporter.end_after(buffer);
 }
 
 #[test]
 fn a_runtime_whose_device_is_lost_stops_to_listen_when_it_ends() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::new(gpu.clone()).unwrap();
-    let buffer = runtime.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
-    let ticket = buffer.share().unwrap();
-    assert!(is_listening(&ticket));
-    gpu.lose_device(0).unwrap();
-    drop(buffer);
-    drop(runtime);
-    assert!(!is_listening(&ticket));
+    let exporter = Exporter::new();
+    let (buffer, ticket) = exporter.make_shared(10, 1);
+    assert!(connect(&ticket).is_ok());
+    exporter.gpu.lose_device(0).unwrap();
+    drop((buffer, exporter));
+    assert!(connect(&ticket).is_err(), "somebody listens for importers of the ticket");
 }
 
 /// A process that inherits every socket of this one, until this is dropped.
@@ -234,8 +189,7 @@ fn a_runtime_that_ends_is_gone_for_its_peers_although_an_heir_keeps_its_sockets(
     drop(exporter.runtime.open_shared::<u32>(&kept.share().unwrap()).unwrap());
     assert_eq!(watching.runtime.statistics().sharing.peers, 1);
     let heir = heir();
-    drop((first, second));
-    exporter.end();
+    exporter.end_after((first, second));
     let (runtimes, ticket) = ([other.runtime.clone(), late.runtime.clone()], tickets[1].clone());
     let kinds = in_time(move || runtimes.map(|runtime| kind_of(runtime.open_shared(&ticket))));
     assert_eq!(kinds, [ErrorKind::Expired; 2]);
@@ -329,10 +283,7 @@ impl Impostor {
         let ipc = victim.runtime.backend().ipc_sharing().unwrap();
         // SAFETY: the buffer is alive.
         let handle = unsafe { ipc.export_memory(0, buffer.ptr(), Transport::Descriptor) }.unwrap();
-        let listener =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        rustix::net::bind(&listener, &SocketAddrUnix::new_abstract_name(&name_of(&ticket)).unwrap()).unwrap();
-        rustix::net::listen(&listener, 8).unwrap();
+        let listener = listen(&ticket);
         let (counts, ready) = (sealed_file(), sealed_file());
         let theirs = counts.try_clone().unwrap();
         let serving = std::thread::spawn(move || {
@@ -395,8 +346,7 @@ fn an_exporter_that_scribbles_on_the_counts_takes_no_memory_away() {
     });
     importer.end();
     drop(impostor.serving.join().unwrap());
-    drop(buffer);
-    owner.end();
+    owner.end_after(buffer);
 }
 
 #[test]
@@ -440,8 +390,7 @@ fn an_exporter_that_answers_without_end_but_never_the_question_is_given_up() {
     assert_eq!(importer.runtime.statistics().sharing.imports, 0);
     importer.end();
     drop(impostor.serving.join().unwrap());
-    drop(buffer);
-    owner.end();
+    owner.end_after(buffer);
 }
 
 // -------------------------------------------------------------------- what is counted
@@ -451,8 +400,7 @@ fn importers_that_have_let_go_before_they_end_are_not_counted_as_lost() {
     let exporter = Exporter::new();
     let buffer = exporter.make(1000, 7);
     for _ in 0..10 {
-        let mut peer = Peer::start();
-        peer.tell(&format!("open a {}", buffer.share().unwrap()));
+        let mut peer = Peer::with_open(&buffer.share().unwrap());
         peer.tell("drop a");
         peer.tell("trim");
         assert!(peer.tell("statistics").starts_with("imports=0 mappings=0"));
@@ -461,21 +409,5 @@ fn importers_that_have_let_go_before_they_end_are_not_counted_as_lost() {
     }
     until("they are forgotten", || exporter.runtime.statistics().sharing.peers == 0);
     assert_eq!(exporter.runtime.statistics().sharing.lost_peers, 0);
-    drop(buffer);
-    exporter.end();
-}
-
-#[test]
-fn a_buffer_that_was_opened_elsewhere_is_in_limbo_when_its_drop_returns() {
-    let (exporter, other) = (Exporter::new(), Exporter::new());
-    for round in 0..300 {
-        let buffer = exporter.make(16, round);
-        let opened = other.runtime.open_shared::<u32>(&buffer.share().unwrap()).unwrap();
-        drop(buffer);
-        assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1, "round {round}");
-        drop(opened);
-        until("it comes back", || exporter.runtime.statistics().sharing.limbo_blocks == 0);
-    }
-    other.end();
-    exporter.end();
+    exporter.end_after(buffer);
 }
