@@ -304,7 +304,12 @@ impl LtBlas {
     ) -> Result<Owned<RawMatrixLayout>> {
         let table = &self.state.platform().lt;
         let mut raw = RawMatrixLayout::NULL;
-        let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
+        // The distance of columns, and of matrices, need not fit where there is one.
+        let ld = match i64::try_from(ld) {
+            Ok(ld) => ld,
+            Err(_) if columns <= 1 => rows.max(1) as i64,
+            Err(_) => return Err(too_large(operation, ld)),
+        };
         // SAFETY: The call writes one number, which outlives it.
         let code = unsafe { (table.matrix_layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
         CUBLAS.check(operation, code)?;
@@ -313,7 +318,11 @@ impl LtBlas {
         if let Some((count, stride)) = batch {
             use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
             let count = i32::try_from(count).map_err(|_| too_large(operation, count))?;
-            let stride = i64::try_from(stride).map_err(|_| too_large(operation, stride))?;
+            let stride = match i64::try_from(stride) {
+                Ok(stride) => stride,
+                Err(_) if count <= 1 => 0,
+                Err(_) => return Err(too_large(operation, stride)),
+            };
             layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
             layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32, &stride)?;
         }

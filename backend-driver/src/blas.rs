@@ -210,19 +210,28 @@ struct Sizes<N> {
 }
 
 impl<N: TryFrom<usize>> Sizes<N> {
-    /// Returns the sizes, or `None` if one does not fit.
+    /// Returns the sizes, or `None` if one does not fit. The distance of columns need not fit where there is one column at most:
+    /// then the number of rows stands in for it.
     #[inline(always)]
     fn of(gemm: &Gemm) -> Option<Self> {
         let fit = |numbers: [usize; 3]| -> Option<[N; 3]> {
             let [first, second, third] = numbers.map(|number| N::try_from(number).ok());
             Some([first?, second?, third?])
         };
-        let shape = &gemm.shape;
+        let mut shape = gemm.shape;
         // With alpha = 0, A and B do not matter, not even NaN in them. With k = 0, they are not read.
-        let k = if gemm.alpha == 0.0 { 0 } else { shape.k };
+        shape.k = if gemm.alpha == 0.0 { 0 } else { shape.k };
+        let leading = |ld: usize, rows: usize, columns: usize| {
+            let is_unused = columns <= 1 && N::try_from(ld).is_err();
+            if is_unused { rows.max(1) } else { ld }
+        };
         Some(Self {
-            sizes: fit([shape.m, shape.n, k])?,
-            leading: fit([shape.lda, shape.ldb, shape.ldc])?,
+            sizes: fit([shape.m, shape.n, shape.k])?,
+            leading: fit([
+                leading(shape.lda, shape.rows_a(), shape.columns_a()),
+                leading(shape.ldb, shape.rows_b(), shape.columns_b()),
+                leading(shape.ldc, shape.m, shape.n),
+            ])?,
             count: N::try_from(shape.batch_count()).ok()?,
         })
     }
@@ -434,8 +443,10 @@ unsafe fn enqueue_unusual(
     let strides = match &shape.batch {
         None => None,
         Some(batch) => {
+            // The distance of matrices does not matter where there is one.
+            let unused = (batch.count <= 1).then_some(0);
             let [stride_a, stride_b, stride_c] =
-                [batch.stride_a, batch.stride_b, batch.stride_c].map(|stride| i64::try_from(stride).ok());
+                [batch.stride_a, batch.stride_b, batch.stride_c].map(|stride| i64::try_from(stride).ok().or(unused));
             match (stride_a, stride_b, stride_c) {
                 (Some(stride_a), Some(stride_b), Some(stride_c)) => Some([stride_a, stride_b, stride_c]),
                 _ => return Err(too_large(operation, shape)),

@@ -308,7 +308,7 @@ impl<I: IdOf> Objects<I> {
         } else {
             let message = format!("{id:?} was issued by another backend, expected backend {}", self.tag.get());
             Error::new(ErrorKind::InvalidHandle, operation, message)
-                .with_hint(format!("pass a {} that this backend created", I::NAME))
+                .with_hint(format!("create the {} with this backend", I::NAME))
         }
     }
 

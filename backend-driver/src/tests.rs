@@ -519,6 +519,26 @@ fn a_product_goes_to_the_call_that_can_count_it() {
 }
 
 #[test]
+fn a_stride_that_is_never_applied_fits_every_call() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let mut handle = fake.backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    handle.set_stream(id).unwrap();
+    let ptr = DevicePtr::new(0x1000);
+    let column = GemmShape::new(DataType::F32, 2, 1, 1);
+    for unused in [i32::MAX as usize + 1, 1 << 62, usize::MAX] {
+        let batch = StridedBatch { count: 1, stride_a: unused, stride_b: unused, stride_c: unused };
+        let column = column.with_leading_dimensions(unused, unused, unused);
+        for shape in [column, column.with_batch(batch), GemmShape::new(DataType::F32, 2, 2, 2).with_batch(batch)] {
+            // SAFETY: Nothing dereferences the addresses.
+            unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
+        }
+    }
+    let names = ["gemm_ex", "gemm_strided_batched_ex", "gemm_ex_64", "gemm_strided_batched_ex_64"];
+    assert_eq!(names.map(|name| fake.calls(name).len()), [3, 6, 0, 0]);
+}
+
+#[test]
 fn the_pool_is_set_up_once_and_under_no_lock() {
     let fake = Fake::new();
     let backend = &fake.backend;

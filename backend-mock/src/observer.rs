@@ -205,16 +205,18 @@ impl Layout {
         Self { column: bytes, columns: 1, column_step: bytes, parts: 1, part_step: bytes }
     }
 
-    /// Returns the layout of column-major matrices. The distances of columns and of matrices count elements.
+    /// Returns the layout of column-major matrices. The distances of columns and of matrices count elements. The distance of
+    /// a single column or matrix is to nothing, and may be any number.
     pub(crate) fn matrices(rows: usize, columns: (usize, usize), parts: (usize, usize), size: usize) -> Self {
         let bytes = |elements: usize| (elements * size) as u64;
+        let step = |count: usize, distance: usize| if count > 1 { bytes(distance) } else { 0 };
         let ((columns, ld), (parts, stride)) = (columns, parts);
         let mut layout = Self {
             column: bytes(rows),
             columns: columns as u64,
-            column_step: bytes(ld),
+            column_step: step(columns, ld),
             parts: if stride == 0 { parts.min(1) } else { parts } as u64,
-            part_step: bytes(stride),
+            part_step: step(parts, stride),
         };
         if layout.columns == 1 || layout.column_step == layout.column {
             layout.column *= layout.columns;
@@ -323,5 +325,9 @@ mod tests {
         assert_eq!(runs(Layout::matrices(3, (2, 3), (5, 0), 1)), [(0, 6)], "one matrix for the whole batch");
         assert_eq!(Layout::matrices(3, (2, 5), (2, 100), 4).extent(), 400 + 20 + 12);
         assert_eq!(Layout::matrices(0, (2, 5), (2, 100), 4).extent(), 0);
+        let endless = Layout::matrices(3, (1, usize::MAX), (1, 1 << 62), 4);
+        assert_eq!((endless.extent(), runs(endless)), (12, vec![(0, 12)]));
+        assert_eq!(runs(Layout::matrices(3, (2, 5), (1, usize::MAX), 4)), [(0, 12), (20, 12)]);
+        assert_eq!(runs(Layout::matrices(3, (1, usize::MAX), (2, 5), 4)), [(0, 12), (20, 12)]);
     }
 }

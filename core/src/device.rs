@@ -170,7 +170,7 @@ impl Device {
     /// # Errors
     /// - `OutOfMemory`: live buffers leave too little (returns at once), or the device has no more. In the second case, the
     ///   call first waits for the pools' memory and frees it.
-    /// - `InvalidArgument`: the size does not fit the address space.
+    /// - `InvalidArgument`: the size does not fit the address space, or `T` is zero-sized.
     /// - `Capture`: this thread is inside a capture.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Plain)

@@ -72,10 +72,11 @@ impl Event {
     }
 
     /// Returns the nanoseconds from this event to a later one. [`Stream::record_timed`](crate::Stream::record_timed) records both.
+    /// If `later` is the earlier of the two, returns 0.
     ///
     /// # Errors
-    /// `InvalidArgument` if one has no timing, `InvalidState` if the stream has not passed one, `Capture` if one was recorded
-    /// in a capture.
+    /// `InvalidArgument` if one has no timing, `InvalidState` if the stream has not passed one, `WrongDevice` if they belong to
+    /// two devices, `Capture` if one was recorded in a capture.
     pub fn elapsed_ns(&self, later: &Self) -> Result<u64> {
         self.check("event_elapsed_ns")?;
         later.check("event_elapsed_ns")?;

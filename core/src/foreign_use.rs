@@ -94,6 +94,9 @@ impl Stream {
     /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The note does not
     /// order the work after work of other streams; see [`Stream::wait`].
     ///
+    /// The buffer may be of another device of the runtime: a kernel or copy of the program may reach it from this stream through
+    /// peer access. The note neither enables that access nor checks it.
+    ///
     /// On the [per-thread default stream](crate::Device::per_thread_default_stream), call it once more after the work
     /// is enqueued. Other threads cannot record events on that stream. If they drop a buffer, Highwater frees it after
     /// the last call noted there.

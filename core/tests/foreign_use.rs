@@ -3,7 +3,8 @@
 mod support;
 
 use highwater_core::{
-    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result,
+    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill,
+    Result,
 };
 use highwater_mock::{MockGpu, MockOptions};
 use support::{open, open_with_stream};
@@ -59,6 +60,41 @@ fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
     for (seed, round) in rounds(true).enumerate() {
         assert_eq!(round, (0, true), "seed {seed}");
     }
+}
+
+/// As [`dropped_after_launch`], for a copy of other code that writes memory of another device. Returns how often that memory
+/// was reused while the copy was queued.
+fn dropped_after_peer_copy(seed: u64, note: bool) -> Result<u64> {
+    let (gpu, runtime) = open(MockOptions::new().with_schedule(seed).with_checks());
+    let (here, there) = (runtime.device(0)?, runtime.device(1)?);
+    let stream = here.create_stream()?;
+    let (source, target) = (here.allocate::<u32>(LEN)?, there.allocate::<u32>(LEN)?);
+    stream.note_device_use(&source, Access::Read)?;
+    if note {
+        stream.note_device_use(&target, Access::Write)?;
+    }
+    let at = |device, ptr| Location::Device { device, ptr };
+    let copy = MemoryCopy::new(at(1, target.ptr()), at(0, source.ptr()), LEN * size_of::<u32>());
+    // SAFETY: as in `launch`.
+    unsafe {
+        let raw = gpu.stream_from_raw(0, stream.raw()?)?;
+        gpu.copy(&copy, raw)?;
+        gpu.destroy_stream(raw)?;
+    }
+    drop((source, target));
+    runtime.trim_device_memory()?;
+    drop(there.allocate::<u32>(LEN)?);
+    stream.synchronize()?;
+    drop((stream, here, there));
+    assert_eq!(runtime.close()?.total(), 0);
+    Ok(gpu.violation_count())
+}
+
+#[test]
+fn a_note_keeps_memory_of_another_device_too() {
+    let rounds = |note| (0..20).map(move |seed| dropped_after_peer_copy(seed, note).unwrap());
+    assert!(rounds(false).any(|violations| violations > 0));
+    assert!(rounds(true).all(|violations| violations == 0));
 }
 
 #[test]

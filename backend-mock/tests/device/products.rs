@@ -2,8 +2,8 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, ErrorKind, FillPattern, Gemm,
-    GemmShape, MathMode, StridedBatch, Workspace,
+    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, Epilogue, ErrorKind, FillPattern,
+    Gemm, GemmShape, MathMode, PlanArguments, PlanOptions, StridedBatch, Workspace,
 };
 use highwater_mock::Operation;
 
@@ -38,6 +38,36 @@ fn what_a_product_does_not_read_does_not_matter() {
     }
     let no_batch = StridedBatch { count: 0, stride_a: 0, stride_b: 0, stride_c: 16 };
     gemm(&mut *handle, &Gemm::new(shape.with_batch(no_batch), nowhere, nowhere, nowhere)).unwrap();
+}
+
+/// The distance to the next column or matrix does not matter where there is no next one.
+#[test]
+fn a_stride_that_is_never_applied_does_not_matter_under_the_checks_either() {
+    for options in [small(), small().with_checks(), small().with_race_detector()] {
+        for unused in [1 << 62, usize::MAX] {
+            let rig = Rig::new(options.clone());
+            let batch = StridedBatch { count: 1, stride_a: unused, stride_b: unused, stride_c: unused };
+            let column = GemmShape::new(DataType::F32, 2, 1, 1).with_leading_dimensions(unused, unused, unused);
+            for shape in [column, column.with_batch(batch), GemmShape::new(DataType::F32, 2, 2, 2).with_batch(batch)] {
+                let [a, b] = [(); 2].map(|()| rig.upload(&[2f32; 4]));
+                let [c, d] = [(); 2].map(|()| rig.upload(&[1f32; 4]));
+                gemm(&mut *rig.blas(BlasKind::Blas, rig.stream), &Gemm::new(shape, a, b, c).with_scale(1.0, 1.0))
+                    .unwrap();
+                let mut lt = rig.blas(BlasKind::Lt, rig.stream);
+                let plan = lt.create_plan(&PlanOptions::new(shape, Epilogue::None, 0)).unwrap();
+                let mut arguments = PlanArguments::new(a, b, d, None);
+                (arguments.c, arguments.beta) = (d, 1.0);
+                // SAFETY: as in `gemm`.
+                unsafe { lt.run_plan(plan, &arguments) }.unwrap();
+                let sum = 4.0 * shape.k as f32 + 1.0;
+                let expected = if shape.n == 1 { [sum, sum, 1.0, 1.0] } else { [sum; 4] };
+                for result in [c, d] {
+                    assert_eq!(rig.download::<f32>(result, 4, rig.stream), expected, "{shape:?}");
+                }
+            }
+            assert_eq!((rig.gpu.violation_count(), rig.gpu.races().len()), (0, 0));
+        }
+    }
 }
 
 #[test]

@@ -29,8 +29,10 @@ fn case() -> impl Strategy<Value = Case> {
     let extra = (0..3usize, 0..3usize, 0..3usize);
     let batch = prop::option::of((1..4usize, 0..2usize, 0..3usize, 0..3usize));
     let scales = (prop::sample::select(vec![0.0, 1.0]), prop::sample::select(vec![0.0, 1.0]));
-    (sizes, extra, any::<(bool, bool)>(), batch, scales, 1..20usize).prop_map(
-        |((m, n, k), (more_a, more_b, more_c), (transpose_a, transpose_b), batch, (alpha, beta), room)| {
+    // The distance of columns, or of matrices, where there is only one.
+    let unused = prop::sample::select(vec![None, Some(1 << 62), Some(usize::MAX)]);
+    (sizes, extra, any::<(bool, bool)>(), batch, scales, 1..20usize, unused).prop_map(
+        |((m, n, k), (more_a, more_b, more_c), (transpose_a, transpose_b), batch, (alpha, beta), room, unused)| {
             let mut shape = GemmShape::new(DataType::F32, m, n, k);
             if transpose_a {
                 shape = shape.with_transposed_a();
@@ -38,12 +40,19 @@ fn case() -> impl Strategy<Value = Case> {
             if transpose_b {
                 shape = shape.with_transposed_b();
             }
-            let (lda, ldb, ldc) = (shape.lda + more_a, shape.ldb + more_b, shape.ldc + more_c);
+            let leading = |ld, columns| unused.filter(|_| columns <= 1).unwrap_or(ld);
+            let (lda, ldb, ldc) = (
+                leading(shape.lda + more_a, shape.columns_a()),
+                leading(shape.ldb + more_b, shape.columns_b()),
+                leading(shape.ldc + more_c, n),
+            );
             shape = shape.with_leading_dimensions(lda, ldb, ldc);
             let extents = shape.extents("case").unwrap();
             if let Some((count, one_b, apart_a, apart_c)) = batch {
                 let stride_b = one_b * (extents.b + 1);
-                let (stride_a, stride_c) = (extents.a + apart_a, extents.c + apart_c);
+                let strides = [extents.a + apart_a, stride_b, extents.c + apart_c];
+                let [stride_a, stride_b, stride_c] =
+                    strides.map(|stride| unused.filter(|_| count == 1).unwrap_or(stride));
                 shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c });
             }
             Case { shape, alpha, beta, room }

@@ -123,7 +123,9 @@ impl Ranges {
     /// Returns what is wrong with the use of these bytes, if anything.
     pub(super) fn misuse(&self, what: &str, space: Space, start: u64, bytes: u64) -> Option<String> {
         let end = start.saturating_add(bytes);
-        let holds = |(&(of, at), range): (&(Space, u64), &Range)| of == space && at <= start && end <= at + range.bytes;
+        let holds = |(&(of, at), range): (&(Space, u64), &Range)| {
+            of == space && at <= start && end <= at.saturating_add(range.bytes)
+        };
         // A range that is being given back may precede a larger range that already has its bytes.
         let mut before = self.alive.range(..=(space, start)).rev();
         if bytes == 0 || before.find(|entry| holds(*entry) || !entry.1.releasing).is_some_and(holds) {
@@ -142,7 +144,7 @@ impl Ranges {
             matches!((of, space), (Space::Device(_), Space::Device(_)))
                 && *of != space
                 && *at <= start
-                && end <= at + range.bytes
+                && end <= at.saturating_add(range.bytes)
         });
         if let Some(((Space::Device(other), _), found)) = elsewhere {
             let made = found.made.of(found.holding.name());

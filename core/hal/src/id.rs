@@ -289,7 +289,7 @@ impl<T> Slots<T> {
                 operation,
                 format!("{id:?} was issued by another backend than backend {}", tag.get()),
             )
-            .with_hint(format!("pass a {} that this backend created", I::NAME)));
+            .with_hint(format!("create the {} with this backend", I::NAME)));
         }
         match self.entries.get(parts.slot as usize) {
             Some(Slot { generation, device, object: Some(object) })
@@ -332,6 +332,7 @@ mod tests {
         let id = table.insert("t", 1, Arc::new(1)).unwrap();
         let error = other.get("query", id).unwrap_err();
         assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidHandle, "query"));
+        assert_eq!(error.hint(), "create the event with this backend");
         // SAFETY: no runtime uses this table.
         let forged = unsafe { EventId::from_parts(IdParts { device: 0, ..id.parts() }) };
         assert_eq!(table.get("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);

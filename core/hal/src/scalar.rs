@@ -4,7 +4,11 @@ use bytemuck::Pod;
 
 use crate::blas::{DataType, GemmShape};
 
-/// Types of which every bit pattern is a value, so that devices may copy and overwrite them. Implemented for all such types.
+/// Types of which every bit pattern is a value, so that devices may copy and overwrite them. Implemented for every type that is
+/// `Pod`, `Send` and `Sync`.
+///
+/// Memory has two more conditions. An allocation for a zero-sized type returns `InvalidArgument`. Page-locked memory for a type
+/// whose alignment is above 64 bytes does not compile.
 pub trait Element: Pod + Send + Sync {}
 
 impl<T: Pod + Send + Sync> Element for T {}

@@ -29,8 +29,8 @@ impl Stream {
     /// - access by the CPU to page-locked memory that is recorded.
     ///
     /// Allocate before the capture. If the capability `create_during_capture` is false, run the work once before the capture,
-    /// so that handles exist. A capture does not begin while other threads wait for the stream or for its device. Threads that
-    /// start to wait later come after it.
+    /// so that handles exist. If other threads wait for the stream or for its device, this call first waits until they are done.
+    /// Threads that start to wait later come after the capture.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -54,7 +54,8 @@ impl Stream {
     /// # Errors
     /// The error of `record`. Then, and if it panics, the capture has ended and nothing is kept. `Unsupported` if the
     /// capability `capture` is false. `Capture` if the stream already takes part in a capture or is a default stream,
-    /// or if it did not wait for a stream that joined. Else the backend's error.
+    /// while a raw handle of the stream is lent ([`BlasLease::with_raw`](crate::BlasLease::with_raw)), or if the stream did not
+    /// wait for one that joined. Else the backend's error.
     pub fn capture(&self, record: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
         self.capture_with(CaptureMode::default(), record)
     }

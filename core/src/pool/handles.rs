@@ -1,9 +1,12 @@
 //! The handle pool: per-thread caches over slots that belong to the pool.
 //!
-//! A thread asks for a handle by key: a device, and a stream if the vendor ties handles to one. Its *thread cache*, a
-//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops the
-//! idle handle used last, or makes one outside every lock. When the thread ends, its claims return to the pool. A second
-//! lease in one thread gets another handle. There is no cap.
+//! A thread asks for a handle by key: a device, and a stream if the vendor ties handles to one. Its *thread cache* answers a
+//! repeat request from its claims with one compare-exchange: no lock, no vendor call. A miss pops the idle handle used last,
+//! or makes one outside every lock. When the thread ends, its claims return to the pool. A second lease in one thread gets
+//! another handle. There is no cap.
+//!
+//! *Many keys.* The thread cache lists its most recent claims, and a request looks through that short list first. It keeps
+//! all others in a map by key. So a request takes the same time however many keys the thread has used.
 //!
 //! *The end of a thread.* The thread cache's destructor makes no vendor call. It moves slots to the idle stack, and only the
 //! pool destroys handles. No caller reaches the thread cache by `with`, which aborts after thread teardown. After teardown a
@@ -11,7 +14,8 @@
 //! touch a lock.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -24,7 +28,7 @@ use super::handoff::{IdleStack, Slot};
 use highwater_hal::{Result, fork::Generation};
 
 /// The key of handles that are interchangeable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolKey {
     /// Ordinal of the device.
     pub device: u32,
@@ -115,9 +119,18 @@ struct Keyed<H> {
 struct Shared<H> {
     stacks: Mutex<HashMap<PoolKey, Arc<IdleStack<Keyed<H>>>>>,
     /// Every slot that is not retired. A leased slot is never removed, so a lease may refer to it by address.
-    slots: Mutex<Vec<(PoolKey, PooledSlot<H>)>>,
+    slots: Mutex<Slots<H>>,
     created: AtomicU64,
     threads_served: AtomicU64,
+}
+
+type Slots<H> = BTreeMap<PoolKey, Vec<PooledSlot<H>>>;
+
+fn forget_retired<H>(slots: &mut Slots<H>) {
+    slots.retain(|_, of_key| {
+        of_key.retain(|slot| !slot.is_retired());
+        !of_key.is_empty()
+    });
 }
 
 impl<H: Send + 'static> fmt::Debug for HandlePool<H> {
@@ -139,7 +152,7 @@ impl<H: Send + 'static> HandlePool<H> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let shared = Shared {
             stacks: Mutex::new(HashMap::new()),
-            slots: Mutex::new(Vec::new()),
+            slots: Mutex::new(BTreeMap::new()),
             created: AtomicU64::new(0),
             threads_served: AtomicU64::new(0),
         };
@@ -172,16 +185,44 @@ impl<H: Send + 'static> HandlePool<H> {
         THREAD_CACHE
             .try_with(|cache| {
                 let claims = cache.claims.try_borrow().ok()?;
-                claims.iter().filter(|claim| claim.pool == number && claim.key == key).find_map(|claim| {
-                    // SAFETY: The claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here
-                    // because the claim holds a reference. After `lease_claimed` it is leased, and a leased slot stays in the
-                    // pool's list while the pool lives. The lease borrows the pool, which keeps it alive.
-                    let slot = unsafe { &*Arc::as_ptr(&claim.slot).cast::<Slot<Keyed<H>>>() };
-                    slot.lease_claimed().then_some(slot)
-                })
+                let mut of_key = claims.recent.iter().filter(|claim| claim.pool == number && claim.key == key);
+                let slot = of_key.find_map(|claim| self.lease_claim(claim));
+                if slot.is_some() || claims.older.is_none() {
+                    return slot;
+                }
+                drop(claims);
+                self.lease_older(cache, key)
             })
             .ok()
             .flatten()
+    }
+
+    /// Leases the slot of a claim of this pool, unless it is already leased or retired.
+    #[inline]
+    fn lease_claim(&self, claim: &Claim) -> Option<&Slot<Keyed<H>>> {
+        debug_assert_eq!(claim.pool, self.number);
+        // SAFETY: The claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here because the claim
+        // holds a reference. After `lease_claimed` it is leased, and a leased slot stays in the pool's list while the pool lives.
+        // The lease borrows the pool, which keeps it alive.
+        let slot = unsafe { &*Arc::as_ptr(&claim.slot).cast::<Slot<Keyed<H>>>() };
+        slot.lease_claimed().then_some(slot)
+    }
+
+    /// Leases the slot of a claim that is not among the recent ones, and makes it one of them.
+    #[cold]
+    #[inline(never)]
+    fn lease_older(&self, cache: &ThreadCache, key: PoolKey) -> Option<&Slot<Keyed<H>>> {
+        let mut claims = cache.claims.try_borrow_mut().ok()?;
+        let Entry::Occupied(mut of_key) = claims.older.as_mut()?.entry((self.number, key)) else { return None };
+        let leased = |(index, claim)| Some((index, self.lease_claim(claim)?));
+        let (index, slot) = of_key.get().iter().enumerate().find_map(leased)?;
+        let claim = of_key.get_mut().swap_remove(index);
+        if of_key.get().is_empty() {
+            of_key.remove();
+        }
+        claims.older_count -= 1;
+        claims.insert(claim);
+        Some(slot)
     }
 
     #[cold]
@@ -192,7 +233,7 @@ impl<H: Send + 'static> HandlePool<H> {
                 let handle = create()?;
                 let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
                 self.shared.created.fetch_add(1, Ordering::Relaxed);
-                self.shared.slots.lock().push((key, Arc::clone(&slot)));
+                self.shared.slots.lock().entry(key).or_default().push(Arc::clone(&slot));
                 slot
             }
         };
@@ -200,12 +241,12 @@ impl<H: Send + 'static> HandlePool<H> {
         // If the thread cache is gone (the thread is ending), the slot has no claim, and the lease itself returns it.
         let _ = THREAD_CACHE.try_with(|cache| {
             if let Ok(mut claims) = cache.claims.try_borrow_mut() {
-                claims.retain(|claim| claim.is_alive());
-                if !claims.iter().any(|claim| claim.pool == self.number && claim.key == key) {
+                claims.forget_dead();
+                if !claims.has_alive(self.number, key) {
                     self.shared.threads_served.fetch_add(1, Ordering::Relaxed);
                 }
                 let pool: Weak<Shared<H>> = Arc::downgrade(&self.shared);
-                claims.push(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
+                claims.insert(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
             }
         });
         // SAFETY: The slot is leased and in the pool's list. Leased slots stay there while the pool lives, and the lease
@@ -231,7 +272,7 @@ impl<H: Send + 'static> HandlePool<H> {
             .filter_map(|slot| slot.retire())
             .map(Keyed::into_handle)
             .collect();
-        self.shared.slots.lock().retain(|(_, slot)| !slot.is_retired());
+        forget_retired(&mut self.shared.slots.lock());
         handles
     }
 
@@ -242,8 +283,8 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let mut slots = self.shared.slots.lock();
-        let handles = slots.iter().filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
-        slots.retain(|(_, slot)| !slot.is_retired());
+        let handles = slots.values().flatten().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        forget_retired(&mut slots);
         drop(slots);
         self.shared.stacks.lock().values().for_each(|stack| stack.forget_retired());
         handles
@@ -256,9 +297,12 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let mut slots = self.shared.slots.lock();
-        let of_key = slots.iter().filter(|(other, _)| *other == key);
-        let handles = of_key.filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
-        slots.retain(|(_, slot)| !slot.is_retired());
+        let mut of_key = slots.remove(&key).unwrap_or_default();
+        let handles = of_key.iter().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        of_key.retain(|slot| !slot.is_retired());
+        if !of_key.is_empty() {
+            slots.insert(key, of_key);
+        }
         drop(slots);
         // After retiring the slots: see `Shared::push_idle`.
         self.shared.stacks.lock().remove(&key);
@@ -274,7 +318,8 @@ impl<H: Send + 'static> HandlePool<H> {
         let slots = std::mem::take(&mut *self.shared.slots.lock());
         self.shared.stacks.lock().clear();
         // SAFETY: Every lease borrows the pool, which is borrowed exclusively here. So only forgotten leases can exist.
-        slots.iter().filter_map(|(_, slot)| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
+        let retired = slots.values().flatten().filter_map(|slot| unsafe { slot.retire_unleased() });
+        retired.map(Keyed::into_handle).collect()
     }
 
     /// Returns the statistics of the pool.
@@ -286,9 +331,9 @@ impl<H: Send + 'static> HandlePool<H> {
         let slots = self.shared.slots.lock();
         HandlePoolStatistics {
             created: self.shared.created.load(Ordering::Relaxed),
-            live: slots.len() as u64,
-            idle: slots.iter().filter(|(_, slot)| slot.is_idle()).count() as u64,
-            leased: slots.iter().filter(|(_, slot)| slot.is_leased()).count() as u64,
+            live: slots.values().map(Vec::len).sum::<usize>() as u64,
+            idle: slots.values().flatten().filter(|slot| slot.is_idle()).count() as u64,
+            leased: slots.values().flatten().filter(|slot| slot.is_leased()).count() as u64,
             threads_served: self.shared.threads_served.load(Ordering::Relaxed),
         }
     }
@@ -302,9 +347,10 @@ impl<H: Send + 'static> HandlePool<H> {
         // SAFETY: The caller holds the lease of the slot until `release_to_idle`.
         let Some(Keyed { key, .. }) = (unsafe { &*slot.handle() }) else { return };
         let key = *key;
-        let kept = self.shared.slots.lock().iter().find(|(_, kept)| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
+        let is_this = |kept: &&PooledSlot<H>| std::ptr::eq(Arc::as_ptr(kept), slot);
+        let kept = self.shared.slots.lock().get(&key).and_then(|of_key| of_key.iter().find(is_this).cloned());
         slot.release_to_idle();
-        if let Some((_, slot)) = kept {
+        if let Some(slot) = kept {
             self.shared.push(key, slot);
         }
     }
@@ -384,12 +430,76 @@ impl<H: Send + 'static> Drop for HandleLease<'_, H> {
 // ---------------------------------------------------------------------------------------------------- the thread cache
 
 thread_local! {
-    static THREAD_CACHE: ThreadCache = const { ThreadCache { claims: RefCell::new(Vec::new()) } };
+    static THREAD_CACHE: ThreadCache = const { ThreadCache { claims: RefCell::new(Claims::none()) } };
 }
 
 /// The claims of one thread, over all pools.
 struct ThreadCache {
-    claims: RefCell<Vec<Claim>>,
+    claims: RefCell<Claims>,
+}
+
+/// The length of the list of recent claims. Few threads have more claims: one for each device and kind of handle.
+const RECENT: usize = 32;
+
+struct Claims {
+    /// The claims that were made or moved here last, up to [`RECENT`]. A request looks at each.
+    recent: Vec<Claim>,
+    /// The index in `recent` whose claim leaves next.
+    leaves_next: usize,
+    /// All other claims, by pool and key. No list is empty. `None` until `recent` is full.
+    older: Option<HashMap<(u64, PoolKey), Vec<Claim>>>,
+    /// The number of claims in `older`.
+    older_count: usize,
+    /// The number of claims in `older` from which on the dead ones are looked for.
+    sweep_at: usize,
+}
+
+impl Claims {
+    const fn none() -> Self {
+        Self { recent: Vec::new(), leaves_next: 0, older: None, older_count: 0, sweep_at: RECENT }
+    }
+
+    /// Adds a claim to the recent ones. The one that was added first gives way.
+    fn insert(&mut self, claim: Claim) {
+        if self.recent.len() < RECENT {
+            self.recent.push(claim);
+            return;
+        }
+        let left = std::mem::replace(&mut self.recent[self.leaves_next], claim);
+        self.leaves_next = (self.leaves_next + 1) % RECENT;
+        self.older.get_or_insert_default().entry((left.pool, left.key)).or_default().push(left);
+        self.older_count += 1;
+    }
+
+    /// Returns whether a claim of this pool and key is alive.
+    fn has_alive(&self, pool: u64, key: PoolKey) -> bool {
+        let of_key = self.older.as_ref().and_then(|older| older.get(&(pool, key)));
+        let recent = self.recent.iter().filter(|claim| claim.pool == pool && claim.key == key);
+        recent.chain(of_key.into_iter().flatten()).any(Claim::is_alive)
+    }
+
+    /// Drops the dead claims among the recent ones. Drops all others each time that their number has doubled, so that a claim
+    /// costs the same whatever their number.
+    fn forget_dead(&mut self) {
+        self.recent.retain(Claim::is_alive);
+        if self.older_count < self.sweep_at {
+            return;
+        }
+        if let Some(older) = &mut self.older {
+            older.retain(|_, of_key| {
+                of_key.retain(Claim::is_alive);
+                !of_key.is_empty()
+            });
+            self.older_count = older.values().map(Vec::len).sum();
+        }
+        self.sweep_at = RECENT.max(2 * self.older_count);
+    }
+
+    /// Takes all claims out.
+    fn take(&mut self) -> impl Iterator<Item = Claim> + use<> {
+        let Self { recent, older, .. } = std::mem::replace(self, Self::none());
+        older.into_iter().flat_map(HashMap::into_values).flatten().chain(recent)
+    }
 }
 
 struct Claim {
@@ -451,7 +561,7 @@ impl Claim {
 
 impl Drop for ThreadCache {
     fn drop(&mut self) {
-        for claim in self.claims.get_mut().drain(..) {
+        for claim in self.claims.get_mut().take() {
             // In a forked child, a thread that does not exist may hold the pool's lock. The claim is left as it is.
             if !claim.generation.is_current() {
                 std::mem::forget(claim);
@@ -478,7 +588,7 @@ mod tests {
         let pool = HandlePool::new();
         drop(pool.lease(KEY, || Ok(1)).unwrap());
         // Simulates the end of a thread, step by step.
-        let claim = THREAD_CACHE.with(|cache| cache.claims.borrow_mut().pop()).unwrap();
+        let claim = THREAD_CACHE.with(|cache| cache.claims.borrow_mut().recent.pop()).unwrap();
         assert!(claim.slot.unclaim());
         assert_eq!(pool.take_key(KEY), vec![1]);
         claim.owner.upgrade().unwrap().push_idle(claim.key, claim.slot);
@@ -542,6 +652,109 @@ mod tests {
         assert_eq!(*other, 1);
         let tied = pool.lease(PoolKey { device: 0, affinity: 9 }, || Ok(2)).unwrap();
         assert_eq!(*tied, 2);
+    }
+
+    /// Returns the time of the fastest of several rounds, each of which leases a handle for 64 keys.
+    fn fastest(pool: &HandlePool<u64>, mut key_of: impl FnMut(u64) -> PoolKey) -> std::time::Duration {
+        let mut turn = 0;
+        let mut round = || {
+            let start = std::time::Instant::now();
+            for _ in 0..64 {
+                turn += 1;
+                drop(pool.lease(key_of(turn), || Ok(turn)).unwrap());
+            }
+            start.elapsed()
+        };
+        (0..20).map(|_| round()).min().unwrap()
+    }
+
+    #[test]
+    fn a_lease_takes_as_long_in_a_thread_that_has_used_thousands_of_keys() {
+        const OTHERS: u64 = 10_000;
+        let key = |affinity| PoolKey { device: 0, affinity };
+        let pool = HandlePool::new();
+        let few = [
+            fastest(&pool, |turn| key(OTHERS + turn % 2)),
+            fastest(&pool, |turn| key(OTHERS + turn % (2 * RECENT as u64))),
+            fastest(&pool, |turn| PoolKey { device: 1, affinity: turn }),
+            fastest(&pool, |turn| {
+                drop(pool.take_key(PoolKey { device: 2, affinity: turn - 1 }));
+                PoolKey { device: 2, affinity: turn }
+            }),
+        ];
+        for other in 0..OTHERS {
+            drop(pool.lease(key(other), || Ok(other)).unwrap());
+        }
+        let many = [
+            fastest(&pool, |turn| key(turn % 2)),
+            fastest(&pool, |turn| key(turn * 7 % OTHERS)),
+            fastest(&pool, |turn| PoolKey { device: 3, affinity: turn }),
+            fastest(&pool, |turn| {
+                drop(pool.take_key(PoolKey { device: 4, affinity: turn - 1 }));
+                PoolKey { device: 4, affinity: turn }
+            }),
+        ];
+        for (what, (few, many)) in ["two", "all", "new", "taken"].into_iter().zip(few.into_iter().zip(many)) {
+            assert!(many < 20 * few, "{what} keys: {few:?} with few keys, {many:?} with many");
+        }
+    }
+
+    #[test]
+    fn a_thread_finds_its_handle_of_each_of_many_keys() {
+        const KEYS: u64 = 5 * RECENT as u64;
+        let key = |affinity| PoolKey { device: 0, affinity };
+        let pool = HandlePool::new();
+        let lease = |affinity, expected: u64| {
+            let lease = pool.lease(key(affinity), || Ok(affinity)).unwrap();
+            assert_eq!(*lease, expected);
+            lease
+        };
+        std::thread::scope(|scope| {
+            let thread = || {
+                (0..KEYS).for_each(|affinity| drop(lease(affinity, affinity)));
+                for step in [1, 7, RECENT as u64 - 1] {
+                    (0..KEYS).for_each(|turn| drop(lease(turn * step % KEYS, turn * step % KEYS)));
+                }
+                let statistics = pool.statistics();
+                assert_eq!((statistics.created, statistics.threads_served, statistics.idle), (KEYS, KEYS, 0));
+                // A second lease gets a handle of its own, which is found again as well.
+                let held: Vec<_> = (0..KEYS).map(|affinity| lease(affinity, affinity)).collect();
+                let second = |affinity| drop(pool.lease(key(affinity), || Ok(KEYS + affinity)).unwrap());
+                (0..2 * KEYS).for_each(|turn| second(turn % KEYS));
+                assert_eq!((pool.statistics().created, pool.statistics().leased), (2 * KEYS, KEYS));
+                drop(held);
+                // Handles that were taken out are not found.
+                assert_eq!(pool.take_key(key(3)).len(), 2);
+                assert_eq!(pool.take_key(key(KEYS - 1)).len(), 2);
+                (0..KEYS).for_each(|affinity| drop(pool.lease(key(affinity), || Ok(affinity)).unwrap()));
+                assert_eq!((pool.statistics().created, pool.statistics().live), (2 * KEYS + 2, 2 * KEYS - 2));
+            };
+            scope.spawn(thread).join().unwrap();
+        });
+        let statistics = pool.statistics();
+        assert_eq!((statistics.live, statistics.idle, statistics.leased), (2 * KEYS - 2, 2 * KEYS - 2, 0));
+        assert_eq!(pool.take_idle().len() as u64, 2 * KEYS - 2);
+        assert_eq!(pool.statistics().live, 0);
+    }
+
+    #[test]
+    fn claims_of_keys_that_are_gone_do_not_pile_up() {
+        let pool = HandlePool::new();
+        let kept = PoolKey { device: 1, affinity: 0 };
+        for affinity in 0..100 * RECENT as u64 {
+            let key = PoolKey { device: 0, affinity };
+            drop(pool.lease(key, || Ok(affinity)).unwrap());
+            drop(pool.lease(kept, || Ok(0)).unwrap());
+            if affinity >= 2 * RECENT as u64 {
+                drop(pool.take_key(PoolKey { affinity: affinity - 2 * RECENT as u64, ..key }));
+            }
+        }
+        THREAD_CACHE.with(|cache| {
+            let claims = cache.claims.borrow();
+            let older: usize = claims.older.iter().flatten().map(|(_, of_key)| of_key.len()).sum();
+            assert_eq!(older, claims.older_count);
+            assert!(claims.recent.len() + older < 10 * RECENT, "{} and {older}", claims.recent.len());
+        });
     }
 
     #[test]
