@@ -381,6 +381,11 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     if let Some(what) = elf::wrong(&opened, metadata.len()).map_err(|error| unread(&error))? {
         return Err(other(&what));
     }
+    // The loader does not tell data from functions, and a call of data ends the process.
+    if elf::symbol(&opened, metadata.len(), ENTRY_POINT).map_err(|error| unread(&error))? == Some(elf::Symbol::Other) {
+        let message = format!("{shown}: its symbol `{ENTRY_POINT}` is data and no function");
+        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, NO_PLUGIN));
+    }
     let key = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec());
     Ok((file, key))
 }

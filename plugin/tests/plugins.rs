@@ -236,6 +236,22 @@ fn libraries_that_are_no_plugins_are_refused() {
     assert!(refusal.to_string().contains("highwater_plugin"), "{refusal}");
 }
 
+/// Loaded, each would end the process.
+#[test]
+fn an_entry_point_that_is_no_function_is_not_called() {
+    for (name, code) in [
+        ("entry-data", "int highwater_plugin = 5;"),
+        ("entry-constant", "const long highwater_plugin[9] = {5};"),
+        ("entry-thread-local", "__thread int highwater_plugin = 5;"),
+        ("entry-number", "__asm__(\".globl highwater_plugin\\n.set highwater_plugin, 5\");"),
+    ] {
+        let library = compile_library(code, name);
+        let refusal = load(&library.0, &LoadOptions::new()).unwrap_err();
+        assert_eq!((refusal.stage, refusal.error.kind()), (Stage::EntryPoint, ErrorKind::SymbolMissing), "{refusal}");
+        assert!(refusal.to_string().contains("`highwater_plugin` is data and no function"), "{refusal}");
+    }
+}
+
 #[test]
 fn what_a_plugin_says_of_itself_is_checked_when_it_is_loaded() {
     let expected: &[(&str, Stage, &str)] = &[
