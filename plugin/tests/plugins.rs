@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, Barrier, LazyLock};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
@@ -360,10 +360,14 @@ fn given_libraries() -> Vec<PathBuf> {
 fn child_loads_libraries_whose_constructors_hang() {
     let libraries = given_libraries();
     let limit = LoadOptions::new().with_limit(Duration::from_millis(300));
-    // Several threads at once, none of which has loaded anything before.
+    // Several threads at once, none of which has loaded anything before. All have started before the loader is blocked.
+    let started = Arc::new(Barrier::new(libraries.len()));
     let loading = |library: &PathBuf| {
-        let library = library.clone();
-        std::thread::spawn(move || load(&library, &limit).unwrap_err())
+        let (library, started) = (library.clone(), Arc::clone(&started));
+        std::thread::spawn(move || {
+            started.wait();
+            load(&library, &limit).unwrap_err()
+        })
     };
     let threads: Vec<_> = libraries.iter().map(loading).collect();
     let refusals: Vec<Refusal> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
