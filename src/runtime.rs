@@ -29,6 +29,12 @@ use crate::{Fallback, OpenError, Opened, RuntimeOptions, open, open_best};
 /// The type adds constructors to the runtime of `highwater-core`, which knows no backend by name, and dereferences to
 /// it. [`Device::runtime`](crate::Device::runtime) and its siblings return core's; `From` converts either way at no
 /// cost.
+///
+/// # Fork
+/// A child of `fork` cannot use the runtimes of its parent: their calls return `Forked`, and their destructors return at once.
+/// Do not open a runtime in the child either; call `exec` first. If another thread of the parent was inside a lock at the fork, the
+/// lock stays held in the child, so the opening may hang. CUDA does not work in a child of a process that has initialized it.
+/// To end the child without `exec`, call `_exit`: `std::process::exit` may hang for the same reason.
 #[derive(Clone)]
 pub struct Runtime(highwater_core::Runtime);
 

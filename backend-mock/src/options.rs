@@ -289,7 +289,7 @@ impl MockOptions {
     /// | `devices` | a number |
     /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `ipc-transports` | `descriptor` or `none` |
-    /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s`, at most an hour |
+    /// | `latency`, `gemm-gap` | a whole number with `ns`, `us`, `ms` or `s`, at most one hour (`3600s`) |
     /// | `create-handle-latency` | `DEVICE:TIME` |
     /// | `fail` | `OPERATION:CALLS` or `OPERATION:CALLS:KIND`: the number of a call or a range as in Rust (`3`, `3..`, `3..6`, `3..=5`), and the kind in words with dashes (`out-of-memory`) |
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |

@@ -65,7 +65,7 @@ fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
 /// As [`dropped_after_launch`], for a copy of other code that writes memory of another device. Returns how often that memory
 /// was reused while the copy was queued.
 fn dropped_after_peer_copy(seed: u64, note: bool) -> Result<u64> {
-    let (gpu, runtime) = open(MockOptions::new().with_schedule(seed).with_checks());
+    let (gpu, runtime, _device) = open(MockOptions::new().with_schedule(seed).with_checks());
     let (here, there) = (runtime.device(0)?, runtime.device(1)?);
     let stream = here.create_stream()?;
     let (source, target) = (here.allocate::<u32>(LEN)?, there.allocate::<u32>(LEN)?);

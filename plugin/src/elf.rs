@@ -40,6 +40,61 @@ pub(super) fn wrong(file: &File, bytes: u64) -> io::Result<Option<String>> {
     Ok((end > bytes).then(|| cut(end)))
 }
 
+/// The kind of a symbol that a library defines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Symbol {
+    Function,
+    /// Data, or a number without an address.
+    Other,
+}
+
+/// The most bytes of a table of symbols or of their names that are read.
+const MOST_BYTES: u64 = 64 << 20;
+/// Bytes of an entry of the section headers, and of a symbol.
+const SECTION_HEADER: usize = 64;
+const SYMBOL: usize = 24;
+
+/// Returns the kind of the symbol `name` that a library exports. `None` if the file defines none, or has no section headers to tell:
+/// then the loader decides.
+pub(super) fn symbol(file: &File, bytes: u64, name: &str) -> io::Result<Option<Symbol>> {
+    let read = |offset: u64, length: u64| {
+        let is_inside = offset.checked_add(length).is_some_and(|end| end <= bytes) && length <= MOST_BYTES;
+        let mut part = vec![0; if is_inside { length as usize } else { 0 }];
+        file.read_exact_at(&mut part, offset)?;
+        io::Result::Ok(part)
+    };
+    let header = read(0, HEADER as u64)?;
+    if header.len() < HEADER || usize::from(u16_at(&header, 58)) != SECTION_HEADER {
+        return Ok(None);
+    }
+    let sections = read(u64_at(&header, 40), u64::from(u16_at(&header, 60)) * SECTION_HEADER as u64)?;
+    let section = |index: usize| sections.chunks_exact(SECTION_HEADER).nth(index);
+    let contents = |section: &[u8]| read(u64_at(section, 24), u64_at(section, 32));
+    let mut found = None;
+    // `SHT_DYNSYM`.
+    for table in sections.chunks_exact(SECTION_HEADER).filter(|section| u32_at(section, 4) == 11) {
+        let Some(names) = section(u32_at(table, 40) as usize) else { continue };
+        let names = contents(names)?;
+        for symbol in contents(table)?.chunks_exact(SYMBOL) {
+            let named = names.get(u32_at(symbol, 0) as usize..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
+            let (binding, kind, place) = (symbol[4] >> 4, symbol[4] & 15, u16_at(symbol, 6));
+            // Local, or undefined (`SHN_UNDEF`).
+            if binding == 0 || place == 0 || !named.is_some_and(|rest| rest.starts_with(&[0])) {
+                continue;
+            }
+            // Assemblers leave the type of a function out (`STT_NOTYPE`) unless they are told it. `STT_FUNC`, `STT_GNU_IFUNC`.
+            // `SHN_ABS` is a number.
+            let is_function = matches!(kind, 0 | 2 | 10) && place != 0xfff1;
+            match (is_function, found) {
+                (false, _) => found = Some(Symbol::Other),
+                (true, None) => found = Some(Symbol::Function),
+                (true, Some(_)) => {}
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// Returns the fault of the first bytes of a file, or `None` if they are valid.
 fn wrong_header(header: &[u8]) -> Option<String> {
     if !header.starts_with(b"\x7fELF") {

@@ -55,7 +55,7 @@ mod raw;
 mod table;
 
 pub use header::{header, layout};
-pub use load::{LoadOptions, Plugin, Refusal, Stage, load};
+pub use load::{LoadOptions, Plugin, Refusal, Stage, blocked, load};
 pub use table::TABLE_VERSIONS;
 
 /// The items that [`export_backend!`](crate::export_backend) uses. Plugins in C use `highwater.h`.

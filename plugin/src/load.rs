@@ -1,4 +1,10 @@
 //! Loading of plugins: checks of the file, the entry point, the common version, and the table.
+//!
+//! # The loader's lock
+//! The system's loader holds a lock while a library's constructors run. The first use of a thread-local value with a destructor
+//! takes the same lock, and so does the start of a thread. So a constructor that hangs blocks both. While constructors run, this
+//! file uses no such value: it waits with the standard library's `Mutex` and `Condvar`, which are words in memory, and not with
+//! its channels or the locks of `parking_lot`, which keep a value for each waiting thread. One library is loaded at a time.
 
 use std::collections::HashMap;
 use std::ffi::c_char;
@@ -7,9 +13,8 @@ use std::mem::MaybeUninit;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Once};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex as StdMutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -126,6 +131,7 @@ impl Refusal {
 }
 
 const OPERATION: &str = "load";
+const NO_PLUGIN: &str = "it is a library, but no plugin of Highwater";
 
 /// A loaded library with a table that this program can use. It is never unloaded.
 #[derive(Debug)]
@@ -246,7 +252,57 @@ enum Loaded {
     Hanging(Refusal),
 }
 
-static LOADED: Mutex<Option<HashMap<FileKey, Loaded>>> = Mutex::new(None);
+static LOADED: StdMutex<Option<HashMap<FileKey, Loaded>>> = StdMutex::new(None);
+
+/// A load whose constructors run.
+struct Constructing {
+    file: PathBuf,
+    /// True once its limit has passed.
+    is_late: bool,
+}
+
+/// The load that holds the loader's lock.
+static CONSTRUCTING: StdMutex<Option<Constructing>> = StdMutex::new(None);
+/// Signaled when it releases the lock.
+static CONSTRUCTED: Condvar = Condvar::new();
+
+/// Locks without a thread-local value. Nothing panics while one of these locks is held.
+fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until `is_done` holds, for at most `limit`. Returns the value as it is then.
+fn wait<'m, T>(
+    mutex: &'m StdMutex<T>,
+    changed: &Condvar,
+    limit: Duration,
+    is_done: fn(&T) -> bool,
+) -> MutexGuard<'m, T> {
+    let waited = changed.wait_timeout_while(lock(mutex), limit, |value| !is_done(value));
+    waited.map_or_else(|poisoned| poisoned.into_inner().0, |(guard, _)| guard)
+}
+
+/// Returns the error of every opening while the constructors of a plugin exceed their limit, or `None` if none do.
+///
+/// Such a constructor holds the loader's lock. The process can then start no thread and open no library, and waits forever where
+/// it tries.
+#[must_use]
+pub fn blocked() -> Option<Error> {
+    let constructing = lock(&CONSTRUCTING);
+    constructing.as_ref().filter(|constructing| constructing.is_late).map(|constructing| blocked_by(&constructing.file))
+}
+
+fn blocked_by(file: &Path) -> Error {
+    let what = format!(
+        "the constructors of {} have not returned, and hold the lock of the system's loader: this process can open no library \
+         and start no thread",
+        display_foreign(file)
+    );
+    Error::new(ErrorKind::InvalidState, OPERATION, what).with_hint(BLOCKED_HINT)
+}
+
+const BLOCKED_HINT: &str = "end the process with `std::process::abort` or `_exit`, because `exit` hangs; then remove the plugin, or \
+                            have it probed in a process of its own";
 
 /// Loads the plugin in `file` for the life of the process. Loading a file again returns the same plugin.
 ///
@@ -257,12 +313,24 @@ static LOADED: Mutex<Option<HashMap<FileKey, Loaded>>> = Mutex::new(None);
 /// the file, the versions, sizes and slots of the table, and every answer.
 ///
 /// # Errors
-/// The fault of the file, the library, its entry point, its versions or its table. If the entry point exceeds the limit, its
-/// thread keeps running.
+/// The fault of the file, the library, its entry point, its versions or its table. `InvalidState` while the constructors of
+/// another plugin exceed their limit: see [`blocked`].
+///
+/// # The limit
+/// The call returns when the limit has passed, but the plugin's code cannot be stopped.
+/// - If the **entry point** exceeds the limit, one thread keeps running, and nothing else changes.
+/// - If a **constructor** exceeds the limit, its thread holds the lock of the system's loader until the constructor returns.
+///   Until then, no thread of the process can start a thread, open or close a library, or use a thread-local value with a
+///   destructor for the first time: it waits. `std::process::exit` and the return from `main` wait, too.
+///   `std::process::abort` and `_exit` end the process. A load in a process of its own avoids all of this, because that process
+///   can be killed.
 pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> {
     let (file, key) = look_at(file)?;
     if let Some(outcome) = known(key) {
         return outcome;
+    }
+    if let Some(error) = blocked() {
+        return Err(Refusal { stage: Stage::Library, slot: None, error });
     }
     // The plugin may capture streams that this copy of the crate queries.
     highwater_hal::copies::note();
@@ -281,7 +349,7 @@ pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> 
 }
 
 fn known(key: FileKey) -> Option<Result<Arc<Plugin>, Refusal>> {
-    let loaded = LOADED.lock();
+    let loaded = lock(&LOADED);
     Some(match loaded.as_ref()?.get(&key)? {
         Loaded::Plugin(plugin) => Ok(Arc::clone(plugin)),
         Loaded::Hanging(refusal) => Err(refusal.clone()),
@@ -289,7 +357,7 @@ fn known(key: FileKey) -> Option<Result<Arc<Plugin>, Refusal>> {
 }
 
 fn remember(key: FileKey, loaded: Loaded) {
-    LOADED.lock().get_or_insert_default().entry(key).or_insert(loaded);
+    lock(&LOADED).get_or_insert_default().entry(key).or_insert(loaded);
 }
 
 /// Returns the file behind all links, and its identity. Rejects a file that the loader cannot load, with a better message.
@@ -303,7 +371,7 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     let metadata = file.metadata().map_err(|error| unread(&error))?;
     let other = |what: &str| {
         let hint = "name the plugin's shared library, or install it again, built for this machine";
-        Refusal::new(Stage::Platform, ErrorKind::LibraryMissing, format!("{shown}: {what}"), hint)
+        Refusal::new(Stage::Platform, ErrorKind::Unsupported, format!("{shown}: {what}"), hint)
     };
     // Checked before it is opened, because opening a pipe waits for a writer.
     if !metadata.is_file() {
@@ -312,6 +380,11 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     let opened = std::fs::File::open(&file).map_err(|error| unread(&error))?;
     if let Some(what) = elf::wrong(&opened, metadata.len()).map_err(|error| unread(&error))? {
         return Err(other(&what));
+    }
+    // The loader does not tell data from functions, and a call of data ends the process.
+    if elf::symbol(&opened, metadata.len(), ENTRY_POINT).map_err(|error| unread(&error))? == Some(elf::Symbol::Other) {
+        let message = format!("{shown}: its symbol `{ENTRY_POINT}` is data and no function");
+        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, NO_PLUGIN));
     }
     let key = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec());
     Ok((file, key))
@@ -323,30 +396,113 @@ struct Entered(*const RawPlugin);
 // SAFETY: a plugin's description is valid for the life of the process, in every thread.
 unsafe impl Send for Entered {}
 
+/// The progress of the thread that loads.
+enum Progress {
+    Constructors,
+    EntryPoint,
+    Returned(Result<Entered, Refusal>),
+    /// It panicked, or the plugin ended it.
+    Ended,
+}
+
+/// One load, seen by its thread and by the thread that waits for it.
+struct Attempt {
+    progress: StdMutex<Progress>,
+    changed: Condvar,
+}
+
+impl Attempt {
+    fn set(&self, progress: Progress) {
+        *lock(&self.progress) = progress;
+        self.changed.notify_all();
+    }
+}
+
+/// The thread of an attempt. Its drop reports a thread that ends without an answer.
+struct Attempting(Arc<Attempt>);
+
+impl Attempting {
+    /// Reports that the constructors have returned, and with them the loader's lock.
+    fn constructed(&self) {
+        self.0.set(Progress::EntryPoint);
+        release_loader();
+    }
+}
+
+impl Drop for Attempting {
+    fn drop(&mut self) {
+        let mut progress = lock(&self.0.progress);
+        let is_constructing = matches!(*progress, Progress::Constructors);
+        if !matches!(*progress, Progress::Returned(_)) {
+            *progress = Progress::Ended;
+        }
+        drop(progress);
+        if is_constructing {
+            release_loader();
+        }
+        self.0.changed.notify_all();
+    }
+}
+
+fn release_loader() {
+    *lock(&CONSTRUCTING) = None;
+    CONSTRUCTED.notify_all();
+}
+
 /// Opens the library and calls its entry point in a thread. If it does not return in time, the thread keeps running, and the
 /// flag beside the error is true.
 fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
-    let (sender, receiver) = sync_channel(1);
-    let (path, shown) = (file.to_owned(), display_foreign(file).to_string());
+    let shown = display_foreign(file).to_string();
+    let entered = |message: String, hint: &str| Refusal::new(Stage::EntryPoint, ErrorKind::Vendor, message, hint);
+    let began = Instant::now();
+    let mut constructing = wait(&CONSTRUCTING, &CONSTRUCTED, limit, |it| it.as_ref().is_none_or(|it| it.is_late));
+    if let Some(other) = &*constructing {
+        return Err((Refusal { stage: Stage::Library, slot: None, error: blocked_by(&other.file) }, false));
+    }
+    *constructing = Some(Constructing { file: file.to_owned(), is_late: false });
+    drop(constructing);
+    let attempt = Arc::new(Attempt { progress: StdMutex::new(Progress::Constructors), changed: Condvar::new() });
+    let attempting = Attempting(Arc::clone(&attempt));
+    let path = file.to_owned();
     let thread = std::thread::Builder::new().name("highwater-load".to_owned());
+    // If the thread does not start, the closure is dropped, which releases the loader.
     let spawned = thread.spawn(move || {
-        // After the time limit, no receiver is left.
-        let _ = sender.send(call_entry(&path));
+        let called = call_entry(&path, &attempting);
+        attempting.0.set(Progress::Returned(called));
     });
-    let entered =
-        |message: String, hint: &str| Refusal::new(Stage::EntryPoint, ErrorKind::LibraryMissing, message, hint);
     if let Err(error) = spawned {
         let message = format!("{shown}: no thread for its entry point: {error}");
-        return Err((entered(message, "end threads, or raise the limit"), false));
+        let refusal =
+            Refusal::new(Stage::EntryPoint, ErrorKind::OperatingSystem, message, "end threads, or raise the limit");
+        return Err((refusal, false));
     }
-    let Entered(plugin) = match receiver.recv_timeout(limit) {
-        Ok(called) => called.map_err(|refusal| (refusal, false))?,
-        Err(error) => {
-            let hangs = error == RecvTimeoutError::Timeout;
-            let what =
-                if hangs { format!("did not come back within {limit:?}") } else { "ended its thread".to_owned() };
-            let message = format!("{shown}: the library's constructors or its entry point `{ENTRY_POINT}` {what}");
-            return Err((entered(message, "report it to the plugin's maker; restart the process to try again"), hangs));
+    let left = limit.saturating_sub(began.elapsed());
+    let mut progress =
+        wait(&attempt.progress, &attempt.changed, left, |it| matches!(it, Progress::Returned(_) | Progress::Ended));
+    let report = "report it to the plugin's maker";
+    let Entered(plugin) = match std::mem::replace(&mut *progress, Progress::Ended) {
+        Progress::Returned(called) => called.map_err(|refusal| (refusal, false))?,
+        Progress::Ended => {
+            return Err((entered(format!("{shown}: the library ended the thread that loaded it"), report), false));
+        }
+        Progress::EntryPoint => {
+            *progress = Progress::EntryPoint;
+            let message = format!("{shown}: its entry point `{ENTRY_POINT}` did not come back within {limit:?}");
+            let hint = "report it to the plugin's maker; restart the process to try again";
+            return Err((entered(message, hint), true));
+        }
+        Progress::Constructors => {
+            *progress = Progress::Constructors;
+            // The thread releases the loader only after it has changed its progress.
+            if let Some(constructing) = &mut *lock(&CONSTRUCTING) {
+                constructing.is_late = true;
+            }
+            CONSTRUCTED.notify_all();
+            let message = format!(
+                "{shown}: the library's constructors did not come back within {limit:?}, and hold the lock of the system's \
+                 loader: this process can open no library and start no thread"
+            );
+            return Err((entered(message, BLOCKED_HINT), true));
         }
     };
     let mut spare = MaybeUninit::uninit();
@@ -358,7 +514,7 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
     Ok(*plugin)
 }
 
-fn call_entry(file: &Path) -> Result<Entered, Refusal> {
+fn call_entry(file: &Path, attempting: &Attempting) -> Result<Entered, Refusal> {
     type EntryPoint = unsafe extern "C" fn(*const RawHost) -> *const RawPlugin;
     const RTLD_NODELETE: i32 = libc::RTLD_NODELETE;
     static HOST: RawHost = RawHost {
@@ -369,7 +525,9 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
     };
     let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | RTLD_NODELETE;
     // SAFETY: the user who named the file vouches for the library's constructors (see `load`).
-    let library = unsafe { libloading::os::unix::Library::open(Some(file), flags) }.map_err(|error| {
+    let library = unsafe { libloading::os::unix::Library::open(Some(file), flags) };
+    attempting.constructed();
+    let library = library.map_err(|error| {
         // The outer error only states that the call failed. The loader's message is its source.
         let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
         let symbol = text.contains("undefined symbol") || text.contains("symbol lookup error");
@@ -383,8 +541,7 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
     std::mem::forget(library);
     let Ok(entry) = entry else {
         let message = format!("{}: it has no entry point `{ENTRY_POINT}`", display_foreign(file));
-        let hint = "it is a library, but no plugin of Highwater";
-        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, hint));
+        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, NO_PLUGIN));
     };
     // SAFETY: as above, and the program's offer is valid for the life of the process.
     let plugin = unsafe { entry(&raw const HOST) };

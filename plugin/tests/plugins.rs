@@ -2,11 +2,12 @@
 //! which slot is to blame. And the layout of the table, held by a C compiler too.
 
 use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
-use std::time::Duration;
+use std::sync::{Arc, Barrier, LazyLock};
+use std::time::{Duration, Instant};
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, ErrorKind, EventOptions, HostOptions, Runtime, StreamOptions,
@@ -235,6 +236,22 @@ fn libraries_that_are_no_plugins_are_refused() {
     assert!(refusal.to_string().contains("highwater_plugin"), "{refusal}");
 }
 
+/// Loaded, each would end the process.
+#[test]
+fn an_entry_point_that_is_no_function_is_not_called() {
+    for (name, code) in [
+        ("entry-data", "int highwater_plugin = 5;"),
+        ("entry-constant", "const long highwater_plugin[9] = {5};"),
+        ("entry-thread-local", "__thread int highwater_plugin = 5;"),
+        ("entry-number", "__asm__(\".globl highwater_plugin\\n.set highwater_plugin, 5\");"),
+    ] {
+        let library = compile_library(code, name);
+        let refusal = load(&library.0, &LoadOptions::new()).unwrap_err();
+        assert_eq!((refusal.stage, refusal.error.kind()), (Stage::EntryPoint, ErrorKind::SymbolMissing), "{refusal}");
+        assert!(refusal.to_string().contains("`highwater_plugin` is data and no function"), "{refusal}");
+    }
+}
+
 #[test]
 fn what_a_plugin_says_of_itself_is_checked_when_it_is_loaded() {
     let expected: &[(&str, Stage, &str)] = &[
@@ -289,6 +306,112 @@ fn an_entry_point_that_hangs_is_not_called_again() {
     let started = std::time::Instant::now();
     let again = load(&built.0, &LoadOptions::new()).unwrap_err();
     assert!(again.to_string().contains("did not come back") && started.elapsed() < Duration::from_secs(5), "{again}");
+}
+
+/// Compiles a small library of its own.
+fn compile_library(code: &str, name: &str) -> Built {
+    let source = Built(scratch(&format!("{name}.c")));
+    std::fs::write(&source.0, code).unwrap();
+    let library = Built(scratch(&format!("{name}.so")));
+    compile(&["-shared", "-fPIC", "-O1", source.0.to_str().unwrap()], &library.0);
+    library
+}
+
+const LIBRARIES: &str = "HIGHWATER_TEST_LIBRARIES";
+
+/// Runs one test of this file in a process of its own, with these libraries.
+///
+/// A late constructor blocks every load of its process, so it must not run beside other tests.
+fn start_alone(test: &str, libraries: &[&Built]) -> Alone {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let libraries = std::env::join_paths(libraries.iter().map(|library| &library.0)).unwrap();
+    child.args(["--exact", test, "--nocapture", "--ignored"]).env(LIBRARIES, libraries);
+    Alone(child.stdin(Stdio::null()).spawn().unwrap())
+}
+
+/// A process that the drop kills.
+struct Alone(Child);
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        let _ = self.0.kill().and_then(|()| self.0.wait());
+    }
+}
+
+#[track_caller]
+fn wait_for(mut alone: Alone) -> ExitStatus {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while Instant::now() < deadline {
+        if let Some(status) = alone.0.try_wait().unwrap() {
+            return status;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    panic!("the process hangs");
+}
+
+fn given_libraries() -> Vec<PathBuf> {
+    std::env::split_paths(&std::env::var_os(LIBRARIES).unwrap_or_default()).collect()
+}
+
+/// Ends with `abort`, because the process cannot exit.
+#[test]
+#[ignore = "another test runs it in a process of its own"]
+fn child_loads_libraries_whose_constructors_hang() {
+    let libraries = given_libraries();
+    let limit = LoadOptions::new().with_limit(Duration::from_millis(300));
+    // Several threads at once, none of which has loaded anything before. All have started before the loader is blocked.
+    let started = Arc::new(Barrier::new(libraries.len()));
+    let loading = |library: &PathBuf| {
+        let (library, started) = (library.clone(), Arc::clone(&started));
+        std::thread::spawn(move || {
+            started.wait();
+            load(&library, &limit).unwrap_err()
+        })
+    };
+    let threads: Vec<_> = libraries.iter().map(loading).collect();
+    let refusals: Vec<Refusal> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    let late = refusals.iter().filter(|it| it.stage == Stage::EntryPoint).count();
+    let blocked = refusals.iter().filter(|it| it.error.kind() == ErrorKind::InvalidState).count();
+    let again: Vec<Refusal> = libraries.iter().map(|it| load(it, &LoadOptions::new()).unwrap_err()).collect();
+    if (late, blocked, again.len()) == (1, 2, 3) && highwater_plugin::blocked().is_some() {
+        std::process::abort();
+    }
+    eprintln!("{refusals:?} {again:?}");
+}
+
+#[test]
+fn a_constructor_that_hangs_holds_no_load_up_for_longer_than_its_limit() {
+    let code = "#include <unistd.h>\n__attribute__((constructor)) static void c(void) { for (;;) pause(); }";
+    let libraries: Vec<Built> = (0..3).map(|number| compile_library(code, &format!("hangs-{number}"))).collect();
+    let libraries: Vec<&Built> = libraries.iter().collect();
+    let start = || start_alone("child_loads_libraries_whose_constructors_hang", &libraries);
+    // Several, because the failure depends on which thread is first.
+    for child in (0..6).map(|_| start()).collect::<Vec<_>>() {
+        assert_eq!(wait_for(child).signal(), Some(libc::SIGABRT));
+    }
+}
+
+#[test]
+#[ignore = "another test runs it in a process of its own"]
+fn child_loads_a_library_with_a_slow_constructor() {
+    let [slow, good] = &given_libraries()[..] else { panic!() };
+    let late = load(slow, &LoadOptions::new().with_limit(Duration::from_millis(100))).unwrap_err();
+    assert!(late.to_string().contains("constructors did not come back within 100ms"), "{late}");
+    let blocked = highwater_plugin::blocked().unwrap();
+    assert!(blocked.message().contains("slow-constructor"), "{blocked}");
+    while highwater_plugin::blocked().is_some() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(load(good, &LoadOptions::new()).unwrap().name(), "test");
+}
+
+#[test]
+fn a_slow_constructor_blocks_other_loads_only_until_it_returns() {
+    let slow = "#include <unistd.h>\n__attribute__((constructor)) static void c(void) { sleep(2); }";
+    let (slow, good) = (compile_library(slow, "slow-constructor"), build("NOTHING", "beside-slow"));
+    let status = wait_for(start_alone("child_loads_a_library_with_a_slow_constructor", &[&slow, &good]));
+    assert!(status.success(), "{status}");
 }
 
 #[test]

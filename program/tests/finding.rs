@@ -243,6 +243,48 @@ fn a_plugin_that_hangs_holds_nobody_up_for_longer_than_its_limit() {
     assert!(started.elapsed() < Duration::from_secs(60));
 }
 
+const HANGING: &str = "HIGHWATER_TEST_HANGING";
+
+/// Ends with `abort`, because the process cannot exit.
+#[test]
+#[ignore = "another test runs it in a process of its own"]
+fn child_opens_a_plugin_whose_constructor_hangs() {
+    let library = std::env::var_os(HANGING).unwrap();
+    let limit = Duration::from_millis(300);
+    let options = highwater::OpenOptions::new().with_path(library).with_load_limit(limit);
+    let error = options.open().unwrap_err().error;
+    assert!(error.message().contains("constructors did not come back within 300ms"), "{error}");
+    assert!(error.hint().contains("abort"), "{error}");
+    // No other backend is opened either: it would hang, the mock in the start of a thread.
+    for name in ["cuda", "mock"] {
+        assert_eq!(highwater::open(name).unwrap_err().error.kind(), highwater::ErrorKind::InvalidState);
+    }
+    let fallback = highwater::OpenOptions::new().without_plugins().with_fallback(highwater::Fallback::Mock);
+    let report = fallback.open().unwrap_err().report;
+    assert!(report.to_string().contains("have not returned"), "{report}");
+    std::process::abort();
+}
+
+#[test]
+fn a_process_whose_loader_is_blocked_says_so_and_opens_nothing() {
+    use std::os::unix::process::ExitStatusExt as _;
+    let home = Home::new();
+    home.library("hangs", "#include <unistd.h>\n__attribute__((constructor)) void c(void) { for (;;) pause(); }", &[]);
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "child_opens_a_plugin_whose_constructor_hangs", "--nocapture", "--ignored"]);
+    child.env_remove("HIGHWATER_BACKEND").env(HANGING, home.plugins().join("hangs.so"));
+    let mut child = child.spawn().unwrap();
+    let started = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            None if started.elapsed() < Duration::from_secs(30) => std::thread::sleep(Duration::from_millis(20)),
+            status => break status,
+        }
+    };
+    let _ = child.kill().and_then(|()| child.wait());
+    assert_eq!(status.expect("the process hangs").signal(), Some(6), "it aborts");
+}
+
 #[test]
 fn what_others_can_change_is_loaded_where_that_was_allowed() {
     let home = Home::new();

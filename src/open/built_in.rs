@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use highwater_hal::Backend;
 use highwater_hal::Unavailable;
-use highwater_hal::{Backend, Result};
 
 use super::choice::{Contender, Failure, Opening, State};
 use super::report::{Origin, Outcome};
@@ -79,10 +79,23 @@ impl From<Unavailable> for Failure {
     }
 }
 
+/// Refuses to open anything while a plugin's constructor blocks the system's loader: a vendor's library would not open, and the
+/// mock's threads would not start, so the call would hang.
+pub(super) fn check_loader() -> Result<(), Failure> {
+    #[cfg(feature = "plugins")]
+    if let Some(error) = highwater_plugin::blocked() {
+        return Err(Failure::new(Outcome::Failed, error));
+    }
+    Ok(())
+}
+
 impl From<&'static Known> for Contender<'_> {
     fn from(known: &'static Known) -> Self {
         let open = |open: Opener| {
-            State::Ready(Box::new(move || Ok(Opening { backend: open()?, name: None, notes: Vec::new() })))
+            State::Ready(Box::new(move || {
+                check_loader()?;
+                Ok(Opening { backend: open()?, name: None, notes: Vec::new() })
+            }))
         };
         Self {
             name: known.name.into(),

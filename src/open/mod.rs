@@ -39,7 +39,9 @@ pub use report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Plac
 /// - `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, `Unsupported`: the backend cannot work on this machine.
 /// - `InvalidArgument`: a plugin's manifest is invalid.
 /// - `PermissionDenied`: another user could change a plugin.
-/// - Else the backend's error.
+/// - `InvalidState`: a constructor of a plugin exceeds its limit and blocks the process
+///   ([`OpenOptions::with_load_limit`]).
+/// - Else the backend's error. [`OpenError`] has the kind for each [`Outcome`].
 pub fn open(name: &str) -> Result<Opened, OpenError> {
     OpenOptions::new().with_name(name).open()
 }

@@ -128,6 +128,12 @@ impl OpenOptions {
 
     /// Limits the time that a plugin may take to open in a probe, which is then killed, and to load in this process. The
     /// default is 10 seconds.
+    ///
+    /// In this process nothing can be killed. If a constructor of the library exceeds the limit, opening fails, but the
+    /// constructor holds the lock of the system's loader until it returns. Until then the process can start no thread and open
+    /// no library, opening any backend returns `InvalidState`, and `std::process::exit` and the return from `main` hang.
+    /// `std::process::abort` ends the process. A [prober](Self::with_prober) prevents this. The limit does not cover the
+    /// opening of the plugin's backend in this process.
     #[must_use]
     pub fn with_load_limit(mut self, limit: Duration) -> Self {
         self.load_limit = limit;

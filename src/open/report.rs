@@ -305,6 +305,22 @@ pub struct Opened {
 
 /// The error of opening a backend, with the report.
 ///
+/// The kind of the error follows from the [`Outcome`] of the requested backend:
+///
+/// | outcome | kind |
+/// | --- | --- |
+/// | [`LibraryMissing`](Outcome::LibraryMissing) | `LibraryMissing` |
+/// | [`SymbolMissing`](Outcome::SymbolMissing), [`NoEntryPoint`](Outcome::NoEntryPoint) | `SymbolMissing` |
+/// | [`DeviceMissing`](Outcome::DeviceMissing) | `DeviceMissing` |
+/// | [`Unsupported`](Outcome::Unsupported), [`WrongPlatform`](Outcome::WrongPlatform), [`VersionOutOfRange`](Outcome::VersionOutOfRange), [`BadTable`](Outcome::BadTable) | `Unsupported` |
+/// | [`InvalidManifest`](Outcome::InvalidManifest) | `InvalidArgument` |
+/// | [`NotPermitted`](Outcome::NotPermitted) | `PermissionDenied` |
+/// | [`CrashedInProbe`](Outcome::CrashedInProbe), [`HungInProbe`](Outcome::HungInProbe) | `Vendor` |
+/// | [`Failed`](Outcome::Failed) | the backend's own |
+///
+/// No backend of the requested name is `UnknownBackend`. If the best one is requested and none works, the kind is
+/// `DeviceMissing`; with a fallback, that of the fallback's error.
+///
 /// `?` converts it to an [`Error`], or boxes it unchanged. Either way the report is its
 /// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, shows the error alone.
 #[derive(Clone, thiserror::Error)]

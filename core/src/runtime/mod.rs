@@ -28,6 +28,13 @@ use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects,
 /// captures on it. So the end of a runtime first waits until no runtime of the process captures there. A runtime that is
 /// dropped inside a capture ends right after that capture, in the same thread.
 ///
+/// # Fork
+/// A child of `fork` cannot use the runtimes of its parent: their calls return `Forked`, and their destructors return at once.
+/// Do not open a runtime in the child either; call `exec` first. If another thread of the parent was inside a lock at the fork, the
+/// lock stays held in the child, so the opening may hang. CUDA does not work in a child of a process that has initialized it.
+/// To end the child without `exec`, call `_exit`: `std::process::exit` may hang for the same reason.
+///
+/// # Example
 /// ```
 /// use highwater_core::{GemmShape, Runtime};
 /// use highwater_mock::{MockGpu, MockOptions};

@@ -25,9 +25,9 @@ use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
-/// Time limit for an answer of a live exporter.
+/// Time limit of one open for the answers of a live exporter.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// Time limit for an exporter that did not answer the last request.
+/// Time limit for an exporter that did not answer the last open.
 const ANSWER_AGAIN_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
@@ -470,7 +470,7 @@ impl Link {
     }
 }
 
-/// The time to wait for an exporter.
+/// The time that one open waits for its exporter.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
     limit: Duration,
@@ -554,49 +554,58 @@ enum Found<'i, K: Copy + Eq + std::hash::Hash, V> {
 }
 
 impl Importer {
-    /// Returns an entry, or the right to create it.
+    /// Returns an entry, or the right to create it. Waits no longer than `patience` for a thread that creates it.
     fn find<K: Copy + Eq + std::hash::Hash, V: Clone>(
         &self,
         key: K,
         table: fn(&mut State) -> &mut HashMap<K, Option<V>>,
-    ) -> Found<'_, K, V> {
+        ticket: &Ticket,
+        patience: Patience,
+    ) -> Result<Found<'_, K, V>> {
         let mut state = self.state.lock();
         loop {
             match table(&mut state).get(&key) {
-                Some(Some(value)) => return Found::There(value.clone()),
-                Some(None) => self.changed.wait(&mut state),
+                Some(Some(value)) => return Ok(Found::There(value.clone())),
+                Some(None) if patience.is_over() => {
+                    return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid)));
+                }
+                Some(None) => {
+                    self.changed.wait_until(&mut state, patience.until);
+                }
                 None => {
                     table(&mut state).insert(key, None);
-                    return Found::Mine(Place { importer: self, table, key, filled: false });
+                    return Ok(Found::Mine(Place { importer: self, table, key, filled: false }));
                 }
             }
         }
     }
 
-    /// Sends a request to the exporter of a ticket. The time limit is short for an exporter that did not answer the last
-    /// request. Otherwise repeated opens of its tickets would block for too long.
-    fn ask<T>(&self, ticket: &Ticket, ask: impl FnOnce(Patience) -> Result<T>) -> Result<T> {
+    /// Returns the time that an open may wait for the exporter of a ticket, over all its requests and connections. The time is
+    /// short for an exporter that did not answer the last open. Otherwise repeated opens of its tickets would block for too long.
+    fn patience(&self, ticket: &Ticket) -> Patience {
         let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
-        let answer = ask(Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN }));
-        let is_silent = answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidState);
-        if is_silent != was_silent {
-            let mut state = self.state.lock();
-            let _ = if is_silent {
-                state.silent.insert(ticket.incarnation)
-            } else {
-                state.silent.remove(&ticket.incarnation)
-            };
-        }
-        answer
+        Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN })
+    }
+
+    /// Notes whether the exporter of a ticket answered a request.
+    fn note_answer<T>(&self, ticket: &Ticket, answer: &Result<T>) {
+        let mut state = self.state.lock();
+        let _ = if answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidState) {
+            state.silent.insert(ticket.incarnation)
+        } else {
+            state.silent.remove(&ticket.incarnation)
+        };
     }
 
     /// Returns the connection to the exporter of a ticket.
-    fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<Arc<Link>> {
-        match self.find(ticket.incarnation, |state| &mut state.links) {
+    fn link(&self, ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Arc<Link>> {
+        match self.find(ticket.incarnation, |state| &mut state.links, ticket, patience)? {
             Found::There(link) if link.is_lost() => Err(link.ended()),
             Found::There(link) => Ok(link),
             Found::Mine(place) => {
-                let link = self.ask(ticket, |patience| Link::connect(ticket, mapper, patience)).map(Arc::new)?;
+                let link = Link::connect(ticket, mapper, patience);
+                self.note_answer(ticket, &link);
+                let link = Arc::new(link?);
                 place.fill(Arc::clone(&link));
                 // From here on, the service listens to the exporter's end.
                 mapper.bell().ring();
@@ -621,9 +630,11 @@ impl Importer {
     /// Counts an open. Returns whether an existing mapping was reused.
     fn open_counted(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<(Arc<Import>, bool)> {
         let key = ImportKey { incarnation: ticket.incarnation, serial: ticket.serial, device };
+        // An exporter that breaks the connection does not get more time with the next one.
+        let patience = self.patience(ticket);
         let mut has_reconnected = false;
         loop {
-            let place = match self.find(key, |state| &mut state.imports) {
+            let place = match self.find(key, |state| &mut state.imports, ticket, patience)? {
                 Found::Mine(place) => place,
                 Found::There(import) => {
                     if import.link.is_lost() {
@@ -655,9 +666,10 @@ impl Importer {
                     });
                 }
             };
-            let link = self.link(ticket, mapper)?;
+            let link = self.link(ticket, mapper, patience)?;
             let export = ExportKey { index: ticket.index, serial: ticket.serial };
-            let opened = self.ask(ticket, |patience| link.open(export, mapper, patience));
+            let opened = link.open(export, mapper, patience);
+            self.note_answer(ticket, &opened);
             let (handle, counts, ready) = match opened {
                 Ok(opened) => opened,
                 Err(error) => {
@@ -673,10 +685,10 @@ impl Importer {
                 }
             };
             if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
-                link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
+                link.abandon(export, mapper, patience);
                 return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
             }
-            let abandon = || link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
+            let abandon = || link.abandon(export, mapper, patience);
             let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
             let import =
                 Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
@@ -901,5 +913,88 @@ impl Importer {
 
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((self.state.lock(), self.pending.lock(), self.to_unmap.lock(), self.refused.lock()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use highwater_hal::Transport;
+
+    use super::*;
+
+    struct NoMapper(Bell);
+
+    impl Mapper for NoMapper {
+        fn map(&self, _: u32, _: &MemoryHandle) -> Result<DevicePtr> {
+            unreachable!()
+        }
+
+        fn unmap(&self, _: u32, _: DevicePtr) -> bool {
+            true
+        }
+
+        fn check(&self) -> Result<()> {
+            Ok(())
+        }
+
+        fn bell(&self) -> &Bell {
+            &self.0
+        }
+    }
+
+    fn hear(socket: BorrowedFd<'_>) -> bool {
+        rustix::event::poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::IN)], None).unwrap();
+        matches!(receive(socket, &mut [0; LONGEST + 1]), Ok(Received::Message(..)))
+    }
+
+    #[test]
+    fn an_exporter_that_breaks_the_connection_gets_no_second_time_limit() {
+        let incarnation = highwater_hal::random(OPERATION).unwrap();
+        let flags = SocketFlags::CLOEXEC;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(&super::super::address(&incarnation)).unwrap();
+        rustix::net::bind(&listener, &address).unwrap();
+        rustix::net::listen(&listener, 4).unwrap();
+        let exporter = std::thread::spawn(move || {
+            let accept = || {
+                let socket = rustix::net::accept_with(&listener, flags).unwrap();
+                let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation };
+                assert!(hear(socket.as_fd()));
+                send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
+                assert!(hear(socket.as_fd()), "a request");
+                socket
+            };
+            let first = accept();
+            std::thread::sleep(Duration::from_millis(1200));
+            drop(first);
+            // It answers nothing.
+            let second = accept();
+            while hear(second.as_fd()) {}
+        });
+        let importer = Importer::default();
+        // So that the limit is the short one.
+        importer.state.lock().silent.insert(incarnation);
+        let ticket = Ticket {
+            transport: Transport::Descriptor,
+            boot: [0; 16],
+            incarnation,
+            device_uuid: [0; 16],
+            pid: std::process::id(),
+            index: 0,
+            serial: 1,
+            number: 0,
+            allocation_bytes: 8,
+            offset: 0,
+            length: 8,
+        };
+        let started = Instant::now();
+        let error = importer.open(&ticket, 0, &NoMapper(Bell::new(OPERATION).unwrap())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+        // The wait for the second answer is polled once a second.
+        assert!(started.elapsed() < Duration::from_secs(6), "{:?}", started.elapsed());
+        importer.disconnect();
+        exporter.join().unwrap();
     }
 }

@@ -21,7 +21,8 @@ impl Runtime {
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device does not support the ticket's transport.
     /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The limit is 2 seconds for an exporter
-    ///   that did not answer the last request.
+    ///   that did not answer the last open. It holds for all requests and connections of one call together. The wait for
+    ///   device work that was enqueued before the share has no limit.
     /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {

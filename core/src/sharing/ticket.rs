@@ -14,6 +14,8 @@ const OLDEST_READER: u16 = 1;
 const KNOWN_FEATURES: u32 = 0;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
+/// Offset of the bytes that are 0.
+const RESERVED: usize = 112;
 
 /// Names a range of a shared buffer. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
@@ -43,6 +45,8 @@ const CHECKED: usize = BYTES - 4;
 /// | 104 | 8 | length of the range in bytes |
 /// | 112 | 20 | 0 |
 /// | 132 | 4 | CRC-32 of the preceding bytes |
+///
+/// The checksum detects damage and not forgery. A later version of the format may use the bytes at 112.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
@@ -142,6 +146,11 @@ impl Ticket {
         let (checked, sum) = bytes.split_at(CHECKED);
         if sum != crc32fast::hash(checked).to_le_bytes() {
             return Err(invalid("the checksum of the ticket is wrong: the ticket was altered".to_owned()));
+        }
+        // A newer format that this version can read may use the bytes that are 0 here.
+        let reserved = &checked[RESERVED..];
+        if version < oldest || oldest == 0 || (version == VERSION && reserved.iter().any(|&byte| byte != 0)) {
+            return Err(invalid(format!("the ticket is not of format {version}, which it names")));
         }
         let transport = fields.u32().ok_or_else(cut)?;
         let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
@@ -303,6 +312,24 @@ mod tests {
             let error = Ticket::from_bytes(&Ticket { offset, length, ..ticket() }.to_bytes()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         }
+    }
+
+    #[test]
+    fn another_version_and_reserved_bytes_are_refused_even_with_a_good_checksum() {
+        let changed = |at: usize, value: u8| {
+            let mut bytes = ticket().to_bytes();
+            bytes[at] = value;
+            let sum = crc32fast::hash(&bytes[..CHECKED]).to_le_bytes();
+            bytes[CHECKED..].copy_from_slice(&sum);
+            Ticket::from_bytes(&bytes)
+        };
+        // Version 0, a reader older than the first, and each reserved byte.
+        for at in [4, 6].into_iter().chain(RESERVED..CHECKED) {
+            let value = u8::from(at >= RESERVED);
+            assert_eq!(changed(at, value).unwrap_err().kind(), ErrorKind::InvalidArgument, "byte {at}");
+        }
+        // A later format that this version can read, by its own word.
+        assert_eq!(changed(4, 2).unwrap(), ticket());
     }
 
     #[test]

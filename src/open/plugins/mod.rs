@@ -29,6 +29,7 @@ use self::probe::Probed;
 pub(super) use self::probe::Probing;
 pub use self::probe::serve_probe;
 use super::OpenOptions;
+use super::built_in::check_loader;
 use super::choice::{Contender, Failure, Opening, State};
 use super::environment::Environment;
 use super::report::OPERATION;
@@ -330,6 +331,7 @@ struct How<'a> {
 /// Probes a plugin if requested, and opens it in this process.
 fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure> {
     let How { means, probing, limit } = how;
+    check_loader()?;
     let mut notes = ready.notes.clone();
     let not_probed = match probing {
         Probing::Off => None,

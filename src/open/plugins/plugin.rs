@@ -36,6 +36,8 @@ pub(super) fn load(file: &Path, limit: Duration) -> Result<Loaded, Failure> {
 /// Returns the outcome that a refusal means.
 pub(super) fn outcome_of(refusal: &Refusal) -> Outcome {
     match refusal.stage {
+        // The loader is blocked, and the library may be there.
+        Stage::Library if refusal.error.kind() == ErrorKind::InvalidState => Outcome::Failed,
         Stage::Library => Outcome::LibraryMissing,
         Stage::Platform => Outcome::WrongPlatform,
         Stage::Symbol => Outcome::SymbolMissing,
