@@ -65,8 +65,8 @@ fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
 /// As [`dropped_after_launch`], for a copy of other code that writes memory of another device. Returns how often that memory
 /// was reused while the copy was queued.
 fn dropped_after_peer_copy(seed: u64, note: bool) -> Result<u64> {
-    let (gpu, runtime, _device) = open(MockOptions::new().with_schedule(seed).with_checks());
-    let (here, there) = (runtime.device(0)?, runtime.device(1)?);
+    let (gpu, runtime, here) = open(MockOptions::new().with_devices(2).with_schedule(seed).with_checks());
+    let there = runtime.device(1)?;
     let stream = here.create_stream()?;
     let (source, target) = (here.allocate::<u32>(LEN)?, there.allocate::<u32>(LEN)?);
     stream.note_device_use(&source, Access::Read)?;
