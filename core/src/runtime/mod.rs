@@ -142,9 +142,10 @@ impl Runtime {
     /// Frees everything that is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
     /// unused mappings of other processes' memory, and idle events.
     ///
-    /// The first error of the backend; the rest is freed nevertheless. `Capture` in a thread that is inside a capture. Handles
-    /// stay while any runtime captures on a device of this runtime.
-    /// capture. Handles stay while any runtime captures on a device of this runtime.
+    /// Handles stay while any runtime captures on a device of this runtime.
+    ///
+    /// # Errors
+    /// The first error of the backend; the rest is freed nevertheless. `Capture` in a thread that is inside a capture.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
         refuse_in_capture("trim")?;
@@ -165,9 +166,7 @@ impl Runtime {
     /// backend.
     ///
     /// # Errors
-    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has one of its
-    ///   buffers open. Nothing is closed. The message has
-    ///   the number of other live objects, and the backend's count by kind.
+    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is aXX
     /// - `Capture`: this thread is inside a capture.
     /// - Otherwise the first error of the backend. The rest is freed nevertheless.
     pub fn close(self) -> Result<LiveObjects> {
