@@ -103,6 +103,8 @@ pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,
     StreamOptions, StridedBatch, Transport, Transpose, half,
 };
+#[allow(deprecated, reason = "the old name stays for one version")]
+pub use open::open_auto;
 pub use open::{Fallback, OpenError, OpenOptions, Opened, open, open_best};
 pub use runtime::Runtime;
 

@@ -66,6 +66,22 @@ impl Numerics {
         self
     }
 
+    /// Sets whether TF32 is allowed.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_tf32()`, or set the field `tf32`")]
+    pub const fn with_tf32(mut self, tf32: bool) -> Self {
+        self.tf32 = tf32;
+        self
+    }
+
+    /// Sets whether results are repeatable.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_nondeterminism()`, or set the field `deterministic`")]
+    pub const fn with_deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
     /// Returns the precision for a product of `data_type`. Only 32-bit products have a choice.
     pub(crate) fn math_mode(
         self,

@@ -57,6 +57,15 @@ pub fn open_best(fallback: Fallback) -> Result<Opened, OpenError> {
     OpenOptions::new().with_fallback(fallback).open()
 }
 
+/// Opens the best backend: the mock if allowed and no real device works.
+///
+/// # Errors
+/// The errors of [`open_best`].
+#[deprecated(since = "0.2.0", note = "use `open_best(Fallback::Mock)`")]
+pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
+    open_best(if allow_mock { Fallback::Mock } else { Fallback::None })
+}
+
 /// Tries every built-in backend and every plugin that is found, and keeps none.
 ///
 /// Libraries that open stay open, because a driver cannot be unloaded.

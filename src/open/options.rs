@@ -81,6 +81,13 @@ impl OpenOptions {
         self
     }
 
+    /// Sets the fallback to the mock, or to none.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `with_fallback(Fallback::Mock)`")]
+    pub fn with_mock_allowed(self, allowed: bool) -> Self {
+        self.with_fallback(if allowed { Fallback::Mock } else { Fallback::None })
+    }
+
     /// Searches no folder for plugins. A path given by `with_path` still counts.
     #[must_use]
     pub fn without_plugins(mut self) -> Self {
@@ -107,11 +114,27 @@ impl OpenOptions {
         self
     }
 
+    /// Searches folders for plugins, or does not.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `without_plugins()`")]
+    pub fn with_plugins(mut self, looked_for: bool) -> Self {
+        self.plugins = looked_for;
+        self
+    }
+
     /// Loads plugins that other users could change, too: see `docs/plugins.md`. The environment variable
     /// `HIGHWATER_ALLOW_INSECURE_PLUGINS=1` does the same.
     #[must_use]
     pub fn allow_insecure_plugins(mut self) -> Self {
         self.allow_insecure = true;
+        self
+    }
+
+    /// Loads plugins that other users could change, or does not.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_insecure_plugins()`")]
+    pub fn with_insecure_plugins_allowed(mut self, allowed: bool) -> Self {
+        self.allow_insecure = allowed;
         self
     }
 

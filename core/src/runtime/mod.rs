@@ -139,6 +139,15 @@ impl Runtime {
         self.inner.retry_refused().and(self.inner.frees.trim(false))
     }
 
+    /// As [`Runtime::trim_device_memory`].
+    ///
+    /// # Errors
+    /// As [`Runtime::trim_device_memory`].
+    #[deprecated(note = "use `trim_device_memory`")]
+    pub fn reclaim(&self) -> Result<()> {
+        self.trim_device_memory()
+    }
+
     /// Frees everything that is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
     /// unused mappings of other processes' memory, and idle events.
     ///

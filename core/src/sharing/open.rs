@@ -84,4 +84,13 @@ impl Runtime {
         let (_, after) = sharing.limbo();
         Ok(before.saturating_sub(after))
     }
+
+    /// As [`Runtime::trim_shared`].
+    ///
+    /// # Errors
+    /// As [`Runtime::trim_shared`].
+    #[deprecated(note = "use `trim_shared`")]
+    pub fn collect(&self) -> Result<u64> {
+        self.trim_shared()
+    }
 }
