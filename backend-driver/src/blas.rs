@@ -186,14 +186,17 @@ pub fn no_stream(operation: &'static str) -> Error {
 ///
 /// # Errors
 /// `InvalidArgument`.
+#[inline]
 pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, workspace: Workspace) -> Result<()> {
     let alignment = capabilities.workspace_alignment;
-    if workspace.ptr.is_aligned_to(alignment) {
-        return Ok(());
-    }
+    if workspace.ptr.is_aligned_to(alignment) { Ok(()) } else { Err(unaligned(operation, workspace, alignment)) }
+}
+
+#[cold]
+fn unaligned(operation: &'static str, workspace: Workspace, alignment: usize) -> Error {
     let message = format!("the workspace is at {:?}, expected a multiple of {alignment}", workspace.ptr);
-    Err(Error::new(ErrorKind::InvalidArgument, operation, message)
-        .with_hint("align the workspace to the capability `workspace_alignment`"))
+    Error::new(ErrorKind::InvalidArgument, operation, message)
+        .with_hint("align the workspace to the capability `workspace_alignment`")
 }
 
 #[cold]

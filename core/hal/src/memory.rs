@@ -32,6 +32,7 @@ impl DevicePtr {
 
     /// Returns true if the address is a multiple of `alignment`.
     #[must_use]
+    #[inline]
     pub const fn is_aligned_to(self, alignment: usize) -> bool {
         // Nearly all alignments are powers of two, which need no division.
         if alignment.is_power_of_two() {

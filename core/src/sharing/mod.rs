@@ -75,6 +75,8 @@ fn address(incarnation: &[u8; 16]) -> Vec<u8> {
 pub(crate) struct Sharing {
     frees: Arc<DeferredFrees>,
     generation: Generation,
+    /// This process. Read once, because `std::process::id` is a system call.
+    pid: u32,
     incarnation: [u8; 16],
     boot: [u8; 16],
     exporter: Exporter,
@@ -169,6 +171,7 @@ impl Sharing {
         Ok(Self {
             generation: frees.memory.services.generation,
             frees,
+            pid: std::process::id(),
             incarnation: highwater_hal::random(operation)?,
             boot: system::boot_id(),
             exporter: Exporter::default(),
@@ -312,7 +315,7 @@ impl Sharing {
             boot: self.boot,
             incarnation: self.incarnation,
             device_uuid,
-            pid: std::process::id(),
+            pid: self.pid,
             index: key.index,
             serial: key.serial,
             number,
