@@ -1,8 +1,8 @@
 //! A GPU resource layer: BLAS handles, workspaces, page-locked ("pinned") host memory and stream-ordered device memory from
 //! pools, over CUDA, ROCm or a mock device.
 //!
-//! Each pool and size class grows to its own high-water mark of use. [`RuntimeOptions::with_host_cache_bytes`] caps the pinned
-//! memory that is cached. A repeat request for a handle takes no lock and makes no vendor call. Several processes use one block
+//! Each pool grows to its own high-water mark of use. [`RuntimeOptions::with_host_cache_bytes`] caps the pinned memory that is
+//! idle. A repeat request for a handle takes no lock and makes no vendor call. Several processes use one block
 //! of device memory by [tickets](Ticket), without copies.
 //!
 //! ```

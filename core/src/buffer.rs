@@ -69,18 +69,23 @@ impl<T: Element> fmt::Debug for DeviceBuffer<T> {
     }
 }
 
+#[inline]
 pub(crate) fn size_in_bytes<T>(operation: &'static str, len: usize) -> Result<usize> {
-    let invalid = |message: String| {
-        Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("check the length and the element type")
-    };
-    if size_of::<T>() == 0 {
-        return Err(invalid(format!("{} has no size", std::any::type_name::<T>())));
-    }
     // An empty buffer allocates one element, because vendors have no empty blocks.
-    len.max(1)
-        .checked_mul(size_of::<T>())
-        .filter(|&bytes| isize::try_from(bytes).is_ok())
-        .ok_or_else(|| invalid(format!("{len} values of {} do not fit the address space", std::any::type_name::<T>())))
+    match len.max(1).checked_mul(size_of::<T>()) {
+        Some(bytes) if bytes > 0 && isize::try_from(bytes).is_ok() => Ok(bytes),
+        _ => Err(impossible_size::<T>(operation, len)),
+    }
+}
+
+#[cold]
+fn impossible_size<T>(operation: &'static str, len: usize) -> Error {
+    let name = std::any::type_name::<T>();
+    let message = match size_of::<T>() {
+        0 => format!("{name} has no size"),
+        _ => format!("{len} values of {name} do not fit the address space"),
+    };
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("check the length and the element type")
 }
 
 /// Checks a range of values against the length of a buffer.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::buffer::DeviceSlice;
-use crate::ledger::{HostBlock, HostBlockInfo};
-use crate::pool::host::KeptBlock;
+use crate::ledger::HostBlockInfo;
+use crate::pool::block::KeptBlock;
 use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{Element, Error, ErrorKind, HostPtr, Result};
@@ -24,10 +24,6 @@ impl Runtime {
     /// runtime owns it.
     #[must_use]
     pub fn pinned_block_of(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
-        self.live_host_block(ptr).map(|block| block.info)
-    }
-
-    fn live_host_block(&self, ptr: HostPtr) -> Option<HostBlock> {
         if !self.inner.generation.is_current() {
             return None;
         }

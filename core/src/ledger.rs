@@ -1,16 +1,14 @@
-//! The ledger of every block that backends allocated. It alone knows whether a pointer is the start of a live block or inside
-//! one, and which device the block is on.
+//! The ledger of every block of device memory that backends allocated. It alone knows whether a pointer is the start of a live
+//! block or inside one, and which device the block is on.
 //!
 //! Vendors do not check. HIP frees the whole block on an interior pointer and returns 0, and cuBLAS accepts a misaligned
 //! workspace. So a block that is not in the ledger is refused before the vendor is called. The ledger is used together with the
 //! vendor's allocator, not on the pools' hit paths.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::pool::block_uses::BlockUses;
 use highwater_hal::{DevicePtr, Error, ErrorKind, HostPtr, Result};
 
 /// A block of device memory.
@@ -35,14 +33,6 @@ pub struct HostBlockInfo {
     pub bytes: usize,
 }
 
-/// A block of page-locked memory with the state that the host cache keeps for it.
-#[derive(Debug, Clone)]
-pub(crate) struct HostBlock {
-    pub(crate) info: HostBlockInfo,
-    pub(crate) class: usize,
-    pub(crate) uses: Arc<BlockUses>,
-}
-
 /// A block of device memory, and whether it has an owner.
 #[derive(Debug, Clone, Copy)]
 struct DeviceBlock {
@@ -54,7 +44,6 @@ struct DeviceBlock {
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     device: Mutex<BTreeMap<u64, DeviceBlock>>,
-    host: Mutex<BTreeMap<usize, HostBlock>>,
 }
 
 impl Ledger {
@@ -130,25 +119,6 @@ impl Ledger {
     pub(crate) fn find_device(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         find(&self.device.lock(), ptr)
     }
-
-    /// Adds a block of page-locked memory.
-    pub(crate) fn insert_host(&self, block: HostBlock) {
-        self.host.lock().insert(block.info.base.address(), block);
-    }
-
-    /// Removes a block of page-locked memory.
-    pub(crate) fn remove_host(&self, ptr: HostPtr) -> Result<HostBlock> {
-        self.host.lock().remove(&ptr.address()).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidPointer, "host_free", format!("{ptr:?} is not the start of a live block"))
-        })
-    }
-
-    /// Returns the block of page-locked memory that contains `ptr`, whether a buffer owns it or not.
-    pub(crate) fn find_host(&self, ptr: HostPtr) -> Option<HostBlock> {
-        let blocks = self.host.lock();
-        let (start, block) = blocks.range(..=ptr.address()).next_back()?;
-        (ptr.address() - start < block.info.bytes).then(|| block.clone())
-    }
 }
 
 fn find(blocks: &BTreeMap<u64, DeviceBlock>, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
@@ -164,14 +134,12 @@ fn unknown(ptr: DevicePtr) -> Error {
 #[cfg(test)]
 impl Ledger {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.device.lock(), self.host.lock()))
+        crate::testing::Held(self.device.lock())
     }
 
     /// Returns whether a lock is held, including those of the blocks' uses.
     pub(crate) fn is_locked(&self) -> bool {
         self.device.is_locked()
-            || self.host.is_locked()
-            || self.host.lock().values().any(|block| block.uses.is_locked())
     }
 }
 
@@ -220,21 +188,5 @@ mod tests {
         assert!(ledger.insert_device(block(0, 0xf80, 0x100)).is_err());
         ledger.insert_device(block(0, 0x1100, 0x100)).unwrap();
         ledger.insert_device(block(0, 0xf00, 0x100)).unwrap();
-    }
-
-    #[test]
-    fn host_blocks_are_freed_by_their_start_and_found_by_any_address() {
-        let ledger = Ledger::default();
-        let mut bytes = [0_u8; 64];
-        let base = HostPtr::new(std::ptr::NonNull::from(&mut bytes).cast());
-        assert!(ledger.remove_host(base).is_err());
-        let info = HostBlockInfo { base, bytes: 64 };
-        ledger.insert_host(HostBlock { info, class: 0, uses: BlockUses::new() });
-        let found = |ptr| ledger.find_host(ptr).map(|block| block.info);
-        assert_eq!((found(base), found(base.offset(63))), (Some(info), Some(info)));
-        assert_eq!(found(base.offset(64)), None);
-        assert!(ledger.remove_host(base.offset(8)).is_err());
-        assert_eq!(ledger.remove_host(base).unwrap().info, info);
-        assert_eq!(found(base), None);
     }
 }

@@ -53,7 +53,9 @@ pub use ledger::{DeviceBlockInfo, HostBlockInfo};
 pub use matmul::{Matmul, Matrix};
 pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
-pub use pool::{HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey};
+pub use pool::{
+    HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, HostMemoryOptions, HugePages, PoolKey,
+};
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};

@@ -1,22 +1,27 @@
-//! [`PinnedBuffer`]: typed page-locked host memory from the cache.
+//! [`PinnedBuffer`]: typed page-locked host memory from the pool.
 
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::buffer::{check_range, size_in_bytes};
-use crate::pool::host::{OwnedBlock, PinnedBlock};
+use crate::pool::block::OwnedBlock;
+use crate::pool::pinned::{PinnedPool, PoolRef};
 use crate::runtime::Runtime;
 use highwater_hal::{Element, HostPtr, Result};
 
 impl Runtime {
-    /// Page-locked host memory for `len` values of `T`, from the cache. The contents are unspecified.
+    /// Returns page-locked host memory for `len` values of `T`, from the pool. The contents are unspecified.
+    ///
+    /// The size is rounded up to whole pages of 4 KiB, and the memory is aligned to a page. The pool grows only if none of its
+    /// free memory fits, in steps of 2 MiB. The request does not wait for a stream.
     ///
     /// # Errors
-    /// `OutOfMemory` if the backend has no memory left, even after the cache was trimmed.
+    /// `OutOfMemory` if the backend or the machine has no memory left, or the pool's cap is reached, even after idle memory was
+    /// released.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
-        PinnedBuffer::new(self.clone(), len)
+        PinnedBuffer::new(&self.inner.pinned, len)
     }
 }
 
@@ -29,8 +34,10 @@ impl Runtime {
 /// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive. So
 /// while the graph exists, use [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] instead of slices.
 ///
-/// Large buffers consist of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory of large
-/// buffers is not mapped. With most vendors, neither is the memory of small ones.
+/// Buffers of more than 4 MiB may consist of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory is
+/// not mapped, if the backend can register memory; with most vendors, neither is memory that the backend allocates.
+///
+/// A buffer may outlive every clone of its [`Runtime`]. The last such buffer ends the runtime.
 ///
 /// A buffer that the CPU is writing cannot be copied from or to:
 ///
@@ -74,7 +81,7 @@ impl Runtime {
 /// println!("{}", values[0]);
 /// ```
 pub struct PinnedBuffer<T: Element> {
-    runtime: Runtime,
+    pool: PoolRef,
     /// `Some` until the buffer is dropped.
     block: Option<OwnedBlock>,
     len: usize,
@@ -91,10 +98,10 @@ impl<T: Element> PinnedBuffer<T> {
     const ALIGNED: () = assert!(align_of::<T>() <= 64, "page-locked memory is aligned to 64 bytes");
 
     #[inline]
-    pub(crate) fn new(runtime: Runtime, len: usize) -> Result<Self> {
+    pub(crate) fn new(pool: &PinnedPool, len: usize) -> Result<Self> {
         let () = Self::ALIGNED;
-        let block = runtime.inner.pinned.take(size_in_bytes::<T>("pinned", len)?)?;
-        Ok(Self { runtime, block: Some(block), len, elements: PhantomData })
+        let block = pool.take(size_in_bytes::<T>("pinned", len)?)?;
+        Ok(Self { pool: pool.reference(), block: Some(block), len, elements: PhantomData })
     }
 
     /// Returns the number of values.
@@ -116,7 +123,7 @@ impl<T: Element> PinnedBuffer<T> {
     }
 
     /// Returns the registrations of the memory, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order and without
-    /// gaps. A small buffer has one. Vendors refuse a copy that crosses from one registration into the next (CUDA: error 1).
+    /// gaps. A buffer of up to 4 MiB has one, unless the backend's pieces are smaller. Vendors refuse a copy that crosses from one registration into the next (CUDA: error 1).
     /// The methods of [`Stream`](crate::Stream) split their copies at these borders, and other code that copies must do the
     /// same. A border may lie inside a value.
     ///
@@ -136,7 +143,7 @@ impl<T: Element> PinnedBuffer<T> {
         self.block().cut(0..self.len * size_of::<T>()).filter(|part| !part.is_empty())
     }
 
-    pub(crate) fn block(&self) -> &PinnedBlock {
+    pub(crate) fn block(&self) -> &OwnedBlock {
         match &self.block {
             Some(block) => block,
             None => unreachable!("a buffer has its block until it is dropped"),
@@ -167,7 +174,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// `Capture` if an open capture uses the buffer. `InvalidState` if a live graph writes it; use [`PinnedBuffer::read_with`].
     /// Otherwise the backend's error from the wait: the error of a failed copy appears here.
     pub fn read(&self) -> Result<&[T]> {
-        self.runtime.inner.pinned.wait_for_uses(self.block(), true)?;
+        self.pool.get().wait_for_uses(self.block(), true)?;
         // SAFETY: The block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
         // pattern is a `T`. No device writes it: earlier writes are done, no graph writes it, and enqueuing or recording
         // another write needs `&mut self`.
@@ -179,7 +186,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// # Errors
     /// As [`PinnedBuffer::read`]; `InvalidState` also if a live graph reads it. Then use [`PinnedBuffer::write_with`].
     pub fn write(&mut self) -> Result<&mut [T]> {
-        self.runtime.inner.pinned.wait_for_uses(self.block(), false)?;
+        self.pool.get().wait_for_uses(self.block(), false)?;
         // SAFETY: As in `read`. No device and no graph reads or writes the block. Enqueuing or recording either needs a borrow
         // of `self`, which is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
@@ -191,7 +198,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// # Errors
     /// `Capture` if an open capture uses the buffer; otherwise the backend's error from the wait.
     pub fn read_with<R>(&self, access: impl FnOnce(&[T]) -> R) -> Result<R> {
-        let _access = self.runtime.inner.pinned.access(self.block(), false)?;
+        let _access = self.pool.get().access(self.block(), false)?;
         // SAFETY: As in `read`. Launches of graphs that write the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
@@ -203,7 +210,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// # Errors
     /// As [`PinnedBuffer::read_with`].
     pub fn write_with<R>(&mut self, access: impl FnOnce(&mut [T]) -> R) -> Result<R> {
-        let _access = self.runtime.inner.pinned.access(self.block(), true)?;
+        let _access = self.pool.get().access(self.block(), true)?;
         // SAFETY: As in `write`. Launches of graphs that use the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
@@ -251,12 +258,13 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         self.range.is_empty()
     }
 
-    pub(crate) fn block(&self) -> &'b PinnedBlock {
+    pub(crate) fn block(&self) -> &'b OwnedBlock {
         self.buffer.block()
     }
 
-    pub(crate) fn runtime(&self) -> &'b Runtime {
-        &self.buffer.runtime
+    /// Returns whether the memory belongs to a pool.
+    pub(crate) fn is_of(&self, pool: &PinnedPool) -> bool {
+        self.buffer.pool.is(pool)
     }
 
     /// Returns the range of bytes that the values occupy in the block.
@@ -269,13 +277,14 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
 impl<T: Element> Drop for PinnedBuffer<T> {
     #[inline]
     fn drop(&mut self) {
-        if !self.runtime.inner.pinned.generation.is_current() {
+        if !self.pool.get().generation.is_current() {
             // The cache's lock may be held by a thread that does not exist in this child.
             std::mem::forget(self.block.take());
             return;
         }
         if let Some(block) = self.block.take() {
-            self.runtime.inner.pinned.give_back(block, self.len.max(1) * size_of::<T>());
+            // SAFETY: The end of the buffer, which does not use the pool below.
+            unsafe { PinnedPool::give_back(self.pool, block) };
         }
     }
 }

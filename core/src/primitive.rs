@@ -1,14 +1,16 @@
 //! The synchronization types of this crate, in one place, so that the model checkers can replace them.
 //!
-//! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types, and
-//! `tests/shuttle.rs` those of the host cache over shuttle's.
+//! `tests/loom.rs` and `tests/loom_pinned.rs` compile lock-free files of this crate against a module of the same shape over
+//! loom's types, and `tests/shuttle.rs` those of the host cache over shuttle's.
 
 pub(crate) use std::sync::Arc;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 pub(crate) use highwater_hal::HostPtr;
 pub(crate) use highwater_hal::fork::Generation;
 pub(crate) use parking_lot::{Condvar, Mutex};
+
+pub(crate) use crate::pool::fences::{heavy_fence, light_fence, prepare_fences, wait_a_moment};
 
 /// `UnsafeCell` with the access pattern of loom's, which tracks readers and writers.
 #[derive(Debug, Default)]

@@ -2,7 +2,7 @@
 //! when core waits for it or the test says so. The layers panic when core breaks a promise: a call under a lock, a call that
 //! the mock refuses, and memory that is freed while a stream may use it or a live graph has recorded it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -34,6 +34,8 @@ pub(crate) struct ManualBackend {
     scratch: OnceLock<DevicePtr>,
     /// The events that were recorded in the open captures.
     captured: Mutex<HashSet<AnyId>>,
+    /// The page-locked memory: address and bytes of each registration and allocation.
+    pieces: Mutex<BTreeMap<usize, usize>>,
 }
 
 impl std::fmt::Debug for ManualBackend {
@@ -68,6 +70,7 @@ impl ManualBackend {
             intrusion: Mutex::default(),
             scratch: OnceLock::new(),
             captured: Mutex::default(),
+            pieces: Mutex::default(),
         })
     }
 
@@ -112,6 +115,11 @@ impl ManualBackend {
     /// Returns the number of blocks of page-locked memory. Each registration is one.
     pub(crate) fn live_host_blocks(&self) -> u64 {
         self.gpu.live_objects().host_allocations
+    }
+
+    /// Returns the page-locked memory: address and bytes of each registration and allocation.
+    pub(crate) fn pieces(&self) -> BTreeMap<usize, usize> {
+        self.pieces.lock().clone()
     }
 
     /// Returns whether the address lies in a block of page-locked memory.
@@ -189,12 +197,27 @@ unsafe impl HostLayer for ManualBackend {
     fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn HostAllocator) -> Result<T>) -> Result<T> {
         self.watch(call.operation, || forward(&*self.host))
     }
+    fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
+        let ptr = self.watch("host_allocate", || self.host.allocate(bytes, options))?;
+        self.pieces.lock().insert(ptr.address(), bytes);
+        Ok(ptr)
+    }
+    unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
+        // SAFETY: as the caller promises.
+        self.watch("host_register", || unsafe { self.host.register(ptr, bytes, options) })?;
+        self.pieces.lock().insert(ptr.address(), bytes);
+        Ok(())
+    }
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: as the caller promises.
-        self.watch_free("host_free", Location::Host(ptr), || unsafe { self.host.free(ptr) })
+        self.watch_free("host_free", Location::Host(ptr), || unsafe { self.host.free(ptr) })?;
+        self.pieces.lock().remove(&ptr.address());
+        Ok(())
     }
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: as the caller promises.
-        self.watch_free("host_unregister", Location::Host(ptr), || unsafe { self.host.unregister(ptr) })
+        self.watch_free("host_unregister", Location::Host(ptr), || unsafe { self.host.unregister(ptr) })?;
+        self.pieces.lock().remove(&ptr.address());
+        Ok(())
     }
 }

@@ -109,7 +109,7 @@ fn a_hundred_graphs_dropped_leave_no_block() {
     runtime.trim().unwrap();
     let trimmed = runtime.statistics();
     assert_eq!((gpu.live_objects().allocations, trimmed.workspaces), before);
-    assert_eq!((trimmed.host.held_blocks, gpu.live_objects().host_allocations), (0, 0));
+    assert_eq!((trimmed.host.held_bytes, gpu.live_objects().host_allocations), (0, 0));
     end(runtime, (stream, device));
 }
 

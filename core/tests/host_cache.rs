@@ -62,15 +62,21 @@ fn a_copy_that_other_code_enqueued_from_inside_a_buffer_is_waited_for() {
 }
 
 #[test]
-fn a_refused_free_of_a_block_above_the_cap_is_counted_and_tried_again() {
-    let gpu = MockGpu::open(MockOptions::new()).unwrap();
-    let runtime = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_host_cache_bytes(0)).unwrap();
-    gpu.fail_call(Operation::HostFree, 1, ErrorKind::Vendor).unwrap();
-    drop(runtime.pinned::<u8>(64).unwrap());
-    let statistics = runtime.statistics();
-    assert_eq!((statistics.failed_releases, statistics.host.free_blocks, statistics.host.cap_evictions), (1, 1, 0));
-    drop(runtime.pinned::<u8>(64).unwrap());
-    let statistics = runtime.statistics();
-    assert_eq!((statistics.failed_releases, statistics.host.held_blocks, statistics.host.cap_evictions), (1, 0, 1));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+fn a_refused_release_of_memory_above_the_cap_is_counted_and_tried_again() {
+    for (register, operation) in [(true, Operation::HostUnregister), (false, Operation::HostFree)] {
+        let gpu = MockGpu::open(MockOptions::new().with_capabilities(|can| can.host_register = register)).unwrap();
+        let runtime = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_host_cache_bytes(0)).unwrap();
+        // Within one drop, the release is tried as long as memory is above the cap.
+        gpu.fail_by_chance(operation, 1_000_000, ErrorKind::Vendor).unwrap();
+        drop(runtime.pinned::<u8>(64).unwrap());
+        let statistics = runtime.statistics();
+        assert!(statistics.failed_releases > 0);
+        assert_eq!((statistics.host.pieces, statistics.host.cap_evictions), (1, 0));
+        gpu.fail_by_chance(operation, 0, ErrorKind::Vendor).unwrap();
+        drop(runtime.pinned::<u8>(64).unwrap());
+        let after = runtime.statistics();
+        assert_eq!((after.host.held_bytes, after.host.cap_evictions), (0, 1));
+        assert_eq!(after.failed_releases, statistics.failed_releases);
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
 }

@@ -44,7 +44,8 @@ fn threads_that_write_and_wait_grew_the_host_cache_without_bound() {
         }
     });
     let host = runtime.statistics().host;
-    assert!(host.held_blocks <= 2 * THREADS as u64, "{host:?}");
+    // A piece has room for 512 such blocks. A thread that meets others at the waiting blocks may make one more.
+    assert!(host.pieces <= THREADS as u64, "{host:?}");
 }
 
 #[test]

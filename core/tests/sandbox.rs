@@ -3,7 +3,7 @@
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output};
 
-use highwater_core::{ErrorKind, EventOptions, Runtime};
+use highwater_core::{Backend, ErrorKind, EventOptions, Runtime};
 use highwater_mock::{MockGpu, MockOptions};
 
 const ROLE: &str = "HIGHWATER_SANDBOX_ROLE";
@@ -63,6 +63,7 @@ fn play() {
         "fork" => fork_and_call(),
         "files" => make_files(),
         "sockets" => make_sockets(),
+        "mappings" => use_up_mappings(),
         _ => panic!("no such role: {role}"),
     }
 }
@@ -103,6 +104,80 @@ fn fork_and_call() {
     assert!(status.success(), "the child: {status}");
     assert_eq!(stream.download(&buffer).unwrap(), vec![1; 100], "the parent is undisturbed");
     println!("the child was told");
+}
+
+// -------------------------------------------------------------------- no more mappings
+
+/// More mappings than this are not made for a test.
+const MOST_MAPPINGS: usize = 1 << 20;
+
+#[test]
+fn pages_that_the_system_does_not_take_back_are_used_by_nobody_and_tried_again() {
+    let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+    if most.trim().parse().is_ok_and(|most: usize| most >= MOST_MAPPINGS) {
+        println!("skipped: the system allows too many mappings");
+        return;
+    }
+    let output = run("mappings", Refused { call: -1, argument: None, error: libc::EPERM });
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("every remnant was retried"), "{output:?}");
+}
+
+/// Divides a range of addresses until the process has as many mappings as the system allows. Returns the range.
+fn divide_addresses() -> (*mut libc::c_void, usize) {
+    const PAGE: usize = 4096;
+    let bytes = 2 * MOST_MAPPINGS * PAGE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new range, which this process only divides and unmaps.
+    let map = |bytes, access| unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
+    let start = map(bytes, libc::PROT_NONE);
+    assert_ne!(start, libc::MAP_FAILED);
+    // SAFETY: as above: every second page of the range.
+    let divide = |page: usize| unsafe { libc::mprotect(start.add(page * PAGE), PAGE, libc::PROT_READ) == 0 };
+    assert!((0..2 * MOST_MAPPINGS).step_by(2).any(|page| !divide(page)), "the system has no such limit");
+    // A division takes two mappings. The last ones are of one page each, and of different access, so that they do not merge.
+    let mut access = [libc::PROT_READ, libc::PROT_NONE].into_iter().cycle().take(16);
+    assert!(access.any(|access| map(PAGE, access) == libc::MAP_FAILED));
+    (start, bytes)
+}
+
+fn use_up_mappings() {
+    const PIECE: usize = 2 << 20;
+    let options = MockOptions::new().with_capabilities(|can| can.register_piece_bytes = PIECE);
+    let gpu = MockGpu::open(options).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let host = || {
+        let host = runtime.statistics().host;
+        assert_eq!(host.broken_law(), None, "{host:?}");
+        host
+    };
+    let mut pinned = runtime.pinned::<u8>(3 * PIECE).unwrap();
+    let at = pinned.ptr();
+    pinned.write().unwrap().fill(1);
+    drop(pinned);
+    let (start, bytes) = divide_addresses();
+    assert_eq!(runtime.trim().unwrap_err().kind(), ErrorKind::OperatingSystem);
+    let statistics = host();
+    assert_eq!((statistics.pieces, statistics.held_bytes, statistics.frees), (0, 0, 3));
+    assert!(statistics.remnant_blocks > 0, "{statistics:?}");
+    assert_eq!(statistics.remnant_bytes, statistics.remnant_blocks * PIECE as u64);
+    assert_eq!(
+        (gpu.live_objects().host_allocations, runtime.statistics().failed_releases),
+        (0, statistics.remnant_blocks)
+    );
+    assert!(runtime.pinned_block_of(at).is_none());
+    // SAFETY: the range of above.
+    assert_eq!(unsafe { libc::munmap(start, bytes) }, 0);
+    let mut other = runtime.pinned::<u8>(3 * PIECE).unwrap();
+    assert_ne!(other.ptr(), at, "the remnants are mapped still");
+    assert_eq!(host().remnant_blocks, statistics.remnant_blocks);
+    other.write().unwrap().fill(2);
+    runtime.trim().unwrap();
+    assert_eq!((host().remnant_blocks, host().held_bytes), (0, 3 * PIECE as u64));
+    assert!(other.read().unwrap().iter().all(|value| *value == 2));
+    drop(other);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+    println!("every remnant was retried");
 }
 
 // -------------------------------------------------------------------- no files, no sockets

@@ -1,15 +1,66 @@
-//! Random schedules of threads over the host cache: no block is in two hands, and in the end every block is accounted for.
+//! Random schedules of threads over the pool of page-locked memory and its thread caches: no page is in two hands, in the end
+//! every page is accounted for, and the last buffer ends the runtime.
 //!
-//! The files under test are compiled against shuttle's types; their `crate::primitive` is the module here. The backend is a
-//! set of flags, one for each completion event and each block.
+//! The files under test are compiled against shuttle's types; their `crate::primitive` is the module here. `pinned.rs` is not
+//! among them: the rig makes its calls in the same order. The backend is a list of pieces, and a flag for each completion event.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
 mod primitive {
     use std::ops::{Deref, DerefMut};
 
-    pub(crate) use shuttle::sync::Arc;
-    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+    pub(crate) use std::sync::Arc;
+
+    pub(crate) use highwater_core::HostPtr;
+    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+    /// Shuttle's schedules are sequentially consistent.
+    pub(crate) fn light_fence() {}
+    pub(crate) fn prepare_fences() {}
+    pub(crate) fn heavy_fence() {}
+
+    pub(crate) fn wait_a_moment() {
+        shuttle::thread::yield_now();
+    }
+
+    /// Accesses to it are steps of their own, so that a schedule can come between two of them.
+    #[derive(Debug)]
+    pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>, std::sync::atomic::AtomicBool);
+
+    impl<T> UnsafeCell<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(std::cell::UnsafeCell::new(value), std::sync::atomic::AtomicBool::new(false))
+        }
+        pub(crate) fn with_mut<R>(&self, access: impl FnOnce(*mut T) -> R) -> R {
+            assert!(!self.1.swap(true, Ordering::SeqCst), "two accesses at once");
+            shuttle::thread::yield_now();
+            let result = access(self.0.get());
+            self.1.store(false, Ordering::SeqCst);
+            result
+        }
+    }
+
+    /// The standard library's interface over shuttle's locals: each thread of a schedule has its own.
+    pub(crate) struct LocalKey<T: 'static>(pub(crate) &'static shuttle::thread::LocalKey<T>, pub(crate) fn() -> T);
+
+    impl<T> LocalKey<T> {
+        pub(crate) fn try_with<R>(
+            &'static self,
+            access: impl FnOnce(&T) -> R,
+        ) -> Result<R, shuttle::thread::AccessError> {
+            self.0.try_with(access)
+        }
+    }
+
+    /// The standard library's cells without a destructor outlive all destructors; shuttle's do not.
+    impl<T: Copy> LocalKey<std::cell::Cell<T>> {
+        pub(crate) fn get(&'static self) -> T {
+            self.0.try_with(std::cell::Cell::get).unwrap_or_else(|_| self.1().get())
+        }
+        pub(crate) fn set(&'static self, value: T) {
+            let _ = self.0.try_with(|cell| cell.set(value));
+        }
+    }
 
     /// parking_lot's interface over shuttle's mutex.
     #[derive(Debug)]
@@ -47,10 +98,6 @@ mod primitive {
         }
     }
 
-    /// An address that is only a number.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-    pub(crate) struct HostPtr(pub(crate) usize);
-
     /// No child comes of a test here.
     #[derive(Debug, Clone, Copy)]
     pub(crate) struct Generation;
@@ -84,7 +131,7 @@ mod testing {
 }
 
 mod completion_events {
-    use crate::primitive::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
     pub(crate) struct Point {
@@ -112,17 +159,69 @@ mod completion_events {
     }
 }
 
+mod host_memory {
+    use crate::primitive::HostPtr;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) struct Piece {
+        pub(crate) ptr: HostPtr,
+        pub(crate) bytes: usize,
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct Growth {
+        pub(crate) pieces: Vec<Piece>,
+        pub(crate) is_reserved: bool,
+        pub(crate) refused: Option<()>,
+    }
+}
+
+mod host_options {
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(crate) struct HostMemoryOptions {
+        pub(crate) idle_cap_bytes: Option<u64>,
+        pub(crate) idle_time: Option<std::time::Duration>,
+    }
+}
+
+/// As the standard library's, over shuttle's locals.
+macro_rules! thread_local {
+    ($($(#[$attribute:meta])* static $name:ident: $type:ty = $init:expr;)*) => {
+        $(
+            $(#[$attribute])*
+            static $name: crate::primitive::LocalKey<$type> = {
+                shuttle::thread_local! { static KEY: $type = $init; }
+                crate::primitive::LocalKey(&KEY, || $init)
+            };
+        )*
+    };
+}
+
+#[path = "../src/pool/biased_lock.rs"]
+mod biased_lock;
+#[path = "../src/pool/block.rs"]
+mod block;
 #[path = "../src/pool/block_uses.rs"]
 mod block_uses;
 #[path = "../src/pool/host.rs"]
 mod host;
-#[path = "../src/pool/size_class.rs"]
-mod size_class;
+#[path = "../src/pool/ranges.rs"]
+mod ranges;
+#[path = "../src/pool/thread_cache.rs"]
+mod thread_cache;
 
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+
+use block::{Block, KeptBlock, OwnedBlock};
 use completion_events::CompletionEvent;
-use host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
-use primitive::{Arc, AtomicBool, AtomicU64, HostPtr, Mutex, Ordering};
+use host::{HostCache, Leaving};
+use host_memory::{Growth, Piece};
+use host_options::HostMemoryOptions;
+use primitive::{Arc, Generation, HostPtr, Mutex};
+use ranges::{PAGE, Run};
 use shuttle::thread;
+use thread_cache::{ThreadCache, enlist, with_mine};
 
 const SCHEDULES: usize = 400;
 
@@ -134,93 +233,309 @@ fn check_random(scenario: impl Fn() + Send + Sync + 'static, schedules: usize) {
     shuttle::Runner::new(scheduler, config).run(scenario);
 }
 
-const BYTES: usize = 4096;
-const MOST_BLOCKS: usize = 32;
+/// Pages of a piece.
+const PIECE: u32 = 512;
 
-/// What a backend and the buffers would be.
+/// What a backend and the buffers would be. No schedule comes between two accesses of it.
+#[derive(Default)]
+struct Model {
+    /// Pages of pieces.
+    pieces: Vec<Run>,
+    /// Blocks that buffers own.
+    owned: BTreeMap<u32, Run>,
+    /// Runs that graphs keep.
+    kept: Vec<Run>,
+    /// The completion events of the uses of each run, whatever the pool knows of them.
+    uses: Vec<(Run, Arc<CompletionEvent>)>,
+    /// How often the runtime ended.
+    ended: usize,
+}
+
+/// The pages of a block, counted by addresses. The pool's own numbers have no gap where the addresses have one.
+fn pages_of(block: &Block) -> Run {
+    place(block.ptr, block.bytes)
+}
+
+fn place(ptr: HostPtr, bytes: usize) -> Run {
+    Run { start: ((ptr.address() - piece_at(0).address()) / PAGE) as u32, pages: (bytes / PAGE) as u32 }
+}
+
+fn overlap(one: Run, other: Run) -> bool {
+    one.start < other.end() && other.start < one.end()
+}
+
+impl Model {
+    fn check_free(&self, run: Run, what: &str) {
+        assert!(!self.owned.values().any(|owned| overlap(*owned, run)), "{what} while a buffer owns it");
+        assert!(!self.kept.iter().any(|kept| overlap(*kept, run)), "{what} while a graph keeps it");
+        let in_use = |(used, event): &(Run, Arc<CompletionEvent>)| overlap(*used, run) && !event.is_passed();
+        assert!(!self.uses.iter().any(in_use), "{what} while a stream uses it");
+    }
+
+    fn take(&mut self, run: Run) {
+        self.check_free(run, "given out");
+        let inside = |page: u32| self.pieces.iter().any(|piece| piece.start <= page && page < piece.end());
+        assert!((run.start..run.end()).all(inside), "given out after it was released");
+        self.owned.insert(run.start, run);
+    }
+}
+
+/// The pool, as `pinned.rs` uses it.
 struct Rig {
-    cache: HostCache,
-    allocated: AtomicU64,
-    freed: [AtomicBool; MOST_BLOCKS],
-    in_hand: [AtomicBool; MOST_BLOCKS],
-    /// How many graphs keep each block.
-    kept: [AtomicU64; MOST_BLOCKS],
-    /// The completion events of the uses of each block, whatever the cache knows of them.
-    last_uses: [Mutex<Vec<Arc<CompletionEvent>>>; MOST_BLOCKS],
+    cache: Arc<HostCache>,
+    model: std::sync::Mutex<Model>,
+}
+
+/// Ends as the runtime does.
+struct Runtime(Arc<Rig>);
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        let rig = &self.0;
+        assert!(rig.model().owned.is_empty(), "the runtime ends while a buffer is alive");
+        rig.cache.merge_all();
+        let mut below = u32::MAX;
+        while let Some(leaving) = rig.cache.take_piece(&mut below) {
+            rig.free(leaving);
+        }
+        let mut model = rig.model();
+        assert!(model.pieces.is_empty(), "a piece is lost");
+        model.ended += 1;
+    }
+}
+
+fn piece_at(page: u32) -> HostPtr {
+    let address = std::ptr::without_provenance_mut((1 << 30) + page as usize * PAGE);
+    HostPtr::new(NonNull::new(address).unwrap())
 }
 
 impl Rig {
     fn new(cap: Option<u64>) -> Arc<Self> {
-        Arc::new(Self {
-            cache: HostCache::new(cap),
-            allocated: AtomicU64::new(0),
-            freed: std::array::from_fn(|_| AtomicBool::new(false)),
-            in_hand: std::array::from_fn(|_| AtomicBool::new(false)),
-            kept: std::array::from_fn(|_| AtomicU64::new(0)),
-            last_uses: std::array::from_fn(|_| Mutex::new(Vec::new())),
-        })
+        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None };
+        let cache = HostCache::new(&options, Some(PIECE as usize * PAGE), Generation);
+        Arc::new(Self { cache, model: std::sync::Mutex::default() })
     }
 
-    /// As the runtime takes a block: a free one, a waiting one, a fresh one.
-    fn take(&self, bytes: usize) -> OwnedBlock {
-        let (class, block_bytes) = size_class::of(bytes).unwrap();
-        let cached = self.cache.find(class, bytes);
-        let cached = cached.or_else(|| self.cache.take_waiting(class, bytes, CompletionEvent::is_passed));
-        let block = cached.unwrap_or_else(|| {
-            let number = self.allocated.fetch_add(1, Ordering::SeqCst) as usize;
-            let block = PinnedBlock::new(HostPtr(number), block_bytes, class, None);
-            self.cache.count_given(&block, bytes, true);
-            block
-        });
-        assert!(!self.is_in_use(&block), "given out while a stream uses it");
-        assert_eq!(self.kept[block.ptr.0].load(Ordering::SeqCst), 0, "given out while a graph keeps it");
-        assert!(!self.freed[block.ptr.0].load(Ordering::SeqCst), "given out after it was freed");
-        assert!(!self.in_hand[block.ptr.0].swap(true, Ordering::SeqCst), "given out twice");
+    fn model(&self) -> std::sync::MutexGuard<'_, Model> {
+        self.model.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// As `PinnedPool::take`.
+    fn take(&self, pages: u32) -> OwnedBlock {
+        // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
+        let found = with_mine(self.cache.id, |mine| unsafe { mine?.cached.own(|cached| cached.find(pages, 1)) });
+        let block = found.unwrap_or_else(|| self.take_slow(pages));
+        self.model().take(pages_of(&block));
         block
     }
 
-    /// As a copy of a stream uses a block that is in hand.
-    fn use_block(&self, block: &PinnedBlock, completion: &Arc<CompletionEvent>) {
-        self.last_uses[block.ptr.0].lock().push(Arc::clone(completion));
-        let _ = block.uses.note(Arc::clone(completion), true);
+    fn take_slow(&self, pages: u32) -> OwnedBlock {
+        let own = enlist(&self.cache);
+        if let Some(own) = &own {
+            let inbox = own.take_inbox();
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let (surplus, found) = unsafe {
+                own.cached.own(|cached| {
+                    let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
+                    let found = cached.find(pages, 1);
+                    if found.is_none() {
+                        surplus.append(&mut cached.note_miss(pages));
+                    }
+                    (surplus, found)
+                })
+            };
+            self.cache.put_back(surplus, 0);
+            if let Some(block) = found {
+                return block;
+            }
+        }
+        let block = self.take_shared(pages, own.as_ref());
+        count(&self.cache, own.as_deref(), 1);
+        block
     }
 
-    fn is_in_use(&self, block: &PinnedBlock) -> bool {
-        self.last_uses[block.ptr.0].lock().iter().any(|completion| !completion.is_passed())
+    fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
+        let look = || self.cache.take(pages, 1, home);
+        let mut found = look();
+        if found.is_none() {
+            self.cache.collect(CompletionEvent::is_passed, usize::MAX, || {
+                found = look();
+                found.is_some()
+            });
+        }
+        if found.is_none() {
+            self.cache.empty_thread_caches();
+            found = look();
+        }
+        found.unwrap_or_else(|| {
+            self.keep_to_cap();
+            self.grow(pages, home)
+        })
     }
 
-    fn drop_buffer(&self, block: OwnedBlock, bytes: usize) {
-        assert!(self.in_hand[block.ptr.0].swap(false, Ordering::SeqCst));
-        if self.cache.give_back(block, bytes) {
-            self.cache.keep_to_cap(CompletionEvent::is_passed, |block| self.free(block));
+    fn grow(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
+        let turn = match self.cache.begin_growth(pages, 1, home) {
+            Ok(block) => return block,
+            Err(turn) => turn,
+        };
+        loop {
+            let plan = self.cache.plan_growth(pages, &turn).unwrap();
+            let (ptr, bytes) = match (plan.hole, plan.last) {
+                (Some((_, hole)), _) => (hole.ptr, plan.whole),
+                (None, Some(last)) => (last.ptr.offset(last.bytes), plan.more),
+                (None, None) => (piece_at(0), plan.whole),
+            };
+            // The time of a registration.
+            thread::yield_now();
+            let piece_bytes = PIECE as usize * PAGE;
+            let offsets = (0..bytes).step_by(piece_bytes);
+            let pieces: Vec<_> = offsets.map(|offset| Piece { ptr: ptr.offset(offset), bytes: piece_bytes }).collect();
+            for piece in &pieces {
+                let run = place(piece.ptr, piece.bytes);
+                let mut model = self.model();
+                assert!(!model.pieces.iter().any(|other| overlap(*other, run)), "two pieces at one address");
+                model.pieces.push(run);
+            }
+            let growth = Growth { pieces, is_reserved: true, refused: None };
+            if let Some(block) = self.cache.add(&growth, &plan, pages, 1, home) {
+                return block;
+            }
         }
     }
 
+    /// As a copy of a stream uses a block that a buffer owns or a graph keeps.
+    fn use_block(&self, block: &Block, completion: &Arc<CompletionEvent>) {
+        self.model().uses.push((pages_of(block), Arc::clone(completion)));
+        let _ = block.uses.note(Arc::clone(completion), true);
+    }
+
+    /// As `PinnedPool::give_back`.
+    fn drop_buffer(&self, block: OwnedBlock) {
+        assert!(self.model().owned.remove(&pages_of(&block).start).is_some());
+        let is_free = block.uses.end_life();
+        let mut block = Some(block);
+        let closing = with_mine(self.cache.id, |mine| {
+            let mine = mine?;
+            let free = block.take_if(|_| is_free)?;
+            if free.home.as_deref().is_none_or(|home| !std::ptr::eq(home, mine)) {
+                block = match free.home.clone().filter(|_| !mine.cache.has_cap()) {
+                    Some(home) => home.send(free),
+                    None => Some(free),
+                };
+                let is_closing = block.is_none() && count(&mine.cache, Some(mine), -1);
+                return is_closing.then(|| Arc::clone(&mine.cache));
+            }
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let is_closing = unsafe {
+                mine.cached.own(|cached| {
+                    block = cached.keep(free);
+                    if block.is_none() {
+                        cached.counts.live -= 1;
+                    }
+                    cached.closing
+                })
+            };
+            (is_closing && block.is_none()).then(|| Arc::clone(&mine.cache))
+        });
+        if let Some(cache) = closing {
+            end_if_last(&cache);
+        }
+        if let Some(block) = block {
+            self.drop_buffer_slow(block, is_free);
+        }
+    }
+
+    fn drop_buffer_slow(&self, block: OwnedBlock, is_free: bool) {
+        let cache = Arc::clone(&self.cache);
+        let own = enlist(&cache);
+        self.file(block, own.as_ref(), is_free);
+        if count(&cache, own.as_deref(), -1) {
+            end_if_last(&cache);
+        }
+    }
+
+    fn file(&self, block: OwnedBlock, own: Option<&Arc<ThreadCache>>, is_free: bool) {
+        let mut block = Some(block);
+        if is_free {
+            let home = block.as_ref().and_then(|block| block.home.clone());
+            let is_own = |home: &Arc<ThreadCache>| own.is_some_and(|own| Arc::ptr_eq(own, home));
+            block = match (home, self.cache.has_cap()) {
+                (Some(home), false) if !is_own(&home) => block.and_then(|block| home.send(block)),
+                (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
+                _ => block,
+            };
+        }
+        if let Some(block) = block
+            && self.cache.give_back(block)
+        {
+            self.keep_to_cap();
+        }
+    }
+
+    fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
+        let bytes = block.bytes as u64;
+        if !self.cache.grant(bytes) {
+            return Some(block);
+        }
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        let returned = unsafe {
+            own.cached.own(|cached| {
+                cached.allowance += bytes;
+                let returned = cached.keep(block);
+                if returned.is_some() {
+                    cached.allowance -= bytes;
+                }
+                returned
+            })
+        };
+        if returned.is_some() {
+            self.cache.put_back(Vec::new(), bytes);
+        }
+        returned
+    }
+
     /// As a capture keeps a block.
-    fn keep(&self, block: &PinnedBlock) -> KeptBlock {
-        self.kept[block.ptr.0].fetch_add(1, Ordering::SeqCst);
+    fn keep(&self, block: &OwnedBlock) -> KeptBlock {
+        self.model().kept.push(pages_of(block));
         block.keep()
     }
 
     /// As the end of a graph lets go.
     fn let_go(&self, kept: KeptBlock) {
-        self.kept[kept.ptr.0].fetch_sub(1, Ordering::SeqCst);
+        let mut model = self.model();
+        let index = model.kept.iter().position(|run| *run == pages_of(&kept)).unwrap();
+        model.kept.swap_remove(index);
+        drop(model);
         if self.cache.let_go(kept) {
-            self.cache.keep_to_cap(CompletionEvent::is_passed, |block| self.free(block));
+            self.keep_to_cap();
         }
     }
 
-    fn free(&self, block: &PinnedBlock) -> bool {
-        assert!(!self.is_in_use(block), "freed while a stream uses it");
-        assert_eq!(self.kept[block.ptr.0].load(Ordering::SeqCst), 0, "freed while a graph keeps it");
-        assert!(!self.in_hand[block.ptr.0].load(Ordering::SeqCst), "freed while a buffer owns it");
-        assert!(!self.freed[block.ptr.0].swap(true, Ordering::SeqCst), "freed twice");
-        self.cache.count_freed(block);
+    fn keep_to_cap(&self) {
+        self.cache.keep_to_cap(CompletionEvent::is_passed, |leaving| self.free(leaving));
+    }
+
+    fn free(&self, leaving: Leaving) -> bool {
+        {
+            let mut model = self.model();
+            let run = place(leaving.piece.ptr, leaving.piece.bytes);
+            model.check_free(run, "released");
+            let index = model.pieces.iter().position(|piece| *piece == run).expect("released twice");
+            model.pieces.swap_remove(index);
+        }
+        // The time of a release.
+        thread::yield_now();
+        self.cache.has_left(leaving, false);
         true
     }
 
     fn trim(&self) {
-        self.cache.trim(CompletionEvent::is_passed, |block| self.free(block));
+        self.cache.empty_thread_caches();
+        self.cache.collect(CompletionEvent::is_passed, usize::MAX, || false);
+        let mut below = u32::MAX;
+        while let Some(leaving) = self.cache.take_piece(&mut below) {
+            self.free(leaving);
+        }
     }
 
     /// Everything is given back and every completion event is passed: all is accounted for, and a trim leaves nothing.
@@ -228,13 +543,35 @@ impl Rig {
         let statistics = self.cache.statistics();
         assert_eq!(statistics.broken_law(), None, "{statistics:?}");
         assert_eq!((statistics.live_blocks, statistics.requested_bytes), (0, 0), "{statistics:?}");
-        assert!(statistics.free_bytes <= cap, "{statistics:?}");
+        assert!(statistics.free_bytes + statistics.cached_bytes <= cap, "{statistics:?}");
         self.trim();
         let statistics = self.cache.statistics();
         assert_eq!(statistics.broken_law(), None, "{statistics:?}");
-        assert_eq!((statistics.held_blocks, statistics.held_bytes), (0, 0), "{statistics:?}");
-        assert_eq!(statistics.frees, self.allocated.load(Ordering::SeqCst));
+        assert_eq!((statistics.pieces, statistics.held_bytes), (0, 0), "{statistics:?}");
+        assert!(self.model().pieces.is_empty());
     }
+}
+
+fn count(cache: &HostCache, own: Option<&ThreadCache>, change: i64) -> bool {
+    match own {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        Some(own) => unsafe {
+            own.cached.own(|cached| {
+                cached.counts.live += change;
+                cached.closing
+            })
+        },
+        None => {
+            let mut registry = cache.registry.lock();
+            registry.departed.live += change;
+            registry.is_closing()
+        }
+    }
+}
+
+fn end_if_last(cache: &HostCache) {
+    let last = cache.registry.lock().take_if_last();
+    drop(last);
 }
 
 /// Two threads take blocks, use them on a stream, and give them back, one trims and one lets the streams pass.
@@ -248,12 +585,12 @@ fn takers_and_a_trim(cap: Option<u64>) {
             let (rig, completions) = (Arc::clone(&rig), completions.to_vec());
             thread::spawn(move || {
                 for completion in completions {
-                    let block = rig.take(BYTES);
+                    let block = rig.take(1);
                     rig.use_block(&block, &completion);
-                    rig.drop_buffer(block, BYTES);
-                    // Another class, and unused.
-                    let block = rig.take(2 * BYTES);
-                    rig.drop_buffer(block, 2 * BYTES);
+                    rig.drop_buffer(block);
+                    // A whole piece, and unused.
+                    let block = rig.take(PIECE);
+                    rig.drop_buffer(block);
                 }
             })
         })
@@ -281,28 +618,25 @@ fn threads_that_take_give_back_and_trim_share_no_block_and_lose_none() {
 
 #[test]
 fn the_same_under_a_cap_that_is_often_exceeded() {
-    for cap in [0, BYTES as u64, 3 * BYTES as u64] {
+    for cap in [0, PAGE as u64, (PIECE as usize * PAGE) as u64] {
         check_random(move || takers_and_a_trim(Some(cap)), SCHEDULES / 2);
     }
 }
 
 /// Blocks that no stream uses are within the cap as soon as no thread is active, in any order of the threads.
 #[test]
-fn give_backs_in_different_bins_at_once_keep_to_the_cap() {
+fn give_backs_of_different_sizes_at_once_keep_to_the_cap() {
     check_random(
         || {
-            let cap = 2 * BYTES;
-            let rig = Rig::new(Some(cap as u64));
-            let held: Vec<_> = [1, 2, 3].map(|pages| (rig.take(pages * BYTES), pages * BYTES)).into();
-            let threads: Vec<_> = held
-                .into_iter()
-                .map(|(block, bytes)| {
-                    let rig = Arc::clone(&rig);
-                    thread::spawn(move || rig.drop_buffer(block, bytes))
-                })
-                .collect();
+            let cap = 2 * (PIECE as usize * PAGE) as u64;
+            let rig = Rig::new(Some(cap));
+            let held = [1, 2, 3].map(|pieces| rig.take(pieces * PIECE));
+            let threads = held.map(|block| {
+                let rig = Arc::clone(&rig);
+                thread::spawn(move || rig.drop_buffer(block))
+            });
             threads.into_iter().for_each(|thread| thread.join().unwrap());
-            rig.check_end(cap as u64);
+            rig.check_end(cap);
         },
         SCHEDULES,
     );
@@ -312,35 +646,39 @@ fn give_backs_in_different_bins_at_once_keep_to_the_cap() {
 /// freed until it is over.
 #[test]
 fn a_use_noted_by_address_is_refused_or_waited_for() {
-    check_random(
-        || {
-            let rig = Rig::new(Some(0));
-            let block = rig.take(BYTES);
-            let (number, class, uses) = (block.ptr.0, block.class, Arc::clone(&block.uses));
-            let completion = Arc::new(CompletionEvent::new(1, 1));
-            let noter = thread::spawn({
-                let (rig, completion) = (Arc::clone(&rig), Arc::clone(&completion));
-                move || {
-                    let Some(kept) = rig.cache.keep_if_live(HostPtr(number), class, &uses) else { return false };
-                    let _ = kept.uses.note(completion, true);
-                    let _ = rig.cache.let_go(kept);
-                    true
-                }
-            });
-            let trimmer = thread::spawn({
-                let rig = Arc::clone(&rig);
-                move || rig.trim()
-            });
-            rig.drop_buffer(block, BYTES);
-            let noted = noter.join().unwrap();
-            trimmer.join().unwrap();
-            assert_eq!(rig.freed[number].load(Ordering::SeqCst), !noted);
-            completion.pass();
-            rig.trim();
-            rig.check_end(0);
-        },
-        SCHEDULES,
-    );
+    for cap in [None, Some(0)] {
+        check_random(
+            move || {
+                let rig = Rig::new(cap);
+                let block = rig.take(1);
+                let (ptr, run) = (block.ptr, pages_of(&block));
+                let completion = Arc::new(CompletionEvent::new(1, 1));
+                let noter = thread::spawn({
+                    let (rig, completion) = (Arc::clone(&rig), Arc::clone(&completion));
+                    move || {
+                        let Some(kept) = rig.cache.keep_if_live(ptr) else { return false };
+                        rig.model().kept.push(run);
+                        rig.use_block(&kept, &completion);
+                        rig.let_go(kept);
+                        true
+                    }
+                });
+                let trimmer = thread::spawn({
+                    let rig = Arc::clone(&rig);
+                    move || rig.trim()
+                });
+                rig.drop_buffer(block);
+                let noted = noter.join().unwrap();
+                trimmer.join().unwrap();
+                rig.trim();
+                assert_eq!(rig.model().pieces.is_empty(), !noted);
+                completion.pass();
+                rig.trim();
+                rig.check_end(0);
+            },
+            SCHEDULES,
+        );
+    }
 }
 
 /// Two graphs keep a block whose buffer ends in the meantime. Each is launched and ends, while other threads request memory and
@@ -351,7 +689,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
         check_random(
             move || {
                 let rig = Rig::new(cap);
-                let block = rig.take(BYTES);
+                let block = rig.take(1);
                 let completions = [Arc::new(CompletionEvent::new(1, 1)), Arc::new(CompletionEvent::new(2, 1))];
                 let graphs = [1, 2].map(|stream| {
                     let (rig, completion) = (Arc::clone(&rig), Arc::clone(&completions[stream - 1]));
@@ -359,7 +697,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
                     thread::spawn(move || {
                         // A launch.
                         let begun = kept.uses.begin(stream as u64, true).unwrap();
-                        rig.last_uses[kept.ptr.0].lock().push(Arc::clone(&completion));
+                        rig.model().uses.push((pages_of(&kept), Arc::clone(&completion)));
                         thread::yield_now();
                         let _ = begun.settle(completion);
                         rig.let_go(kept);
@@ -369,15 +707,15 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
                     let rig = Arc::clone(&rig);
                     thread::spawn(move || {
                         rig.trim();
-                        let other = rig.take(BYTES);
-                        rig.drop_buffer(other, BYTES);
+                        let other = rig.take(1);
+                        rig.drop_buffer(other);
                     })
                 });
-                rig.drop_buffer(block, BYTES);
+                rig.drop_buffer(block);
                 completions.iter().for_each(|completion| completion.pass());
                 graphs.into_iter().chain(others).for_each(|thread| thread.join().unwrap());
                 // Waiting blocks above the cap go with the next occasion.
-                rig.drop_buffer(rig.take(2 * BYTES), 2 * BYTES);
+                rig.drop_buffer(rig.take(2));
                 assert_eq!(rig.cache.statistics().graph_blocks, 0);
                 rig.check_end(cap.unwrap_or(u64::MAX));
             },
@@ -391,7 +729,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
 fn uses_of_shared_streams(writes: bool) {
     const THREADS: u64 = 3;
     let rig = Rig::new(None);
-    let block = Arc::new(rig.take(BYTES));
+    let block = Arc::new(rig.take(1));
     // The number of each stream's last completion event, under its submission lock.
     let submissions = [0, 1].map(|_| Arc::new(Mutex::new(0)));
     // In an order that the device may execute: a stream waits for completion events noted earlier.
@@ -427,5 +765,178 @@ fn uses_of_shared_streams(writes: bool) {
 fn a_stream_has_one_entry_which_covers_all_its_uses() {
     for writes in [false, true] {
         check_random(move || uses_of_shared_streams(writes), SCHEDULES);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ thread caches
+
+/// A thread has hits while another grows the pool and takes its blocks out. The blocks of the first are merged or in its hands,
+/// and the pool holds no more than both need at once.
+#[test]
+fn a_growth_takes_blocks_out_of_caches_that_have_hits() {
+    check_random(
+        || {
+            let rig = Rig::new(None);
+            let small = thread::spawn({
+                let rig = Arc::clone(&rig);
+                move || {
+                    for _ in 0..4 {
+                        let block = rig.take(1);
+                        rig.drop_buffer(block);
+                    }
+                }
+            });
+            let large = thread::spawn({
+                let rig = Arc::clone(&rig);
+                move || {
+                    for _ in 0..2 {
+                        let block = rig.take(PIECE);
+                        rig.drop_buffer(block);
+                    }
+                }
+            });
+            small.join().unwrap();
+            large.join().unwrap();
+            let statistics = rig.cache.statistics();
+            assert!(statistics.pieces <= 2 && statistics.cached_blocks == 0, "{statistics:?}");
+            assert_eq!(statistics.hits + statistics.misses, 6);
+            rig.check_end(u64::MAX);
+        },
+        SCHEDULES,
+    );
+}
+
+/// Threads that need the pool to grow at the same time share one piece, if they fit in it.
+#[test]
+fn threads_that_wait_for_a_growth_look_again() {
+    check_random(
+        || {
+            let rig = Rig::new(None);
+            let threads = [1, 2, 20].map(|pages| {
+                let rig = Arc::clone(&rig);
+                thread::spawn(move || rig.take(pages))
+            });
+            let blocks = threads.map(|thread| thread.join().unwrap());
+            let statistics = rig.cache.statistics();
+            assert_eq!((statistics.misses, statistics.hits, statistics.pieces), (1, 2, 1));
+            blocks.into_iter().for_each(|block| rig.drop_buffer(block));
+            rig.check_end(u64::MAX);
+        },
+        SCHEDULES,
+    );
+}
+
+/// A growth is planned while another thread releases the last piece, or takes the free memory that the plan counted on.
+#[test]
+fn a_growth_is_safe_beside_releases() {
+    check_random(
+        || {
+            let rig = Rig::new(None);
+            let pieces = [1, 1, 1].map(|pieces| rig.take(pieces * PIECE));
+            let [first, second, last] = pieces;
+            rig.drop_buffer(last);
+            let grower = thread::spawn({
+                let rig = Arc::clone(&rig);
+                move || {
+                    let block = rig.take(2 * PIECE);
+                    rig.drop_buffer(block);
+                }
+            });
+            let other = thread::spawn({
+                let rig = Arc::clone(&rig);
+                move || {
+                    rig.drop_buffer(second);
+                    let block = rig.take(3 * PIECE);
+                    rig.drop_buffer(block);
+                }
+            });
+            rig.trim();
+            rig.drop_buffer(first);
+            grower.join().unwrap();
+            other.join().unwrap();
+            rig.check_end(u64::MAX);
+        },
+        SCHEDULES,
+    );
+}
+
+/// A thread drops blocks of a thread that is ending, while a third empties all caches.
+#[test]
+fn blocks_return_to_a_thread_that_is_ending() {
+    for cap in [None, Some((PIECE as usize * PAGE) as u64)] {
+        check_random(
+            move || {
+                let rig = Rig::new(cap);
+                let (sender, receiver) = shuttle::sync::mpsc::channel();
+                let owner = thread::spawn({
+                    let rig = Arc::clone(&rig);
+                    move || {
+                        for _ in 0..3 {
+                            sender.send(rig.take(1)).unwrap();
+                        }
+                        let own = rig.take(1);
+                        rig.drop_buffer(own);
+                    }
+                });
+                let dropper = thread::spawn({
+                    let rig = Arc::clone(&rig);
+                    move || {
+                        // One that has a cache of its own for the later ones.
+                        for block in receiver {
+                            rig.drop_buffer(block);
+                        }
+                    }
+                });
+                rig.cache.empty_thread_caches();
+                let _ = rig.cache.statistics();
+                owner.join().unwrap();
+                dropper.join().unwrap();
+                let statistics = rig.cache.statistics();
+                assert_eq!((statistics.cached_blocks, statistics.live_blocks, statistics.pieces), (0, 0, 1));
+                assert_eq!(statistics.hits + statistics.misses, 4);
+                rig.check_end(u64::MAX);
+            },
+            SCHEDULES,
+        );
+    }
+}
+
+/// The last other user of the runtime is dropped while threads drop the buffers, their own and those of others. One of them
+/// ends the runtime, once.
+#[test]
+fn the_last_buffer_ends_the_runtime_once() {
+    for cap in [None, Some(0)] {
+        check_random(
+            move || {
+                let rig = Rig::new(cap);
+                let given = [1, 1, PIECE].map(|pages| rig.take(pages));
+                let threads: Vec<_> = given
+                    .into_iter()
+                    .enumerate()
+                    .map(|(number, given)| {
+                        let rig = Arc::clone(&rig);
+                        // A buffer that the thread itself requests, so that it has a cache.
+                        let mut own = None;
+                        let (sender, receiver) = shuttle::sync::mpsc::channel();
+                        let thread = thread::spawn(move || {
+                            if number > 0 {
+                                own = Some(rig.take(1));
+                            }
+                            sender.send(()).unwrap();
+                            rig.drop_buffer(given);
+                            own.into_iter().for_each(|own| rig.drop_buffer(own));
+                        });
+                        (thread, receiver)
+                    })
+                    .collect();
+                // A thread that requests a buffer uses the runtime.
+                threads.iter().for_each(|(_, requested)| requested.recv().unwrap());
+                let unneeded = rig.cache.registry.lock().leave(Arc::new(Runtime(Arc::clone(&rig))));
+                drop(unneeded);
+                threads.into_iter().for_each(|(thread, _)| thread.join().unwrap());
+                assert_eq!(rig.model().ended, 1);
+            },
+            SCHEDULES,
+        );
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use super::control::DieAt;
 
@@ -67,6 +67,8 @@ pub(super) enum Command {
     Conformance(ConformanceArguments),
     /// Run under random faults, and check that nothing is lost
     Soak(SoakArguments),
+    /// Measure a part of the library against its bars
+    Bench(BenchArguments),
     /// The process of the cases of `conformance`, which starts it
     #[command(hide = true)]
     ConformanceWorker(ConformanceWorkerArguments),
@@ -216,6 +218,76 @@ pub(super) struct SoakIpcArguments {
     pub(super) consumers: usize,
 }
 
+#[derive(Debug, Args)]
+pub(super) struct BenchArguments {
+    #[command(subcommand)]
+    pub(super) what: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Bench {
+    /// Measure page-locked host memory: the time of requests, and the memory held after traces of requests
+    Host(BenchHostArguments),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchHostArguments {
+    /// Backend to use, built in or a plugin, and no other [default: a real device that works, else the mock]
+    #[arg(long, value_name = "NAME")]
+    pub(super) backend: Option<String>,
+
+    /// Measure only the rows with this text in their names
+    #[arg(long, value_name = "TEXT")]
+    pub(super) rows: Option<String>,
+
+    /// Number of threads to measure beside 1, 4 and 16
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
+    pub(super) threads: Option<usize>,
+
+    /// Rounds of each row of time; the value is the median
+    #[arg(long, value_name = "N", default_value = "7", allow_negative_numbers = true, value_parser = rounds)]
+    pub(super) rounds: u32,
+
+    /// Milliseconds that a row of time takes in each round
+    #[arg(long, value_name = "MS", default_value = "5", allow_negative_numbers = true, value_parser = milliseconds)]
+    pub(super) milliseconds: u64,
+
+    /// Seeds of the distributions of memory [default: 200, on the mock 10]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = seeds)]
+    pub(super) seeds: Option<u64>,
+
+    /// Peer to show beside: `auto` for PyTorch, if it is installed and the device is real, `none`, or a file of its values
+    #[arg(long, value_name = "FILE", default_value = "auto", value_parser = peer)]
+    pub(super) peer: PeerSource,
+
+    /// Replay the trace in this file instead of the table
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "threads", "rounds", "milliseconds", "seeds", "peer"])]
+    pub(super) replay: Option<PathBuf>,
+
+    /// Write a trace of the table to this file and measure nothing
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["backend", "rows", "threads", "rounds", "milliseconds", "seeds", "peer", "replay"])]
+    pub(super) write_trace: Option<PathBuf>,
+
+    /// The trace that --write-trace writes
+    #[arg(long, value_name = "NAME", value_enum, default_value = "three-seeds", requires = "write_trace")]
+    pub(super) trace: TraceName,
+}
+
+/// The traces of `bench host` that can be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum TraceName {
+    ThreeSeeds,
+    BlocksThenOdd,
+}
+
+/// The source of the peer's values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum PeerSource {
+    Auto,
+    None,
+    File(PathBuf),
+}
+
 /// Arguments of every process that this program starts.
 #[derive(Debug, Args)]
 pub(super) struct ChildArguments {
@@ -288,6 +360,23 @@ fn consumers(text: &str) -> Result<usize, String> {
 
 fn seconds(text: &str) -> Result<u64, String> {
     Ok(number(text, "seconds", 1..=3600)? as u64)
+}
+
+fn milliseconds(text: &str) -> Result<u64, String> {
+    Ok(number(text, "milliseconds", 1..=60_000)? as u64)
+}
+
+fn seeds(text: &str) -> Result<u64, String> {
+    Ok(number(text, "seeds", 1..=1_000_000)? as u64)
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "clap expects a result")]
+fn peer(text: &str) -> Result<PeerSource, String> {
+    Ok(match text {
+        "auto" => PeerSource::Auto,
+        "none" => PeerSource::None,
+        file => PeerSource::File(file.into()),
+    })
 }
 
 fn die_at(text: &str) -> Result<DieAt, String> {

@@ -7,6 +7,7 @@
 //! - `doctor`: the report on all backends
 //! - `conformance`: the suite against one backend, in a process of its own
 //! - `soak`: sharing under random kills
+//! - `bench`: measurements of the library against their bars
 //! - `probe`: the trial of a plugin in a process of its own
 //! - `args`: the command line; `backends`: opening a backend; `output`: the two output streams; `table`: tables that fit the
 //!   terminal; `progress`: a bar or plain lines; `failure`: errors with a hint; `warnings`: the library's warnings
@@ -17,6 +18,7 @@
 
 mod args;
 mod backends;
+mod bench;
 mod child;
 mod classifier;
 mod conformance;
@@ -41,7 +43,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-use self::args::{Command, Soak};
+use self::args::{Bench, Command, Soak};
 
 /// The result of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +80,9 @@ fn main() -> ExitCode {
         Some(Command::Conformance(arguments)) => conformance::command(arguments, json),
         Some(Command::Soak(arguments)) => match &arguments.what {
             Soak::Ipc(arguments) => soak::command(arguments, json),
+        },
+        Some(Command::Bench(arguments)) => match &arguments.what {
+            Bench::Host(arguments) => bench::command(arguments, json),
         },
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
         Some(Command::Probe(arguments)) => probe::command(arguments),

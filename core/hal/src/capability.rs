@@ -76,9 +76,9 @@ pub struct Capabilities {
     /// A stream's wait for an event of another process ends when that process ends, even before the event was reached. If
     /// false, such a wait may never end.
     pub event_waits_end_with_peer: bool,
-    /// Bytes of one registration, when core itself makes large blocks of page-locked memory; needs `host_register`. With 0,
-    /// the backend's own allocation serves every size. Core rounds it to huge pages of 2 MiB, and cuts its copies at the
-    /// borders, because no copy may cross from one registration into another.
+    /// Maximum bytes of one registration of the page-locked memory that core makes; needs `host_register`. With 0, the
+    /// backend's own allocation provides all of it. Core rounds this fact up to huge pages of 2 MiB, registers at most 64 MiB
+    /// at once, and cuts its copies at the borders, because no copy may cross from one registration into another.
     pub register_piece_bytes: usize,
     /// Transports that share this device's memory with another process.
     pub ipc_transports: Transports,

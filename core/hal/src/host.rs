@@ -42,8 +42,8 @@ impl HostOptions {
 /// Raw page-locked host memory, which devices copy at full speed and without the CPU.
 ///
 /// Core maps, pre-faults, caches and rounds. This trait only makes the vendor's calls. Each call may be slow and may stall
-/// the GPU calls of other threads. If the fact `register_piece_bytes` is not 0, core uses `allocate` for small blocks only.
-/// It maps large blocks itself and registers them in pieces of that size.
+/// the GPU calls of other threads. If every device has `host_register` and a fact `register_piece_bytes` that is not 0, core
+/// maps all page-locked memory itself and registers it in pieces of at most that size. Otherwise it uses `allocate`.
 ///
 /// # Safety
 /// Core makes slices of the blocks that `allocate` returns. The implementation must therefore keep `host.usable`,

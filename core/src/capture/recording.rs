@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use crate::device_block::DeviceBlock;
+use crate::pool::block::KeptBlock;
 use crate::pool::completion_events::CompletionEvent;
-use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
 use crate::stream::core::StreamCore;
 use highwater_hal::{BlasKind, Error, ErrorKind, HostPtr, Workspace};

@@ -3,10 +3,11 @@
 //! The block, the ledger and graphs share the record, so that a use can be noted for an address inside the block.
 //!
 //! *Kept.* Captures and graphs keep a block. A kept block is not given out, whether its buffer is alive or not. The number of
-//! keepers shrinks only under the lock of the block's bin, and only under that lock does a block gain or lose its buffer. The
-//! number grows under that lock too, or while the caller borrows the buffer or keeps the block already. A note by address may
-//! race with the end of the buffer, so it keeps the block first. Either the release follows and sees the keeper, or the
-//! note finds that the block is not live.
+//! keepers grows while the caller borrows the buffer or keeps the block already. A note by address may race with the end of the
+//! buffer. So the note counts a keeper first and then reads whether the block is live, and the end of the buffer first ends its
+//! life and then reads the number of keepers. All four are sequentially consistent: the note finds that the block is not
+//! live, or the end of the buffer finds the keeper and files the block as kept. The last keeper then releases it, under the
+//! pool's lock.
 //!
 //! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits for all
 //! other uses on the device, so its event replaces theirs. Each time the list has doubled, entries with passed events are
@@ -57,9 +58,9 @@ pub(crate) struct BlockUses {
     /// True if the list may not be empty. A release that reads `false` does not lock the list. Always relaxed: it is written
     /// under the list's lock, and the release of the block comes after all uses of the buffer.
     any: AtomicBool,
-    /// True if a buffer owns the block. Changed only under the lock of the block's bin, hence relaxed.
+    /// True if a buffer owns the block. See *Kept* above for the order of this and the next.
     live: AtomicBool,
-    /// Number of captures, graphs and notes that keep the block. Relaxed: see above.
+    /// Number of captures, graphs and notes that keep the block.
     keepers: AtomicU32,
     /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
     /// block.
@@ -107,10 +108,10 @@ pub(crate) struct CpuAccess<'b> {
 pub(crate) struct InCpuAccess;
 
 impl BlockUses {
-    pub(crate) fn new() -> Arc<Self> {
+    pub(crate) fn new() -> Self {
         let state =
             State { list: Vec::new(), notes: 0, enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
-        Arc::new(Self {
+        Self {
             state: Mutex::new(state),
             settled: Condvar::new(),
             any: AtomicBool::new(false),
@@ -120,35 +121,45 @@ impl BlockUses {
             recorded_reads: AtomicU32::new(0),
             recorded_writes: AtomicU32::new(0),
             recording: AtomicU32::new(0),
-        })
+        }
     }
 
     // ---------------------------------------------------------------- owners and keepers
 
-    pub(crate) fn is_live(&self) -> bool {
-        self.live.load(Ordering::Relaxed)
-    }
-
-    /// The caller must hold the lock of the block's bin.
     #[inline]
-    pub(crate) fn set_live(&self, live: bool) {
-        self.live.store(live, Ordering::Relaxed);
+    pub(crate) fn is_live(&self) -> bool {
+        self.live.load(Ordering::SeqCst)
     }
 
-    /// Returns whether a capture, a graph or a note keeps the block. The caller must hold the lock of its bin.
+    /// Begins the life of a buffer. The caller owns the block.
+    #[inline]
+    pub(crate) fn begin_life(&self) {
+        // The request that makes the buffer known orders this before all uses.
+        self.live.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends the life of the buffer. Returns whether the block is free: no stream uses it, nobody keeps it, and the end of
+    /// every use is known.
+    #[inline]
+    pub(crate) fn end_life(&self) -> bool {
+        self.live.swap(false, Ordering::SeqCst);
+        !self.is_kept() && self.is_empty() && !self.unmarked.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether a capture, a graph or a note keeps the block.
     #[inline]
     pub(crate) fn is_kept(&self) -> bool {
-        self.keepers.load(Ordering::Relaxed) > 0
+        self.keepers.load(Ordering::SeqCst) > 0
     }
 
-    /// Counts one more keeper of the block. The caller must borrow its buffer, keep it, or hold the lock of its bin.
+    /// Counts one more keeper of the block.
     pub(crate) fn count_keeper(&self) {
-        self.keepers.fetch_add(1, Ordering::Relaxed);
+        self.keepers.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Removes one keeper of the block. The caller must hold the lock of its bin.
+    /// Removes one keeper of the block. The caller must hold the pool's lock.
     pub(crate) fn uncount_keeper(&self) {
-        self.keepers.fetch_sub(1, Ordering::Relaxed);
+        self.keepers.fetch_sub(1, Ordering::SeqCst);
     }
 
     // ---------------------------------------------------------------- streams
@@ -346,12 +357,5 @@ impl Drop for CpuAccess<'_> {
         if self.generation.is_current() {
             *self.uses.state.lock().cpu(self.writes) -= 1;
         }
-    }
-}
-
-#[cfg(test)]
-impl BlockUses {
-    pub(crate) fn is_locked(&self) -> bool {
-        self.state.is_locked()
     }
 }

@@ -1,543 +1,746 @@
-//! The host cache: page-locked blocks, reused only after every stream that used them has passed that use.
+//! The pool of page-locked host memory: pieces that are divided into blocks, which are reused only after every stream that used
+//! them has passed that use.
 //!
-//! The cache has one bin for each size class, each with its own lock. A block that is dropped while a stream may still use it
-//! waits in its bin, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So
-//! a request that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A stuck
-//! stream delays its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which runs with the
-//! block out of its bin.
+//! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Each thread
+//! keeps a few blocks of the sizes that it requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still
+//! use it waits, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a
+//! request that finds no free memory queries each stream's first block, and skips the rest if that stream is behind. A stuck
+//! stream delays its own blocks and no others. No vendor call happens under a lock.
 //!
-//! | state | where | leaves by |
+//! | state of a block | where | leaves by |
 //! | --- | --- | --- |
 //! | live | with a buffer | the end of the buffer |
-//! | free | in its bin, no stream uses it | a request; the cap or a trim frees it |
-//! | waiting | in its bin, streams may use it | a request, the cap or a trim that finds them done |
-//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them releases it |
-//! | unmarked | in its bin: the end of its use is unknown | the end of the runtime |
+//! | cached | in a thread cache or its inbox | a request of its thread; a growth, the cap or a trim merges it |
+//! | waiting | in the pool, streams may use it | a request, the cap or a trim that finds them done |
+//! | kept | in the pool: its buffer is gone, captures or graphs recorded it | the last of them releases it |
+//! | unmarked | in the pool: the end of its use is unknown | the end of the runtime |
 //!
-//! *The cap* bounds the cached bytes, free and waiting, not the held bytes. A live buffer is never refused because of it, and
-//! blocks that graphs keep are not counted. A release that might exceed it frees the blocks that were free longest. If none is
-//! free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow down
-//! every release. Only blocks still in use may stay above the cap. The hit path reads only the held bytes, by one relaxed load,
-//! because they include the cached bytes. If that does not suffice, the bins' own counts decide.
+//! A block that leaves for good becomes free pages.
 //!
-//! *Orderings.* The bin's lock guards everything about a block. The counters are relaxed: each is exact once no thread is
-//! active. Two threads that release blocks to different bins at once must not both miss the other's count. So each counts, then
-//! passes a sequentially consistent fence, then sums up, and at least one sees both. Only a release that races with an
-//! allocation may read the held bytes from before it. It then leaves the excess to the next release.
+//! *Growth.* The pool grows only if no free run fits the request, after completed uses were collected and all thread caches
+//! emptied. It grows by the shortfall, rounded up to 2 MiB. One thread at a time grows; the others wait and look again.
+//!
+//! *The cap* bounds the idle bytes: free pages, waiting blocks, and what thread caches may keep. A live buffer is never refused
+//! because of it, and blocks that graphs keep are not counted. A release that exceeds it releases whole pieces that are free,
+//! then empties the thread caches and queries waiting blocks. Free pages whose piece has blocks in use may stay above the cap.
+//!
+//! *Locks.* The registry's lock comes before the pool's. Only `thread_cache.rs` accesses a thread cache, never under the pool's
+//! lock.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::num::NonZeroUsize;
-use std::ops::Range;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64 as StdAtomicU64;
+use std::time::{Duration, Instant};
 
+use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::BlockUses;
 use super::completion_events::{CompletionEvent, Point};
-use super::size_class;
-use crate::primitive::HostPtr;
-use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
+use super::host_memory::{Growth, Piece};
+use super::host_options::HostMemoryOptions;
+use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
+use super::thread_cache::{Counts, Registry, ThreadCache};
+use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
 
 /// Without a cap.
 const NO_CAP: u64 = u64::MAX;
 /// The number of streams found behind before the cap stops querying.
 const ENOUGH_BEHIND: usize = 16;
-const WORDS: usize = size_class::COUNT.div_ceil(64);
 
-/// A block of page-locked memory. It belongs to a buffer or to the cache, even while graphs keep it.
-#[derive(Debug)]
-pub(crate) struct PinnedBlock {
+fn bytes_of(pages: u32) -> usize {
+    pages as usize * PAGE
+}
+
+/// The addresses of pieces that were released, below others.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Hole {
+    pub(crate) pages: u32,
     pub(crate) ptr: HostPtr,
-    pub(crate) bytes: usize,
-    pub(crate) class: usize,
-    pub(crate) uses: Arc<BlockUses>,
-    /// Size of the pieces in which it was registered, the last of which may be shorter. `None` if the backend allocated it.
-    pub(crate) piece_bytes: Option<NonZeroUsize>,
-    /// The time of its release by a buffer, on the cache's clock, which runs only if there is a cap.
-    idle_since: u64,
 }
 
-impl PinnedBlock {
-    pub(crate) fn new(ptr: HostPtr, bytes: usize, class: usize, piece_bytes: Option<NonZeroUsize>) -> OwnedBlock {
-        Box::new(Self { ptr, bytes, class, uses: BlockUses::new(), piece_bytes, idle_since: 0 })
-    }
-
-    /// Splits a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
-    /// one part.
-    pub(crate) fn cut(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let piece_bytes = self.piece_bytes;
-        let mut rest = Some(range);
-        std::iter::from_fn(move || {
-            let Range { start, end } = rest.take()?;
-            let border = piece_bytes.map_or(end, |piece| (start / piece + 1).saturating_mul(piece.get()));
-            if border < end {
-                rest = Some(border..end);
-            }
-            Some(start..end.min(border))
-        })
-    }
+/// A piece of the pool.
+#[derive(Debug, Clone, Copy)]
+struct Held {
+    piece: Piece,
+    /// The time of the last request or release in it, in milliseconds, if idle memory is released after a time.
+    used: u64,
 }
 
-/// A block that cannot be reused until [`HostCache::let_go`].
 #[derive(Debug)]
-#[must_use]
-pub(crate) struct KeptBlock {
-    pub(crate) ptr: HostPtr,
-    class: usize,
-    pub(crate) uses: Arc<BlockUses>,
-}
-
-impl PinnedBlock {
-    /// Keeps the block. It belongs to a buffer, which the caller must borrow.
-    pub(crate) fn keep(&self) -> KeptBlock {
-        KeptBlock::new(self.ptr, self.class, &self.uses)
-    }
-}
-
-impl KeptBlock {
-    /// The caller must ensure that the block stays in the meantime.
-    fn new(ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Self {
-        uses.count_keeper();
-        Self { ptr, class, uses: Arc::clone(uses) }
-    }
-
-    /// Adds another keeper of the block.
-    pub(crate) fn keep(&self) -> Self {
-        Self::new(self.ptr, self.class, &self.uses)
-    }
-}
-
-/// The form in which buffers and bins exchange a block: one pointer to move.
-pub(crate) type OwnedBlock = Box<PinnedBlock>;
-
-#[derive(Debug, Default)]
-struct BinState {
-    /// Ordered by release: the block released last is at the back.
-    free: VecDeque<OwnedBlock>,
+struct State {
+    /// The start of the times, if idle memory is released after a time.
+    clock: Option<Instant>,
+    /// The time of the last release of old memory.
+    swept: u64,
+    ranges: Ranges,
+    /// By first page.
+    pieces: BTreeMap<u32, Held>,
+    holes: BTreeMap<u32, Hole>,
+    /// Pieces that are about to be released. Nothing is placed there.
+    leaving: BTreeMap<u32, Piece>,
+    /// Pieces that are unregistered, and whose pages the system did not take back.
+    remnants: BTreeMap<u32, Piece>,
+    /// Every block, by address.
+    blocks: BTreeMap<usize, OwnedBlock>,
     /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
     waiting: BTreeMap<(Point, u64), OwnedBlock>,
     /// The number of blocks put there so far.
     filed: u64,
-    live: u64,
-    requested_bytes: u64,
-    hits: u64,
-    misses: u64,
     /// By address.
     kept: BTreeMap<HostPtr, OwnedBlock>,
     unmarked: Vec<OwnedBlock>,
+    waiting_bytes: u64,
+    held_bytes: u64,
+    /// What the cap has granted to thread caches.
+    granted_bytes: u64,
+    /// Requests that the free pages served, and those that grew the pool.
+    hits: u64,
+    misses: u64,
+    allocations: u64,
+    frees: u64,
+    cap_evictions: u64,
+    peak_held_bytes: u64,
 }
 
-impl BinState {
-    /// Files a block if streams use it; otherwise returns it.
-    #[inline]
-    fn wait(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
-        match block.uses.first() {
-            Some(point) => {
-                self.filed += 1;
-                self.waiting.insert((point, self.filed), block);
-                None
-            }
-            None => Some(block),
-        }
-    }
-
-    /// Files a block that must not be reused.
-    #[cold]
-    fn set_aside(&mut self, block: OwnedBlock) {
-        if block.uses.is_kept() {
-            self.kept.insert(block.ptr, block);
-        } else {
-            self.unmarked.push(block);
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Bin {
-    state: Mutex<BinState>,
-    /// Bytes of the free and waiting blocks; written under the lock, read without.
-    cached_bytes: AtomicU64,
-}
-
-impl Bin {
-    /// Changes the count of cached bytes. The caller must hold the lock, so that no other thread changes it.
-    #[inline]
-    fn count_cached(&self, more: usize, less: usize) {
-        let bytes = self.cached_bytes.load(Ordering::Relaxed);
-        self.cached_bytes.store(bytes + more as u64 - less as u64, Ordering::Relaxed);
-    }
-}
-
+/// The pool's memory and its bookkeeping. It makes no call of the backend.
 #[derive(Debug)]
 pub(crate) struct HostCache {
-    bins: Box<[Bin]>,
+    /// Identifies the pool in this process; never 0.
+    pub(crate) id: u64,
+    generation: Generation,
     cap: u64,
-    /// A bit for each class that has ever had a block.
-    used_classes: [AtomicU64; WORDS],
-    /// Counts releases, if there is a cap.
-    clock: AtomicU64,
-    /// The class and the stream whose waiting block the cap queries first.
-    next_asked: Mutex<(usize, u64)>,
-    held_bytes: AtomicU64,
-    held_blocks: AtomicU64,
-    allocations: AtomicU64,
-    frees: AtomicU64,
-    cap_evictions: AtomicU64,
+    idle_time: Option<Duration>,
+    /// True if a growth can continue the last piece. False if the backend allocates, at addresses of its choice.
+    is_reserved: bool,
+    state: Mutex<State>,
+    pub(super) registry: Mutex<Registry>,
+    /// True while a thread grows the pool.
+    growing: Mutex<bool>,
+    grown: Condvar,
+}
+
+/// What a growth needs, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plan {
+    /// The first page of released pieces whose place is large enough, and the place.
+    pub(crate) hole: Option<(u32, Hole)>,
+    /// The last piece.
+    pub(crate) last: Option<Piece>,
+    /// What the request needs if the new memory continues the last piece, and otherwise.
+    pub(crate) more: usize,
+    pub(crate) whole: usize,
+}
+
+/// A piece that is about to be released.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Leaving {
+    pub(crate) piece: Piece,
+    pub(crate) run: Run,
+}
+
+/// The turn of the thread that grows the pool; ends when dropped.
+#[derive(Debug)]
+pub(crate) struct GrowthTurn<'c>(&'c HostCache);
+
+impl Drop for GrowthTurn<'_> {
+    fn drop(&mut self) {
+        *self.0.growing.lock() = false;
+        self.0.grown.notify_all();
+    }
 }
 
 impl HostCache {
-    pub(crate) fn new(cap_bytes: Option<u64>) -> Self {
-        let bin = |_| Bin { state: Mutex::new(BinState::default()), cached_bytes: AtomicU64::new(0) };
-        Self {
-            bins: (0..size_class::COUNT).map(bin).collect(),
-            cap: cap_bytes.unwrap_or(NO_CAP),
-            used_classes: std::array::from_fn(|_| AtomicU64::new(0)),
-            clock: AtomicU64::new(0),
-            next_asked: Mutex::new((0, 0)),
-            held_bytes: AtomicU64::new(0),
-            held_blocks: AtomicU64::new(0),
-            allocations: AtomicU64::new(0),
-            frees: AtomicU64::new(0),
-            cap_evictions: AtomicU64::new(0),
-        }
+    /// `piece_bytes` is the size of the largest piece, if it has a limit.
+    pub(crate) fn new(options: &HostMemoryOptions, piece_bytes: Option<usize>, generation: Generation) -> Arc<Self> {
+        static IDS: StdAtomicU64 = StdAtomicU64::new(1);
+        let piece_pages = piece_bytes.map_or(u32::MAX, |bytes| u32::try_from(bytes / PAGE).unwrap_or(u32::MAX));
+        Arc::new(Self {
+            // Relaxed: the numbers only need to be unique.
+            id: IDS.fetch_add(1, Ordering::Relaxed),
+            generation,
+            cap: options.idle_cap_bytes.unwrap_or(NO_CAP),
+            idle_time: options.idle_time,
+            is_reserved: piece_bytes.is_some(),
+            state: Mutex::new(State::new(piece_pages, options.idle_time.map(|_| Instant::now()))),
+            registry: Mutex::new(Registry::default()),
+            growing: Mutex::new(false),
+            grown: Condvar::new(),
+        })
+    }
+
+    pub(crate) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    pub(crate) fn has_cap(&self) -> bool {
+        self.cap != NO_CAP
     }
 
     // ---------------------------------------------------------------- requests
 
-    /// Returns a free block, if there is one, and counts it as allocated for `requested` bytes.
-    #[inline]
-    pub(crate) fn find(&self, class: usize, requested: usize) -> Option<OwnedBlock> {
-        let bin = &self.bins[class];
-        let mut state = bin.state.lock();
-        let block = state.free.pop_back()?;
-        block.uses.set_live(true);
-        bin.count_cached(0, block.bytes);
+    /// Makes a block of free pages, if a run fits.
+    pub(crate) fn take(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let mut state = self.state.lock();
+        let block = state.take(pages, home)?;
+        block.begin_life(requested);
         state.hits += 1;
-        state.live += 1;
-        state.requested_bytes += requested as u64;
         Some(block)
     }
 
-    /// Queries the first waiting block of each stream, and returns the first whose streams are done. It takes out one
-    /// block at a time, so that other threads find the rest.
-    pub(crate) fn take_waiting(
+    /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the turn to grow.
+    pub(crate) fn begin_growth(
         &self,
-        class: usize,
+        pages: u32,
         requested: usize,
-        is_passed: impl Fn(&CompletionEvent) -> bool,
-    ) -> Option<OwnedBlock> {
-        let block = self.pop_passed(class, &mut 0, u64::MAX, is_passed, || true)?;
-        self.count_given(&block, requested, false);
-        Some(block)
+        home: Option<&Arc<ThreadCache>>,
+    ) -> Result<OwnedBlock, GrowthTurn<'_>> {
+        let mut growing = self.growing.lock();
+        while *growing {
+            self.grown.wait(&mut growing);
+        }
+        if let Some(block) = self.take(pages, requested, home) {
+            return Ok(block);
+        }
+        *growing = true;
+        Err(GrowthTurn(self))
     }
 
-    /// Takes out a waiting block whose streams are done. Queries blocks filed under the streams from `from` up to `to`,
-    /// and moves `from` to the stream to continue with. For each stream that is behind, `goes_on` decides whether to
-    /// continue.
-    fn pop_passed(
+    /// Returns the bytes by which the pool grows for a request, unless the growth begins a new range.
+    pub(crate) fn shortfall(&self, pages: u32) -> usize {
+        let state = self.state.lock();
+        let whole = pages.next_multiple_of(GRANULE_PAGES);
+        let continues = self.is_reserved && !state.holes.values().any(|hole| hole.pages >= whole);
+        let shortfall = if continues { state.ranges.shortfall(pages, Borders::Allowed) } else { pages };
+        bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
+    }
+
+    /// Returns what a growth for a request needs. `None` if the pool cannot count so many pages. The caller must pass the plan
+    /// to [`HostCache::add`]: until then, its hole has no other user.
+    pub(crate) fn plan_growth(&self, pages: u32, _turn: &GrowthTurn<'_>) -> Option<Plan> {
+        let mut state = self.state.lock();
+        let granules = |pages: u32| pages.checked_next_multiple_of(GRANULE_PAGES);
+        let whole = granules(pages)?;
+        let more = granules(state.ranges.shortfall(pages, Borders::Allowed))?;
+        state.ranges.pages().checked_add(whole).filter(|pages| *pages < 1 << 31)?;
+        let hole = state.holes.iter().find(|(_, hole)| hole.pages >= whole).map(|(page, hole)| (*page, *hole));
+        if let Some((page, _)) = hole {
+            state.holes.remove(&page);
+        }
+        Some(Plan {
+            hole,
+            last: state.last_placed().map(|(_, last)| last),
+            more: bytes_of(more),
+            whole: bytes_of(whole),
+        })
+    }
+
+    /// Adds the pieces of a growth, and makes a block of them if the growth succeeded.
+    pub(crate) fn add(
         &self,
-        class: usize,
-        from: &mut u64,
-        to: u64,
-        is_passed: impl Fn(&CompletionEvent) -> bool,
-        mut goes_on: impl FnMut() -> bool,
+        growth: &Growth,
+        plan: &Plan,
+        pages: u32,
+        requested: usize,
+        home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
-        while *from < to {
-            let (stream, block) = self.pop_waiting_from(class, *from, to)?;
-            *from = stream;
-            if block.uses.are_over(&is_passed) {
-                return Some(block);
-            }
-            let is_behind = block.uses.first().is_some_and(|point| point.stream == stream);
-            self.put_back(block);
-            // Otherwise it waits for another stream, and the next block of this one may wait for none.
-            if is_behind {
-                *from = stream + 1;
-                if !goes_on() {
-                    return None;
-                }
-            }
+        let mut state = self.state.lock();
+        state.add(growth, plan.hole);
+        if growth.refused.is_some() {
+            return None;
         }
-        None
-    }
-
-    /// Counts a block that was found among the waiting (`fresh` false) or newly allocated.
-    pub(crate) fn count_given(&self, block: &PinnedBlock, requested: usize, fresh: bool) {
-        if fresh {
-            self.used_classes[block.class / 64].fetch_or(1 << (block.class % 64), Ordering::Relaxed);
-            self.held_bytes.fetch_add(block.bytes as u64, Ordering::Relaxed);
-            self.held_blocks.fetch_add(1, Ordering::Relaxed);
-            self.allocations.fetch_add(1, Ordering::Relaxed);
-        }
-        let mut state = self.bins[block.class].state.lock();
-        block.uses.set_live(true);
-        state.live += 1;
-        state.requested_bytes += requested as u64;
-        if fresh {
-            state.misses += 1;
-        } else {
-            state.hits += 1;
-        }
+        let block = state.take(pages, home)?;
+        block.begin_life(requested);
+        state.misses += 1;
+        Some(block)
     }
 
     // ---------------------------------------------------------------- releases
 
-    /// Takes a block back from the buffer that owned it. Returns whether the cap may be exceeded now.
-    #[inline]
-    pub(crate) fn give_back(&self, block: OwnedBlock, requested: usize) -> bool {
-        let bin = &self.bins[block.class];
-        let mut state = bin.state.lock();
-        block.uses.set_live(false);
-        state.live -= 1;
-        state.requested_bytes -= requested as u64;
-        if block.uses.is_kept() || block.uses.unmarked.load(Ordering::Relaxed) {
-            state.set_aside(block);
-            return false;
+    /// Takes a block back whose buffer is gone. Returns whether the cap is exceeded now.
+    pub(crate) fn give_back(&self, block: OwnedBlock) -> bool {
+        let mut state = self.state.lock();
+        state.file(block);
+        state.idle_bytes() > self.cap
+    }
+
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.state.lock().held_bytes
+    }
+
+    /// Grants a thread cache the right to keep so many bytes more, if the cap allows it.
+    pub(crate) fn grant(&self, bytes: u64) -> bool {
+        let mut state = self.state.lock();
+        let is_granted = state.idle_bytes().saturating_add(bytes) <= self.cap;
+        if is_granted {
+            state.granted_bytes += bytes;
         }
-        self.cache(bin, &mut state, block);
-        drop(state);
-        self.may_exceed_cap()
+        is_granted
     }
 
-    /// Files a block that neither a buffer nor a graph has from here on.
-    #[inline]
-    fn cache(&self, bin: &Bin, state: &mut BinState, mut block: OwnedBlock) {
-        if self.cap != NO_CAP {
-            block.idle_since = self.clock.fetch_add(1, Ordering::Relaxed);
+    /// Merges blocks of a thread cache, and takes back what the cap allowed it.
+    pub(crate) fn put_back(&self, blocks: Vec<OwnedBlock>, allowance: u64) {
+        let mut state = self.state.lock();
+        if self.has_cap() {
+            state.granted_bytes -= allowance;
         }
-        bin.count_cached(block.bytes, 0);
-        let free = if block.uses.is_empty() { Some(block) } else { state.wait(block) };
-        state.free.extend(free);
+        blocks.into_iter().for_each(|block| state.merge(&block));
     }
 
-    /// Keeps the block at `ptr` with these uses if a buffer owns it.
-    pub(crate) fn keep_if_live(&self, ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Option<KeptBlock> {
-        let _state = self.bins[class].state.lock();
-        uses.is_live().then(|| KeptBlock::new(ptr, class, uses))
+    /// Takes the blocks back that thread caches keep, and merges them.
+    pub(crate) fn empty_thread_caches(&self) {
+        let registry = self.registry.lock();
+        for cache in registry.caches() {
+            let (blocks, allowance) = cache.take_back();
+            self.put_back(blocks, allowance);
+        }
     }
 
-    /// Releases a kept block. Returns whether the cap may be exceeded now.
+    /// Returns the block that contains an address, if a buffer owns it.
+    pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<OwnedBlock> {
+        let state = self.state.lock();
+        let (start, block) = state.blocks.range(..=ptr.address()).next_back()?;
+        (ptr.address() - start < block.bytes && block.uses.is_live()).then(|| Arc::clone(block))
+    }
+
+    /// Keeps the block that contains an address, if a buffer owns it.
+    pub(crate) fn keep_if_live(&self, ptr: HostPtr) -> Option<KeptBlock> {
+        let kept = self.live_block(ptr)?.keep();
+        if kept.uses.is_live() {
+            return Some(kept);
+        }
+        // The buffer ended in the meantime, and may have found this keeper.
+        self.let_go(kept);
+        None
+    }
+
+    /// Releases a kept block. Returns whether the cap is exceeded now.
     pub(crate) fn let_go(&self, kept: KeptBlock) -> bool {
-        let bin = &self.bins[kept.class];
-        let mut state = bin.state.lock();
+        let mut state = self.state.lock();
         kept.uses.uncount_keeper();
-        if kept.uses.is_kept() || kept.uses.is_live() {
+        if kept.uses.is_kept() {
             return false;
         }
+        // A block whose buffer is alive is not filed.
         let Some(block) = state.kept.remove(&kept.ptr) else { return false };
-        if block.uses.unmarked.load(Ordering::Relaxed) {
-            state.set_aside(block);
-            return false;
+        drop(kept);
+        state.file(block);
+        state.idle_bytes() > self.cap
+    }
+
+    // ---------------------------------------------------------------- waiting blocks
+
+    /// Merges waiting blocks whose streams are done, until `is_enough` or the rest is behind. Queries one block at a time,
+    /// without a lock, so that other threads find the rest. Stops after `most_behind` streams that are behind.
+    pub(crate) fn collect(
+        &self,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        most_behind: usize,
+        mut is_enough: impl FnMut() -> bool,
+    ) {
+        let (mut from, mut behind) = (0, 0);
+        while !is_enough() {
+            let Some((stream, block)) = self.pop_waiting_from(from) else { return };
+            from = stream;
+            let is_over = block.uses.are_over(&is_passed);
+            let is_behind = block.uses.first().is_some_and(|point| point.stream == stream);
+            self.state.lock().file(block);
+            // Otherwise it waits for another stream, and the next block of this one may wait for none.
+            if !is_over && is_behind {
+                from = stream + 1;
+                behind += 1;
+                if behind == most_behind {
+                    return;
+                }
+            }
         }
-        self.cache(bin, &mut state, block);
-        drop(state);
-        self.may_exceed_cap()
+    }
+
+    fn pop_waiting_from(&self, from: u64) -> Option<(u64, OwnedBlock)> {
+        let mut state = self.state.lock();
+        let start = Point { stream: from, number: 0 };
+        let key = *state.waiting.range((start, 0)..).next()?.0;
+        let block = state.waiting.remove(&key)?;
+        state.waiting_bytes -= block.bytes as u64;
+        Some((key.0.stream, block))
     }
 
     // ---------------------------------------------------------------- the cap and trimming
 
-    /// Returns whether the cap may be exceeded: `false` is certain.
-    #[inline]
-    pub(crate) fn may_exceed_cap(&self) -> bool {
-        self.held_bytes.load(Ordering::Relaxed) > self.cap
+    /// Returns whether the idle memory exceeds the cap.
+    pub(crate) fn exceeds_cap(&self) -> bool {
+        self.has_cap() && self.state.lock().idle_bytes() > self.cap
     }
 
-    /// Frees blocks with `free`, which returns whether the backend took them, until the cached bytes are within the cap or the
-    /// rest is in use.
+    /// Releases free pieces with `free`, which returns whether the piece is gone, until the idle memory is within the cap.
     pub(crate) fn keep_to_cap(
         &self,
         is_passed: impl Fn(&CompletionEvent) -> bool,
-        mut free: impl FnMut(&PinnedBlock) -> bool,
+        mut free: impl FnMut(Leaving) -> bool,
     ) {
-        fence(Ordering::SeqCst);
-        let mut behind = 0;
-        while self.cached_bytes() > self.cap {
-            let block = self.pop_longest_free().or_else(|| self.pop_any_passed(&mut behind, &is_passed));
-            let Some(block) = block else { return };
-            if !free(&block) {
-                self.put_back(block);
+        let mut release = || {
+            let mut below = u32::MAX;
+            while self.exceeds_cap() {
+                let Some(leaving) = self.take_piece(&mut below) else { return };
+                if free(leaving) {
+                    self.state.lock().cap_evictions += 1;
+                }
+            }
+        };
+        release();
+        if self.exceeds_cap() {
+            self.empty_thread_caches();
+            release();
+        }
+        if self.exceeds_cap() {
+            self.collect(is_passed, ENOUGH_BEHIND, || {
+                release();
+                !self.exceeds_cap()
+            });
+            release();
+        }
+    }
+
+    /// Takes the last free piece out whose first page is below a number, and lowers the number to it.
+    pub(crate) fn take_piece(&self, below: &mut u32) -> Option<Leaving> {
+        self.take_piece_used_before(below, u64::MAX)
+    }
+
+    /// Takes the piece out that begins at an address, if all of it is free.
+    pub(crate) fn take_piece_at(&self, ptr: HostPtr) -> Option<Leaving> {
+        let mut state = self.state.lock();
+        let (page, held) = state.pieces.iter().rev().find(|(_, held)| held.piece.ptr == ptr)?;
+        let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
+        state.take_piece(&leaving).then_some(leaving)
+    }
+
+    /// As [`HostCache::take_piece`], for pieces that were last used before a time.
+    fn take_piece_used_before(&self, below: &mut u32, time: u64) -> Option<Leaving> {
+        let mut state = self.state.lock();
+        let (page, piece) = state
+            .ranges
+            .free_runs()
+            .filter(|run| run.start < *below)
+            .filter_map(|run| {
+                let inside = state.pieces.range(run.start..run.end().min(*below));
+                let is_whole = |page: u32, held: &Held| page + pages_of(held.piece.bytes) <= run.end();
+                let mut whole = inside.rev().filter(|(page, held)| is_whole(**page, held) && held.used < time);
+                whole.next().map(|(page, held)| (*page, held.piece))
+            })
+            .max_by_key(|(page, _)| *page)?;
+        *below = page;
+        let run = Run { start: page, pages: pages_of(piece.bytes) };
+        let leaving = Leaving { piece, run };
+        state.take_piece(&leaving).then_some(leaving)
+    }
+
+    /// Releases the free pieces with `free` that no request has used for the set time. Does nothing in the first half of that
+    /// time after the last call.
+    pub(crate) fn release_old(&self, mut free: impl FnMut(Leaving)) {
+        let Some(idle_time) = self.idle_time else { return };
+        let idle = u64::try_from(idle_time.as_millis()).unwrap_or(u64::MAX);
+        let now = {
+            let mut state = self.state.lock();
+            let now = state.now();
+            if now.saturating_sub(state.swept) < idle / 2 {
                 return;
             }
-            self.cap_evictions.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Frees every block that no stream uses with `free`, which returns whether the backend took it.
-    pub(crate) fn trim(
-        &self,
-        is_passed: impl Fn(&CompletionEvent) -> bool,
-        mut free: impl FnMut(&PinnedBlock) -> bool,
-    ) {
-        for class in self.used_classes() {
-            let mut kept = Vec::new();
-            let mut from = 0;
-            while let Some(block) = self.pop_passed(class, &mut from, u64::MAX, &is_passed, || true) {
-                if !free(&block) {
-                    kept.push(block);
-                }
-            }
-            for _ in 0..self.free_blocks(class) {
-                let Some(block) = self.pop_free(class) else { break };
-                if !free(&block) {
-                    kept.push(block);
-                }
-            }
-            kept.into_iter().for_each(|block| self.put_back(block));
-        }
-    }
-
-    /// Returns the classes that have ever had a block.
-    fn used_classes(&self) -> impl Iterator<Item = usize> + '_ {
-        self.used_classes.iter().enumerate().flat_map(|(index, word)| {
-            let mut bits = word.load(Ordering::Relaxed);
-            std::iter::from_fn(move || {
-                let bit = bits.trailing_zeros() as usize;
-                bits &= bits.wrapping_sub(1);
-                (bit < 64).then_some(index * 64 + bit)
-            })
-        })
-    }
-
-    fn cached_bytes(&self) -> u64 {
-        self.used_classes().map(|class| self.bins[class].cached_bytes.load(Ordering::Relaxed)).sum()
-    }
-
-    fn free_blocks(&self, class: usize) -> usize {
-        self.bins[class].state.lock().free.len()
-    }
-
-    /// Takes out the first waiting block of the first stream from `from` on and below `to`. The caller queries the
-    /// backend about it without a lock.
-    fn pop_waiting_from(&self, class: usize, from: u64, to: u64) -> Option<(u64, OwnedBlock)> {
-        let bin = &self.bins[class];
-        let mut state = bin.state.lock();
-        let start = Point { stream: from, number: 0 };
-        let key = *state.waiting.range((start, 0)..).next()?.0;
-        let block = if key.0.stream < to { state.waiting.remove(&key)? } else { return None };
-        bin.count_cached(0, block.bytes);
-        Some((key.0.stream, block))
-    }
-
-    /// Takes out any waiting block, for the end of the runtime.
-    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
-        self.pop_waiting_from(class, 0, u64::MAX).map(|(_, block)| block)
-    }
-
-    /// Takes out one unmarked block, for the end of the runtime.
-    pub(crate) fn pop_unmarked(&self, class: usize) -> Option<OwnedBlock> {
-        self.bins[class].state.lock().unmarked.pop()
-    }
-
-    /// Takes out the block of a class that has been free longest.
-    pub(crate) fn pop_free(&self, class: usize) -> Option<OwnedBlock> {
-        let bin = &self.bins[class];
-        let mut state = bin.state.lock();
-        let block = state.free.pop_front()?;
-        bin.count_cached(0, block.bytes);
-        Some(block)
-    }
-
-    /// Takes out the block that has been free longest. A block that alone exceeds the cap comes first.
-    fn pop_longest_free(&self) -> Option<OwnedBlock> {
-        let front = |class: usize| {
-            let state = self.bins[class].state.lock();
-            state.free.front().map(|block| (block.bytes as u64 <= self.cap, block.idle_since, class))
+            state.swept = now;
+            now
         };
-        loop {
-            let (_, _, class) = self.used_classes().filter_map(front).min()?;
-            if let Some(block) = self.pop_free(class) {
-                return Some(block);
-            }
-            // Another thread took it in the meantime.
+        self.empty_thread_caches();
+        let mut below = u32::MAX;
+        while let Some(leaving) = self.take_piece_used_before(&mut below, now.saturating_sub(idle)) {
+            free(leaving);
         }
     }
 
-    /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind, counted in
-    /// `behind`; the next call begins with the next stream.
-    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&CompletionEvent) -> bool) -> Option<OwnedBlock> {
-        let (first, stream) = *self.next_asked.lock();
-        let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));
-        let earlier = self.used_classes().filter(|class| *class < first).map(|class| (class, 0, u64::MAX));
-        let round = std::iter::once((first, stream, u64::MAX)).chain(later).chain(earlier);
-        for (class, mut from, to) in round.chain(std::iter::once((first, 0, stream))) {
-            let goes_on = || {
-                *behind += 1;
-                *behind < ENOUGH_BEHIND
-            };
-            let block = self.pop_passed(class, &mut from, to, &is_passed, goes_on);
-            if block.is_some() {
-                return block;
-            }
-            if *behind >= ENOUGH_BEHIND {
-                *self.next_asked.lock() = (class, from);
-                return None;
-            }
-        }
-        None
+    /// Returns a piece whose release was refused.
+    pub(crate) fn stays(&self, leaving: Leaving) {
+        let mut state = self.state.lock();
+        state.held_bytes += leaving.piece.bytes as u64;
+        let used = state.now();
+        state.leaving.remove(&leaving.run.start);
+        state.pieces.insert(leaving.run.start, Held { piece: leaving.piece, used });
+        state.ranges.free(leaving.run);
     }
 
-    /// Returns a free or waiting block to its bin.
-    pub(crate) fn put_back(&self, block: OwnedBlock) {
-        let bin = &self.bins[block.class];
-        let mut state = bin.state.lock();
-        bin.count_cached(block.bytes, 0);
-        if let Some(block) = state.wait(block) {
-            let at = state.free.partition_point(|other| other.idle_since <= block.idle_since);
-            state.free.insert(at, block);
+    /// Takes a piece out again that has just been returned.
+    pub(crate) fn take_again(&self, leaving: &Leaving) {
+        self.state.lock().take_piece(leaving);
+    }
+
+    /// Notes that a piece is gone, or a remnant.
+    pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool) {
+        let mut state = self.state.lock();
+        state.frees += 1;
+        state.leaving.remove(&leaving.run.start);
+        if is_remnant {
+            state.remnants.insert(leaving.run.start, leaving.piece);
+        } else {
+            state.vacate(leaving.run.start, Hole { pages: leaving.run.pages, ptr: leaving.piece.ptr });
         }
     }
 
-    /// Removes a freed block from the counts.
-    pub(crate) fn count_freed(&self, block: &PinnedBlock) {
-        self.held_bytes.fetch_sub(block.bytes as u64, Ordering::Relaxed);
-        self.held_blocks.fetch_sub(1, Ordering::Relaxed);
-        self.frees.fetch_add(1, Ordering::Relaxed);
+    /// Takes the remnants out, to be retried.
+    pub(crate) fn take_remnants(&self) -> Vec<Leaving> {
+        let mut state = self.state.lock();
+        let remnants = std::mem::take(&mut state.remnants);
+        // Kept in the list while they are retried, so that nothing is placed there.
+        state.remnants.clone_from(&remnants);
+        let leaving =
+            |(start, piece): (u32, Piece)| Leaving { piece, run: Run { start, pages: pages_of(piece.bytes) } };
+        remnants.into_iter().map(leaving).collect()
+    }
+
+    /// Notes that a remnant is gone.
+    pub(crate) fn remnant_has_left(&self, leaving: Leaving) {
+        let mut state = self.state.lock();
+        if state.remnants.remove(&leaving.run.start).is_some() {
+            state.vacate(leaving.run.start, Hole { pages: leaving.run.pages, ptr: leaving.piece.ptr });
+        }
+    }
+
+    /// Merges every block, at the end of the runtime.
+    pub(crate) fn merge_all(&self) {
+        self.empty_thread_caches();
+        self.registry.lock().clear();
+        let mut state = self.state.lock();
+        let waiting = std::mem::take(&mut state.waiting).into_values();
+        let blocks: Vec<_> = waiting.chain(std::mem::take(&mut state.unmarked)).collect();
+        state.waiting_bytes = 0;
+        for block in blocks {
+            // The completion events return to their pools.
+            block.uses.are_over(|_| true);
+            state.merge(&block);
+        }
     }
 
     // ---------------------------------------------------------------- statistics
 
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let mut sum = HostCacheStatistics {
-            held_bytes: count(&self.held_bytes),
-            held_blocks: count(&self.held_blocks),
-            allocations: count(&self.allocations),
-            frees: count(&self.frees),
-            cap_evictions: count(&self.cap_evictions),
-            ..HostCacheStatistics::default()
-        };
-        for class in self.used_classes() {
-            let state = self.bins[class].state.lock();
-            let block_bytes = size_class::block_bytes(class) as u64;
-            let (free, waiting) = (state.free.len() as u64, state.waiting.len() as u64);
-            let (kept, unmarked) = (state.kept.len() as u64, state.unmarked.len() as u64);
-            sum.live_blocks += state.live;
-            sum.live_bytes += state.live * block_bytes;
-            sum.requested_bytes += state.requested_bytes;
-            sum.free_blocks += free;
-            sum.free_bytes += free * block_bytes;
-            sum.waiting_blocks += waiting;
-            sum.waiting_bytes += waiting * block_bytes;
-            sum.graph_blocks += kept;
-            sum.graph_bytes += kept * block_bytes;
-            sum.unmarked_blocks += unmarked;
-            sum.unmarked_bytes += unmarked * block_bytes;
-            sum.hits += state.hits;
-            sum.misses += state.misses;
+        let registry = self.registry.lock();
+        let Counts { live, hits } = registry.counts();
+        let (mut cached_blocks, mut cached_bytes) = (0, 0);
+        for cache in registry.caches() {
+            for (blocks, bytes) in [cache.cached.other(|cached| cached.kept()), cache.inbox()] {
+                cached_blocks += blocks;
+                cached_bytes += bytes;
+            }
         }
-        sum
+        let state = self.state.lock();
+        let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes as u64).sum::<u64>();
+        let live_blocks = || state.blocks.values().filter(|block| block.uses.is_live());
+        HostCacheStatistics {
+            requested_bytes: live_blocks().map(|block| block.requested() as u64).sum(),
+            held_bytes: state.held_bytes,
+            peak_held_bytes: state.peak_held_bytes,
+            pieces: state.pieces.len() as u64,
+            live_blocks: live as u64,
+            live_bytes: sum(&mut live_blocks()),
+            graph_blocks: state.kept.len() as u64,
+            graph_bytes: sum(&mut state.kept.values()),
+            free_bytes: bytes_of(state.ranges.free_pages()) as u64,
+            cached_blocks,
+            cached_bytes,
+            waiting_blocks: state.waiting.len() as u64,
+            waiting_bytes: state.waiting_bytes,
+            unmarked_blocks: state.unmarked.len() as u64,
+            unmarked_bytes: sum(&mut state.unmarked.iter()),
+            remnant_blocks: state.remnants.len() as u64,
+            remnant_bytes: state.remnants.values().map(|piece| piece.bytes as u64).sum(),
+            hits: state.hits + hits,
+            misses: state.misses,
+            allocations: state.allocations,
+            frees: state.frees,
+            cap_evictions: state.cap_evictions,
+        }
     }
 }
 
-/// The state and the history of the host cache.
+fn pages_of(bytes: usize) -> u32 {
+    // A piece has fewer pages than the pool can count.
+    (bytes / PAGE) as u32
+}
+
+impl State {
+    fn new(piece_pages: u32, clock: Option<Instant>) -> Self {
+        Self {
+            clock,
+            swept: 0,
+            ranges: Ranges::new(piece_pages),
+            pieces: BTreeMap::new(),
+            holes: BTreeMap::new(),
+            leaving: BTreeMap::new(),
+            remnants: BTreeMap::new(),
+            blocks: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            filed: 0,
+            kept: BTreeMap::new(),
+            unmarked: Vec::new(),
+            waiting_bytes: 0,
+            held_bytes: 0,
+            granted_bytes: 0,
+            hits: 0,
+            misses: 0,
+            allocations: 0,
+            frees: 0,
+            cap_evictions: 0,
+            peak_held_bytes: 0,
+        }
+    }
+
+    fn idle_bytes(&self) -> u64 {
+        bytes_of(self.ranges.free_pages()) as u64 + self.waiting_bytes + self.granted_bytes
+    }
+
+    /// Returns the piece that a page lies in, with its first page.
+    fn piece_of(&self, page: u32) -> Option<(u32, Piece)> {
+        self.pieces.range(..=page).next_back().map(|(page, held)| (*page, held.piece))
+    }
+
+    /// Returns the time in milliseconds, if idle memory is released after a time.
+    fn now(&self) -> u64 {
+        self.clock.map_or(0, |clock| u64::try_from(clock.elapsed().as_millis()).unwrap_or(u64::MAX - 1))
+    }
+
+    /// Notes that the pieces of a run are used now.
+    fn note_use(&mut self, run: Run) {
+        if self.clock.is_some() {
+            let now = self.now();
+            let first = self.pieces.range(..=run.start).next_back().map_or(run.start, |(page, _)| *page);
+            self.pieces.range_mut(first..run.end()).for_each(|(_, held)| held.used = now);
+        }
+    }
+
+    /// Makes a block of free pages.
+    fn take(&mut self, pages: u32, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let run = Run { start: self.ranges.take(pages, Borders::Allowed)?, pages };
+        let (first, piece) = self.piece_of(run.start)?;
+        self.note_use(run);
+        let ptr = piece.ptr.offset(bytes_of(run.start - first));
+        let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
+        let borders = (!borders.is_empty()).then(|| Arc::from(borders));
+        let block = Block::new(ptr, bytes_of(pages), run, borders, home.cloned());
+        self.blocks.insert(ptr.address(), Arc::clone(&block));
+        Some(block)
+    }
+
+    /// Takes a free piece out.
+    fn take_piece(&mut self, leaving: &Leaving) -> bool {
+        let is_free = self.ranges.take_exactly(leaving.run);
+        if is_free {
+            self.pieces.remove(&leaving.run.start);
+            self.leaving.insert(leaving.run.start, leaving.piece);
+            self.held_bytes -= leaving.piece.bytes as u64;
+        }
+        is_free
+    }
+
+    /// Returns the piece with the last pages, in use or on its way out, with its first page.
+    fn last_placed(&self) -> Option<(u32, Piece)> {
+        let last = self.pieces.last_key_value().map(|(page, held)| (*page, held.piece));
+        let others = [&self.leaving, &self.remnants].map(BTreeMap::last_key_value);
+        let others = others.into_iter().flatten().map(|(page, piece)| (*page, *piece));
+        others.chain(last).max_by_key(|(page, _)| *page)
+    }
+
+    /// Adds the pieces of a growth, in the place of the hole if there is one.
+    fn add(&mut self, growth: &Growth, hole: Option<(u32, Hole)>) {
+        let mut next = hole.map(|(page, _)| page);
+        for piece in &growth.pieces {
+            let pages = pages_of(piece.bytes);
+            let start = match &mut next {
+                Some(next) => {
+                    let start = *next;
+                    *next += pages;
+                    self.ranges.replace_piece(Run { start, pages }, growth.is_reserved);
+                    Some(start)
+                }
+                None => {
+                    // The last piece may have been released since the growth was planned. Then the addresses have a gap.
+                    let continues = self.last_placed().is_some_and(|(page, last)| {
+                        page + pages_of(last.bytes) == self.ranges.pages()
+                            && last.ptr.address() + last.bytes == piece.ptr.address()
+                    });
+                    let continues = growth.is_reserved && continues;
+                    self.ranges.add_piece(pages, continues)
+                }
+            };
+            // The plan has left room for the pages.
+            let Some(start) = start else { continue };
+            let used = self.now();
+            self.pieces.insert(start, Held { piece: *piece, used });
+            self.allocations += 1;
+            self.held_bytes += piece.bytes as u64;
+        }
+        self.peak_held_bytes = self.peak_held_bytes.max(self.held_bytes);
+        if let (Some((first, hole)), Some(next)) = (hole, next) {
+            let used = next - first;
+            if used < hole.pages {
+                self.vacate(next, Hole { pages: hole.pages - used, ptr: hole.ptr.offset(bytes_of(used)) });
+            }
+        }
+    }
+
+    /// Files a block that no buffer owns.
+    fn file(&mut self, block: OwnedBlock) {
+        let uses: &BlockUses = &block.uses;
+        if uses.is_kept() {
+            self.kept.insert(block.ptr, block);
+        } else if uses.unmarked.load(Ordering::Relaxed) {
+            self.unmarked.push(block);
+        } else if let Some(point) = uses.first() {
+            self.filed += 1;
+            self.waiting_bytes += block.bytes as u64;
+            self.waiting.insert((point, self.filed), block);
+        } else {
+            self.merge(&block);
+        }
+    }
+
+    /// Frees the pages of a block.
+    fn merge(&mut self, block: &Block) {
+        self.blocks.remove(&block.ptr.address());
+        self.note_use(block.run);
+        self.ranges.free(block.run);
+    }
+
+    /// Notes that the addresses of released pieces are unused.
+    fn vacate(&mut self, mut start: u32, mut hole: Hole) {
+        let end = start + hole.pages;
+        let joins = |page: u32, before: Hole, after: Hole| {
+            !self.ranges.begins_range(page) && before.ptr.offset(bytes_of(before.pages)) == after.ptr
+        };
+        let next = self.holes.get(&end).copied().filter(|next| joins(end, hole, *next));
+        let before = self.holes.range(..start).next_back().map(|(page, before)| (*page, *before));
+        let before = before.filter(|(page, before)| page + before.pages == start && joins(start, *before, hole));
+        if let Some(next) = next {
+            self.holes.remove(&end);
+            hole.pages += next.pages;
+        }
+        if let Some((page, before)) = before {
+            hole = Hole { pages: before.pages + hole.pages, ptr: before.ptr };
+            start = page;
+        }
+        self.holes.insert(start, hole);
+        while let Some((page, hole)) = self.holes.last_key_value().map(|(page, hole)| (*page, *hole))
+            && page + hole.pages == self.ranges.pages()
+        {
+            self.holes.remove(&page);
+            self.ranges.remove_last_piece(Run { start: page, pages: hole.pages });
+        }
+    }
+}
+
+/// The state and the history of the pool of page-locked memory.
 ///
 /// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
 ///
-/// - Every block is in one state: `held_blocks = live_blocks + graph_blocks + free_blocks + waiting_blocks +
-///   unmarked_blocks`, and the same in bytes.
+/// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
+///   free_bytes`.
 /// - No more is requested than is live: `requested_bytes <= live_bytes`.
-/// - No block is lost: `held_blocks = allocations - frees`.
-/// - Every allocation served a request: `allocations = misses`.
+/// - No piece is lost: `pieces = allocations - frees`.
+/// - The pool grows only for requests: `misses <= allocations`, except for pieces of a growth that failed.
 /// - Every eviction was a free: `cap_evictions <= frees`.
-/// - If there is a cap, `free_bytes` is within it. So is `free_bytes + waiting_bytes`, except for blocks that were still in use
-///   at the last check of the cap. This law needs the cap and is not checked.
+/// - `held_bytes <= peak_held_bytes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
@@ -545,20 +748,24 @@ pub struct HostCacheStatistics {
     pub requested_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
-    /// Blocks held.
-    pub held_blocks: u64,
+    /// Maximum of `held_bytes` so far.
+    pub peak_held_bytes: u64,
+    /// Pieces held: memory that the backend registered, or allocated, in one call.
+    pub pieces: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
-    /// Bytes of those.
+    /// Bytes of those, in whole pages.
     pub live_bytes: u64,
     /// Blocks whose buffers are gone and that captures or graphs keep.
     pub graph_blocks: u64,
     /// Bytes of those.
     pub graph_bytes: u64,
-    /// Blocks that are available at once.
-    pub free_blocks: u64,
-    /// Bytes of those.
+    /// Bytes of free pages, which any request can use.
     pub free_bytes: u64,
+    /// Free blocks that threads keep for requests of the same size. They are merged before the pool grows.
+    pub cached_blocks: u64,
+    /// Bytes of those.
+    pub cached_bytes: u64,
     /// Blocks whose streams may not have passed their last use.
     pub waiting_blocks: u64,
     /// Bytes of those.
@@ -567,20 +774,20 @@ pub struct HostCacheStatistics {
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
-    /// Blocks that the backend freed only in part: it refused to unregister the rest of their pieces. They are not held, and no
-    /// code uses them. [`Runtime::trim`](crate::Runtime::trim) and the end of the runtime retry them.
+    /// Pieces that the backend released, and whose pages the system did not take back. They are not held, and no code uses
+    /// them. [`Runtime::trim`](crate::Runtime::trim) and the end of the runtime retry them.
     pub remnant_blocks: u64,
     /// Bytes of those.
     pub remnant_bytes: u64,
-    /// Requests served from the cache.
+    /// Requests served without a growth.
     pub hits: u64,
-    /// Requests that the backend served.
+    /// Requests for which the pool grew.
     pub misses: u64,
-    /// Blocks that the backend allocated or registered.
+    /// Pieces that the backend registered or allocated.
     pub allocations: u64,
-    /// Blocks that were freed, for any reason, including those freed only in part.
+    /// Pieces that were released, for any reason, including remnants.
     pub frees: u64,
-    /// Blocks that were freed because of the cap.
+    /// Pieces that were released because of the cap.
     pub cap_evictions: u64,
 }
 
@@ -589,22 +796,22 @@ impl HostCacheStatistics {
     /// no state.
     #[must_use]
     pub fn broken_law(&self) -> Option<&'static str> {
-        let blocks =
-            self.live_blocks + self.graph_blocks + self.free_blocks + self.waiting_blocks + self.unmarked_blocks;
-        let bytes = self.live_bytes + self.graph_bytes + self.free_bytes + self.waiting_bytes + self.unmarked_bytes;
+        let bytes = self.live_bytes
+            + self.graph_bytes
+            + self.waiting_bytes
+            + self.unmarked_bytes
+            + self.cached_bytes
+            + self.free_bytes;
         let laws = [
             (
-                self.held_blocks == blocks,
-                "held_blocks = live_blocks + graph_blocks + free_blocks + waiting_blocks + unmarked_blocks",
-            ),
-            (
                 self.held_bytes == bytes,
-                "held_bytes = live_bytes + graph_bytes + free_bytes + waiting_bytes + unmarked_bytes",
+                "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes",
             ),
             (self.requested_bytes <= self.live_bytes, "requested_bytes <= live_bytes"),
-            (self.held_blocks + self.frees == self.allocations, "held_blocks = allocations - frees"),
-            (self.allocations == self.misses, "allocations = misses"),
+            (self.pieces + self.frees == self.allocations, "pieces = allocations - frees"),
+            (self.misses <= self.allocations, "misses <= allocations"),
             (self.cap_evictions <= self.frees, "cap_evictions <= frees"),
+            (self.held_bytes <= self.peak_held_bytes, "held_bytes <= peak_held_bytes"),
         ];
         laws.into_iter().find(|(holds, _)| !holds).map(|(_, law)| law)
     }
@@ -613,10 +820,10 @@ impl HostCacheStatistics {
 #[cfg(test)]
 impl HostCache {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.bins.iter().map(|bin| bin.state.lock()).collect::<Vec<_>>())
+        crate::testing::Held((self.registry.lock(), self.state.lock(), self.growing.lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.used_classes().any(|class| self.bins[class].state.is_locked())
+        self.registry.is_locked() || self.state.is_locked() || self.growing.is_locked()
     }
 }

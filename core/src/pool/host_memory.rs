@@ -1,21 +1,23 @@
-//! The blocks of the host cache: small ones from the backend's `allocate`, large ones from the system, registered with the
-//! backend in pieces.
+//! The pieces of page-locked memory that the pool divides: mapped here and registered with the backend, or allocated by it.
 //!
 //! A vendor's allocation faults its pages in on one thread inside the driver, and blocks the GPU calls of other threads during
-//! that time. On an H200, 1 GiB took 386 ms, and other threads were blocked for 577 ms. So this module creates large blocks
-//! itself. It maps memory, requests huge pages, and touches the pages with several threads at once. The caller registers it
-//! piece by piece while later pieces are still being touched. That blocks other threads for one piece at a time, a few
+//! that time. On an H200, 1 GiB took 386 ms, and other threads were blocked for 577 ms. So where a backend can register memory,
+//! this module creates it. It requests huge pages, and touches the pages with several threads at once. The caller registers
+//! it piece by piece while later pieces are still being touched. That blocks other threads for one piece at a time, a few
 //! milliseconds. The touching threads have the affinity and the memory policy of the caller, so `numactl` decides where the
 //! pages are.
 //!
-//! *Pieces.* Their size is the backend's capability `register_piece_bytes`, rounded to whole huge pages. The last piece of a
-//! block ends with the block. A copy must not cross from one registration into another, so copies are split at the borders
-//! ([`PinnedBlock::cut`](super::host::PinnedBlock::cut)).
+//! *Addresses.* Pieces lie in a reserved range of addresses, one after another, so that a block may extend over several. A
+//! reservation costs no memory. If it is full, or the system refuses so large a range, another follows, and no block extends
+//! from one into the other.
 //!
-//! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners.
-//! Pieces are unregistered from the last to the first, and the first refusal stops that. If no piece could be unregistered, the
-//! block is unchanged. A block that is unregistered in part is unusable. It is a *remnant*: each trim and the end of the
-//! runtime retry it. Otherwise it stays mapped to the end of the process.
+//! *Pieces.* A growth is divided into pieces of at most 64 MiB and at most the backend's capability `register_piece_bytes`,
+//! rounded to whole huge pages. Each is one registration. A copy must not cross from one registration into another, so copies
+//! are split at the borders ([`Block::cut`](super::block::Block::cut)).
+//!
+//! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners. A
+//! piece whose unregistration is refused stays in use. A piece that is unregistered, but whose pages the system does not take
+//! back, is a *remnant*: each trim and the end of the runtime retry it.
 //!
 //! *Forks.* A child must not share pages that a device writes. The process that first wrote to such a page would get a copy. If
 //! that were the parent, the device and the parent would no longer see the same page. So children do not inherit the mapping
@@ -25,6 +27,7 @@
 //! No lock is held during a call of the backend.
 
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,48 +35,67 @@ use std::thread;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
-use super::system_memory;
+use super::host::Plan;
+use super::host_options::HugePages;
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
-/// The page size that the kernel uses for a mapping if it can, and the alignment of mappings.
+/// The page size that the kernel uses for a mapping if it can, and the unit of growth.
 const HUGE_PAGE: usize = 2 << 20;
 /// The smallest page size of any machine.
 const PAGE: usize = 4 << 10;
 /// The bytes that a thread touches at a time: about half a millisecond of work.
 const GRAIN: usize = 2 * HUGE_PAGE;
-/// Maximum number of threads that touch a block. At most three of four processors do: the others stay free for the registering
+/// Maximum number of threads that touch memory. At most three of four processors do: the others stay free for the registering
 /// thread and for unrelated work. With all 16 processors of an H200 host, another thread's GPU calls took up to 22 ms, for lack
-/// of a processor. With three of four it was 4.4 ms, the time of one piece, and the whole block was faster too.
+/// of a processor. With three of four it was 4.4 ms, the time of one piece, and the whole growth was faster too.
 const MOST_THREADS: usize = 16;
-/// Blocks up to this fraction of a piece are allocated by the backend. Its allocation blocks other threads about eight times as
-/// long as registering as many bytes does, so the largest of them is no worse than one piece.
-const OWN_PART: usize = 8;
+/// Maximum size of a piece.
+const MOST_PIECE_BYTES: usize = 64 << 20;
+/// Size of a reservation of addresses. The system may limit it.
+const RESERVED_BYTES: usize = 256 << 30;
 
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     allocator: Arc<dyn HostAllocator>,
-    /// `None` if the backend allocates every block.
+    /// Maximum size of a piece. `None` if the backend allocates the pieces, of any size.
     piece_bytes: Option<NonZeroUsize>,
-    remnants: Mutex<Vec<Mapped>>,
+    huge_pages: HugePages,
+    reservations: Mutex<Vec<Reservation>>,
 }
 
-/// The result of freeing a block.
+/// One registration or allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) ptr: HostPtr,
+    pub(crate) bytes: usize,
+}
+
+/// The result of a growth: its pieces, and the error of the first that could not be made.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    pub(crate) pieces: Vec<Piece>,
+    /// True if the pieces lie in a reservation, so that neighbors stay neighbors.
+    pub(crate) is_reserved: bool,
+    pub(crate) refused: Option<Error>,
+}
+
+/// The result of releasing a piece.
 #[derive(Debug)]
 #[must_use]
 pub(crate) enum Freed {
-    /// The block is gone.
+    /// The piece is gone.
     Whole,
-    /// The block is unchanged.
+    /// The piece is unchanged.
     Refused(Error),
-    /// The block is a remnant.
+    /// The piece is a remnant.
     InPart(Error),
 }
 
-/// A mapping whose first `registered` pieces are registered. Dropping it has no effect.
+/// Committed memory whose first `registered` pieces are registered. Dropping it has no effect.
 #[derive(Debug)]
 struct Mapped {
     ptr: HostPtr,
@@ -83,86 +105,110 @@ struct Mapped {
 }
 
 impl HostMemory {
-    /// Registers blocks if every device can use them that way, in pieces that suit all devices.
+    /// Registers memory if every device can use it that way, in pieces that suit all devices.
     pub(crate) fn new<'c>(
         allocator: Arc<dyn HostAllocator>,
         devices: impl IntoIterator<Item = &'c Capabilities>,
+        huge_pages: HugePages,
     ) -> Self {
         let piece_of = |device: &Capabilities| if device.host_register { device.register_piece_bytes } else { 0 };
         let least = devices.into_iter().map(piece_of).min().and_then(NonZeroUsize::new);
-        let whole_pages = |bytes: NonZeroUsize| NonZeroUsize::new(bytes.get().checked_next_multiple_of(HUGE_PAGE)?);
-        Self { allocator, piece_bytes: least.and_then(whole_pages), remnants: Mutex::default() }
-    }
-
-    /// Returns the size of the pieces in which a block of `bytes` is registered. Returns `None` if the backend allocates it.
-    fn piece_bytes_for(&self, bytes: usize) -> Option<NonZeroUsize> {
-        self.piece_bytes.filter(|piece| bytes > (piece.get() / OWN_PART).max(HUGE_PAGE))
-    }
-
-    /// Creates a block. Returns its address and the size of its registered pieces. Calls `refused` for a release that the
-    /// backend refused on the way.
-    pub(crate) fn allocate(&self, bytes: usize, refused: impl Fn(&Error)) -> Result<(HostPtr, Option<NonZeroUsize>)> {
-        let Some(piece_bytes) = self.piece_bytes_for(bytes) else {
-            return Ok((self.allocator.allocate(bytes, &HostOptions::new())?, None));
+        let whole_pages = |bytes: NonZeroUsize| {
+            NonZeroUsize::new(bytes.get().min(MOST_PIECE_BYTES).checked_next_multiple_of(HUGE_PAGE)?)
         };
-        if let Some(available) = system_memory::refuses(bytes) {
-            let message = format!("{bytes} bytes were requested, the system has {available} available");
-            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
-                .with_hint("drop buffers and trim, or raise the memory limit of the process's control group"));
-        }
-        let mut mapped = Mapped { ptr: map(bytes)?, bytes, piece_bytes, registered: 0 };
-        if let Err(error) = mapped.touch_and_register(&*self.allocator) {
-            // SAFETY: No other code knows the memory.
-            if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
-                refused(&error);
-                self.remnants.lock().push(mapped);
-            }
-            return Err(error);
-        }
-        Ok((mapped.ptr, Some(piece_bytes)))
+        Self { allocator, piece_bytes: least.and_then(whole_pages), huge_pages, reservations: Mutex::default() }
     }
 
-    /// Frees a block that [`HostMemory::allocate`] created, with the sizes that it returned.
+    /// Returns the size of the largest piece, if it has a limit.
+    pub(crate) fn piece_bytes(&self) -> Option<usize> {
+        self.piece_bytes.map(NonZeroUsize::get)
+    }
+
+    /// Makes the pieces of a growth. One thread at a time may do so.
+    pub(crate) fn grow(&self, plan: &Plan) -> Growth {
+        let is_reserved = self.piece_bytes.is_some();
+        let refused = |error| Growth { pieces: Vec::new(), is_reserved, refused: Some(error) };
+        let Some(piece_bytes) = self.piece_bytes else {
+            return match self.allocator.allocate(plan.whole, &HostOptions::new()) {
+                Ok(ptr) => {
+                    let pieces = vec![Piece { ptr, bytes: plan.whole }];
+                    Growth { pieces, is_reserved, refused: None }
+                }
+                Err(error) => refused(error),
+            };
+        };
+        let placed = match plan.hole {
+            Some((_, hole)) => Ok((hole.ptr, plan.whole)),
+            None => self.place(plan),
+        };
+        let (ptr, bytes) = match placed {
+            Ok(placed) => placed,
+            Err(error) => return refused(error),
+        };
+        if let Err(error) = commit(ptr, bytes, self.huge_pages) {
+            return refused(error);
+        }
+        let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: 0 };
+        let refused = mapped.touch_and_register(&*self.allocator).err();
+        let pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
+        let made: usize = pieces.iter().map(|piece| piece.bytes).sum();
+        if made < bytes
+            // SAFETY: Committed above, not registered, and known to no other code.
+            && let Err(error) = unsafe { decommit(ptr.offset(made), bytes - made) }
+        {
+            // The next growth at this address uses the pages again.
+            tracing::warn!("memory that is not page-locked stays resident: {error}");
+        }
+        Growth { pieces, is_reserved, refused }
+    }
+
+    /// Releases a piece.
     ///
     /// # Safety
-    /// No code and no outstanding device work may use the block. It must be freed only once, unless the free was refused.
-    pub(crate) unsafe fn free(&self, ptr: HostPtr, bytes: usize, piece_bytes: Option<NonZeroUsize>) -> Freed {
-        let Some(piece_bytes) = piece_bytes else {
-            // SAFETY: The block came from this allocator. The caller promises the rest.
-            return unsafe { self.allocator.free(ptr) }.map_or_else(Freed::Refused, |()| Freed::Whole);
-        };
-        let pieces = bytes.div_ceil(piece_bytes.get());
-        let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: pieces };
-        // SAFETY: The caller upholds the contract.
-        match unsafe { mapped.release(&*self.allocator) } {
-            Ok(()) => Freed::Whole,
-            Err(error) if mapped.registered == pieces => Freed::Refused(error),
-            Err(error) => {
-                self.remnants.lock().push(mapped);
-                Freed::InPart(error)
-            }
+    /// No code and no outstanding device work may use the piece. It came from [`HostMemory::grow`], and must be released only
+    /// once, unless the release was refused.
+    pub(crate) unsafe fn release(&self, piece: Piece) -> Freed {
+        if self.piece_bytes.is_none() {
+            // SAFETY: The piece came from this allocator. The caller promises the rest.
+            return unsafe { self.allocator.free(piece.ptr) }.map_or_else(Freed::Refused, |()| Freed::Whole);
         }
+        // SAFETY: Registered with this address. No device work uses it, as the caller promises.
+        if let Err(error) = unsafe { self.allocator.unregister(piece.ptr) } {
+            return Freed::Refused(error);
+        }
+        // SAFETY: The backend no longer knows it, and no code uses it.
+        unsafe { self.release_remnant(piece) }.map_or_else(Freed::InPart, |()| Freed::Whole)
     }
 
-    /// Retries the remnants; calls `refused` for each that stays one. Returns the first refusal.
-    pub(crate) fn release_remnants(&self, refused: impl Fn(&Error)) -> Result<()> {
-        let remnants = std::mem::take(&mut *self.remnants.lock());
-        let mut result = Ok(());
-        for mut mapped in remnants {
-            // SAFETY: No code has a remnant, and no device work used it when it became one.
-            if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
-                refused(&error);
-                self.remnants.lock().push(mapped);
-                result = result.and(Err(error));
-            }
-        }
-        result
+    /// Gives the pages of a remnant back to the system.
+    ///
+    /// # Safety
+    /// The piece must be a remnant.
+    pub(crate) unsafe fn release_remnant(&self, piece: Piece) -> Result<()> {
+        // SAFETY: Inside a reservation, and neither the backend nor other code uses it.
+        unsafe { decommit(piece.ptr, piece.bytes) }
     }
 
-    /// Returns the number of remnants, and their bytes.
-    pub(crate) fn remnants(&self) -> (u64, u64) {
-        let remnants = self.remnants.lock();
-        (remnants.len() as u64, remnants.iter().map(|mapped| mapped.bytes as u64).sum())
+    /// Returns the address and the size of a growth behind the last piece.
+    fn place(&self, plan: &Plan) -> Result<(HostPtr, usize)> {
+        let mut reservations = self.reservations.lock();
+        let current =
+            plan.last.and_then(|last| reservations.iter().position(|reservation| reservation.contains(last.ptr)));
+        if let (Some(current), Some(last)) = (current, plan.last) {
+            let end = last.ptr.offset(last.bytes);
+            if reservations[current].end() - end.address() >= plan.more {
+                return Ok((end, plan.more));
+            }
+        }
+        // The reservations behind that of the last piece are empty.
+        let empty = &reservations[current.map_or(0, |current| current + 1)..];
+        if let Some(reservation) = empty.iter().find(|reservation| reservation.bytes >= plan.whole) {
+            return Ok((reservation.start, plan.whole));
+        }
+        let reservation = Reservation::new(plan.whole)?;
+        let start = reservation.start;
+        reservations.push(reservation);
+        Ok((start, plan.whole))
     }
 }
 
@@ -171,10 +217,9 @@ impl Mapped {
         self.bytes.div_ceil(self.piece_bytes.get())
     }
 
-    /// Returns the start and the size of a piece.
-    fn piece(&self, index: usize) -> (HostPtr, usize) {
+    fn piece(&self, index: usize) -> Piece {
         let offset = index * self.piece_bytes.get();
-        (self.ptr.offset(offset), self.piece_bytes.get().min(self.bytes - offset))
+        Piece { ptr: self.ptr.offset(offset), bytes: self.piece_bytes.get().min(self.bytes - offset) }
     }
 
     /// Touches every page and registers every piece, at the same time.
@@ -187,8 +232,9 @@ impl Mapped {
                 let builder = thread::Builder::new().name("highwater-touch".to_owned()).stack_size(1 << 17);
                 builder.spawn_scoped(scope, || touching.work())
             };
-            // A thread that cannot be created is not needed.
-            let started = (0..most.min(touching.grains)).map_while(|_| spawn().ok()).count();
+            // One grain takes less time than a thread. A thread that cannot be created is not needed.
+            let threads = if touching.grains > 1 { most.min(touching.grains) } else { 0 };
+            let started = (0..threads).map_while(|_| spawn().ok()).count();
             if started == 0 {
                 touching.work();
             }
@@ -196,8 +242,8 @@ impl Mapped {
             let _stop = StopOnDrop(&touching);
             (0..self.pieces()).try_for_each(|index| {
                 touching.wait_for(index);
-                let (ptr, bytes) = self.piece(index);
-                // SAFETY: The range is mapped, readable and writable, and is unmapped only once it is unregistered.
+                let Piece { ptr, bytes } = self.piece(index);
+                // SAFETY: The range is committed, readable and writable, and is decommitted only once it is unregistered.
                 let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
                 registered.map_err(|error| self.not_registered(&error))?;
                 self.registered += 1;
@@ -222,22 +268,6 @@ impl Mapped {
             None => told,
         }
     }
-
-    /// Unregisters and unmaps the memory. If that is refused, the rest can be retried.
-    ///
-    /// # Safety
-    /// No code and no outstanding device work may use the memory.
-    unsafe fn release(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
-        while self.registered > 0 {
-            let (ptr, _) = self.piece(self.registered - 1);
-            // SAFETY: Registered with this address. No device work uses it, as the caller promises.
-            unsafe { allocator.unregister(ptr) }?;
-            self.registered -= 1;
-        }
-        // SAFETY: `map` made the mapping with this length. The backend no longer knows it, and no code uses it, as the caller
-        // promises.
-        unsafe { unmap(self.ptr.as_ptr(), self.bytes) }
-    }
 }
 
 /// A mapping that several threads touch at once, in grains that are assigned in the order of addresses, so that the first piece
@@ -259,7 +289,7 @@ struct Touching {
 impl Touching {
     fn new(mapped: &Mapped) -> Self {
         let piece_bytes = mapped.piece_bytes.get();
-        let left: Vec<_> = (0..mapped.pieces()).map(|index| mapped.piece(index).1.div_ceil(GRAIN)).collect();
+        let left: Vec<_> = (0..mapped.pieces()).map(|index| mapped.piece(index).bytes.div_ceil(GRAIN)).collect();
         Self {
             ptr: mapped.ptr,
             bytes: mapped.bytes,
@@ -314,86 +344,118 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// Maps zeroed memory that starts at a huge page and that children do not inherit.
-fn map(bytes: usize) -> Result<HostPtr> {
-    let failed = |what: &str, error: Errno| {
-        let kind = match error {
-            Errno::NOMEM | Errno::AGAIN => ErrorKind::OutOfMemory,
-            _ => ErrorKind::OperatingSystem,
-        };
-        Error::new(kind, OPERATION, format!("{bytes} bytes to be page-locked could not be {what}: {error}"))
-            .with_code(i64::from(error.raw_os_error()))
-            .with_hint("free memory, or raise the limits of the process (`ulimit -v`, vm.max_map_count)")
-    };
-    // The kernel aligns to pages. One more huge page leaves space for a whole number of huge pages.
-    let mapped_bytes = bytes.checked_add(HUGE_PAGE).ok_or_else(|| failed("mapped", Errno::NOMEM))?;
-    // SAFETY: A new private mapping at an address that the kernel chooses.
-    let mapped = unsafe {
-        rustix::mm::mmap_anonymous(
-            std::ptr::null_mut(),
-            mapped_bytes,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE,
-        )
-    };
-    let start = mapped.map_err(|error| failed("mapped", error))?.cast::<u8>();
-    let head = start.addr().next_multiple_of(HUGE_PAGE) - start.addr();
-    let ptr = start.wrapping_add(head);
-    // The part that is still mapped, as offsets. No part is unmapped twice, because it may have another owner in the meantime.
-    let mut left = 0..mapped_bytes;
-    let mut prepare = || {
-        if head < HUGE_PAGE {
-            // SAFETY: The end of the mapping just made, behind the block; no code uses it.
-            unsafe { rustix::mm::munmap(ptr.wrapping_add(bytes).cast(), HUGE_PAGE - head) }?;
-            left.end = head + bytes;
+/// A range of addresses. Its memory is committed in parts.
+#[derive(Debug)]
+struct Reservation {
+    /// The first byte, at a huge page.
+    start: HostPtr,
+    bytes: usize,
+    mapping: Range<usize>,
+}
+
+impl Reservation {
+    /// Reserves at least `bytes`, and more if the system allows it.
+    fn new(bytes: usize) -> Result<Self> {
+        let mut size = RESERVED_BYTES.max(bytes);
+        loop {
+            match Self::of_size(size) {
+                Err(_) if size > bytes => size = (size / 2).max(bytes),
+                result => return result.map_err(|error| system_error(bytes, "reserved", error)),
+            }
         }
-        if head > 0 {
-            // SAFETY: The beginning of the mapping just made, before the block; no code uses it.
-            unsafe { rustix::mm::munmap(start.cast(), head) }?;
-            left.start = head;
-        }
-        // SAFETY: The block is inside the mapping just made; the advice changes no contents.
-        unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxDontFork) }
-    };
-    if let Err(error) = prepare() {
-        // SAFETY: The rest of the mapping just made; no code uses it.
-        if let Err(error) = unsafe { rustix::mm::munmap(start.wrapping_add(left.start).cast(), left.len()) } {
-            tracing::warn!("{} bytes of address space stay mapped: {error}", left.len());
-        }
-        return Err(failed("prepared", error));
     }
-    // SAFETY: As above. A kernel without huge pages refuses, which only costs speed.
-    if let Err(error) = unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxHugepage) } {
+
+    fn of_size(bytes: usize) -> Result<Self, Errno> {
+        // The kernel aligns to pages. One more huge page leaves space for a whole number of huge pages.
+        let mapped_bytes = bytes.checked_add(HUGE_PAGE).ok_or(Errno::NOMEM)?;
+        // SAFETY: A new private mapping at an address that the kernel chooses.
+        let mapped = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                mapped_bytes,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }?;
+        let first = mapped.addr();
+        let start = mapped.cast::<u8>().wrapping_add(first.next_multiple_of(HUGE_PAGE) - first);
+        let start = HostPtr::new(NonNull::new(start).ok_or(Errno::NOMEM)?);
+        Ok(Self { start, bytes, mapping: first..first + mapped_bytes })
+    }
+
+    fn end(&self) -> usize {
+        self.start.address() + self.bytes
+    }
+
+    fn contains(&self, ptr: HostPtr) -> bool {
+        (self.start.address()..self.end()).contains(&ptr.address())
+    }
+}
+
+impl HostMemory {
+    /// Returns the reservations to the system, at the end of the runtime.
+    ///
+    /// # Safety
+    /// No piece may be registered, and no code may use one.
+    pub(crate) unsafe fn end_reservations(&self) {
+        for Reservation { mapping, .. } in self.reservations.lock().drain(..) {
+            let start = std::ptr::without_provenance_mut(mapping.start);
+            // SAFETY: The mapping is this module's own, and no code uses it, as the caller promises.
+            if let Err(error) = unsafe { rustix::mm::munmap(start, mapping.len()) } {
+                tracing::warn!("{} bytes of addresses stay reserved: {error}", mapping.len());
+            }
+        }
+    }
+}
+
+fn system_error(bytes: usize, what: &str, error: Errno) -> Error {
+    let kind = match error {
+        Errno::NOMEM | Errno::AGAIN => ErrorKind::OutOfMemory,
+        _ => ErrorKind::OperatingSystem,
+    };
+    Error::new(kind, OPERATION, format!("{bytes} bytes to be page-locked could not be {what}: {error}"))
+        .with_code(i64::from(error.raw_os_error()))
+        .with_hint("free memory, or raise the limits of the process (`ulimit -v`, vm.max_map_count)")
+}
+
+/// Makes a part of a reservation readable and writable. Its pages are zeroed when they are first touched.
+fn commit(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<()> {
+    let ptr = start.as_ptr().cast();
+    // SAFETY: Inside a reservation, and no code uses this part.
+    unsafe { rustix::mm::mprotect(ptr, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
+        .map_err(|error| system_error(bytes, "mapped", error))?;
+    // A kernel without huge pages refuses, which only costs speed.
+    if huge_pages == HugePages::Transparent
+        // SAFETY: As above; the advice changes no contents.
+        && let Err(error) = unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxHugepage) }
+    {
         tracing::debug!("no huge pages for page-locked memory: {error}");
     }
-    NonNull::new(ptr).map(HostPtr::new).ok_or_else(|| failed("mapped", Errno::NOMEM))
+    // SAFETY: As above; the advice changes no contents.
+    unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxDontFork) }
+        .map_err(|error| system_error(bytes, "kept out of children", error))
 }
 
+/// Gives the pages of a part of a reservation back to the system. The addresses stay reserved.
+///
 /// # Safety
-/// The range must be a mapping of [`map`] that no code uses.
-unsafe fn unmap(start: *mut u8, bytes: usize) -> Result<()> {
-    // SAFETY: The caller upholds the contract.
-    unsafe { rustix::mm::munmap(start.cast(), bytes) }.map_err(|error| {
-        Error::new(ErrorKind::OperatingSystem, OPERATION, format!("{bytes} bytes could not be unmapped: {error}"))
+/// The backend must not know the range, and no code may use it.
+unsafe fn decommit(start: HostPtr, bytes: usize) -> Result<()> {
+    let failed = |error: Errno| {
+        Error::new(ErrorKind::OperatingSystem, OPERATION, format!("{bytes} bytes could not be given back: {error}"))
             .with_code(i64::from(error.raw_os_error()))
             .with_hint("raise vm.max_map_count; `Runtime::trim` retries")
-    })
-}
-
-#[cfg(test)]
-impl HostMemory {
-    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.remnants.lock())
-    }
-
-    pub(crate) fn is_locked(&self) -> bool {
-        self.remnants.is_locked()
-    }
+    };
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+    // SAFETY: The caller promises that no code uses the range, which is inside a reservation.
+    let mapped = unsafe { rustix::mm::mmap_anonymous(start.as_ptr().cast(), bytes, ProtFlags::empty(), flags) };
+    mapped.map(drop).map_err(failed)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::host::Hole;
     use highwater_hal::DevicePtr;
 
     /// Registers nothing. Records the calls, and whether the memory had been touched by then.
@@ -437,35 +499,63 @@ mod tests {
         capabilities.host_register = true;
         capabilities.register_piece_bytes = piece_bytes;
         let register = Arc::<Register>::default();
-        (Arc::clone(&register), HostMemory::new(register, [&capabilities]))
+        (Arc::clone(&register), HostMemory::new(register, [&capabilities], HugePages::Transparent))
+    }
+
+    fn plan(whole: usize) -> Plan {
+        Plan { hole: None, last: None, more: whole, whole }
     }
 
     #[test]
     fn every_page_is_touched_before_its_piece_is_registered() {
         const MIB: usize = 1 << 20;
-        for (piece, bytes) in [(2, 5 * MIB), (4, 16 * MIB), (6, 15 * MIB), (10, 21 * MIB + 65536), (64, 9 * MIB)] {
+        for (piece, bytes) in [(2, 6 * MIB), (4, 16 * MIB), (6, 16 * MIB), (10, 22 * MIB), (64, 10 * MIB)] {
             let (register, memory) = open(piece * MIB);
-            let (ptr, pieces) = memory.allocate(bytes, |error| panic!("{error}")).unwrap();
+            let growth = memory.grow(&plan(bytes));
+            assert!(growth.refused.is_none(), "{growth:?}");
             assert_eq!(register.untouched_pages.load(Ordering::Relaxed), 0);
+            let start = growth.pieces[0].ptr.address();
             let expected = (0..bytes)
                 .step_by(piece * MIB)
-                .map(|start| (ptr.address() + start, (piece * MIB).min(bytes - start)))
+                .map(|offset| (start + offset, (piece * MIB).min(bytes - offset)))
                 .collect::<Vec<_>>();
             assert_eq!(*register.registered.lock(), expected);
-            // SAFETY: No code uses it.
-            let freed = unsafe { memory.free(ptr, bytes, pieces) };
-            assert!(matches!(freed, Freed::Whole), "{freed:?}");
+            for piece in growth.pieces.iter().rev() {
+                // SAFETY: No code uses it.
+                let freed = unsafe { memory.release(*piece) };
+                assert!(matches!(freed, Freed::Whole), "{freed:?}");
+            }
             assert!(register.registered.lock().is_empty());
+            // SAFETY: Every piece is gone.
+            unsafe { memory.end_reservations() };
         }
     }
 
     #[test]
-    fn the_mapping_is_aligned_and_the_kernel_knows_what_it_is_for() {
-        let bytes = HUGE_PAGE + 4 * 65536;
-        let ptr = map(bytes).unwrap();
+    fn a_growth_continues_the_last_piece_and_takes_the_place_of_a_released_one() {
+        let (_register, memory) = open(4 * HUGE_PAGE);
+        let first = memory.grow(&plan(3 * HUGE_PAGE)).pieces[0];
+        let behind = Plan { last: Some(first), more: HUGE_PAGE, ..plan(2 * HUGE_PAGE) };
+        let growth = memory.grow(&behind);
+        let second = growth.pieces[0];
+        assert_eq!(second, Piece { ptr: first.ptr.offset(first.bytes), bytes: HUGE_PAGE });
+        // SAFETY: The page is committed, and no other code uses it.
+        unsafe { second.ptr.as_ptr().write_volatile(7) };
+        // SAFETY: No code uses it.
+        assert!(matches!(unsafe { memory.release(second) }, Freed::Whole));
+        let again = memory.grow(&Plan { hole: Some((0, Hole { pages: 512, ptr: second.ptr })), ..plan(HUGE_PAGE) });
+        assert_eq!(again.pieces, [second]);
+        // SAFETY: As above.
+        assert_eq!(unsafe { second.ptr.as_ptr().read_volatile() }, 0, "new pages");
+    }
+
+    #[test]
+    fn the_memory_is_aligned_and_the_kernel_knows_what_it_is_for() {
+        let (_register, memory) = open(4 * HUGE_PAGE);
+        let Piece { ptr, bytes } = memory.grow(&plan(HUGE_PAGE)).pieces[0];
         assert!(ptr.address().is_multiple_of(HUGE_PAGE));
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        // The kernel may have merged it with a neighbour of the same kind.
+        // The kernel may have merged it with a neighbor of the same kind.
         let contains = |line: &str| {
             let ends = line.split(' ').next().and_then(|range| range.split_once('-'));
             let ends = ends.and_then(|(start, end)| {
@@ -479,8 +569,6 @@ mod tests {
         if std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             assert!(flags.contains(" hg"), "huge pages: {flags}");
         }
-        // SAFETY: Mapped above, and no code uses it.
-        unsafe { unmap(ptr.as_ptr(), bytes) }.unwrap();
     }
 
     #[test]
@@ -492,12 +580,14 @@ mod tests {
             capabilities
         };
         let pieces = |devices: &[Capabilities]| {
-            HostMemory::new(Arc::<Register>::default(), devices).piece_bytes.map(NonZeroUsize::get)
+            HostMemory::new(Arc::<Register>::default(), devices, HugePages::Transparent)
+                .piece_bytes
+                .map(NonZeroUsize::get)
         };
         assert_eq!(pieces(&[]), None);
         assert_eq!(pieces(&[device(true, 64 << 20), device(true, 5 << 20)]), Some(6 << 20));
         assert_eq!(pieces(&[device(true, 64 << 20), device(false, 64 << 20)]), None);
         assert_eq!(pieces(&[device(true, 64 << 20), device(true, 0)]), None);
-        assert_eq!(pieces(&[device(true, usize::MAX)]), None);
+        assert_eq!(pieces(&[device(true, usize::MAX)]), Some(64 << 20));
     }
 }

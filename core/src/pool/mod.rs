@@ -4,25 +4,33 @@
 //! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
 mod active_trims;
+mod biased_lock;
 pub(crate) mod blas_handles;
+pub(crate) mod block;
 pub(crate) mod block_uses;
+mod budget;
 pub(crate) mod completion_events;
 pub(crate) mod deferred;
 pub(crate) mod device_memory;
+pub(crate) mod fences;
 #[cfg(test)]
 mod growth_tests;
 mod handles;
 mod handoff;
 pub(crate) mod host;
 mod host_memory;
+mod host_options;
 #[cfg(test)]
 mod host_tests;
 #[cfg(test)]
 mod model_tests;
 pub(crate) mod pinned;
-pub(crate) mod size_class;
-mod system_memory;
+mod ranges;
+mod thread_cache;
+#[cfg(test)]
+mod thread_cache_tests;
 pub(crate) mod workspaces;
 
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
+pub use host_options::{HostMemoryOptions, HugePages};

@@ -1,65 +1,117 @@
 //! Page-locked host memory: the cache of blocks, the memory behind it, and the waits of the CPU for the streams.
 
+use std::any::Any;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
+use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BlockUses, CpuAccess};
+use super::budget::Budget;
 use super::completion_events::CompletionEvent;
-use super::host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
-use super::host_memory::{Freed, HostMemory};
-use super::{HostCacheStatistics, size_class};
-use crate::capture::thread::in_capture;
-use crate::ledger::{HostBlock, HostBlockInfo};
+use super::host::{HostCache, Leaving};
+use super::host_memory::{Freed, HostMemory, Piece};
+use super::host_options::HostMemoryOptions;
+use super::ranges::PAGE;
+use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
+use crate::capture::thread::{in_capture, let_go};
+use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
 use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
+
+/// Maximum number of pages of a request: more than the pool can count.
+const MOST_PAGES: usize = 1 << 31;
 
 /// The page-locked memory of a runtime.
 pub(crate) struct PinnedPool {
     /// The generation of the services, copied here for the hit path.
     pub(crate) generation: Generation,
-    cache: HostCache,
+    /// The id of the cache, copied here for the hit path.
+    id: u64,
+    cache: Arc<HostCache>,
+    /// The most that may be held.
+    cap_bytes: Option<u64>,
     memory: HostMemory,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: ActiveTrims,
     services: Arc<Services>,
 }
 
+/// A buffer's reference to its pool. It counts nothing: see *Liveness* in `thread_cache.rs`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PoolRef(NonNull<PinnedPool>);
+
+// SAFETY: A shared reference to a `PinnedPool`, which is `Sync`.
+unsafe impl Send for PoolRef {}
+// SAFETY: As above.
+unsafe impl Sync for PoolRef {}
+
+impl PoolRef {
+    /// Returns the pool of a live buffer.
+    #[inline]
+    pub(crate) fn get(&self) -> &PinnedPool {
+        // SAFETY: Only a buffer has a `PoolRef`, from `PinnedPool::reference`, and the pool lives as long as any buffer: a runtime
+        // that loses its last other user while a buffer is alive is left to the buffers.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Returns whether this is a reference to a pool.
+    pub(crate) fn is(&self, pool: &PinnedPool) -> bool {
+        std::ptr::eq(self.0.as_ptr(), pool)
+    }
+}
+
 impl PinnedPool {
-    pub(crate) fn new(services: Arc<Services>, cap_bytes: Option<u64>) -> Self {
+    pub(crate) fn new(services: Arc<Services>, options: &HostMemoryOptions) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
-        Self {
+        let memory =
+            HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
+        let cache = HostCache::new(options, memory.piece_bytes(), services.generation);
+        Arc::new(Self {
             generation: services.generation,
-            cache: HostCache::new(cap_bytes),
-            memory: HostMemory::new(services.backend.host_allocator(), capabilities),
+            id: cache.id,
+            cache,
+            cap_bytes: options.cap_bytes,
+            memory,
             active_trims: ActiveTrims::default(),
             services,
-        }
+        })
+    }
+
+    /// Returns a reference for a buffer.
+    #[inline]
+    pub(crate) fn reference(&self) -> PoolRef {
+        PoolRef(NonNull::from(self))
     }
 
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
-        let (remnant_blocks, remnant_bytes) = self.memory.remnants();
-        HostCacheStatistics { remnant_blocks, remnant_bytes, ..self.cache.statistics() }
+        self.cache.statistics()
     }
 
     /// Returns the block that contains an address, if a buffer owns it.
-    pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlock> {
-        self.services.ledger.find_host(ptr).filter(|block| block.uses.is_live())
+    pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
+        self.cache.live_block(ptr).map(|block| HostBlockInfo { base: block.ptr, bytes: block.bytes })
     }
 
     /// Keeps the block that contains an address, if a buffer owns it. If the buffer ends in the meantime, the block is not
     /// reused before the caller releases it.
     pub(crate) fn keep_live_block(&self, ptr: HostPtr) -> Option<KeptBlock> {
-        let block = self.live_block(ptr)?;
-        self.cache.keep_if_live(block.info.base, block.class, &block.uses)
+        self.cache.keep_if_live(ptr)
     }
 
-    /// Frees blocks above the cap, which captures and other threads may have left.
-    pub(crate) fn trim_to_cap(&self) {
-        if self.cache.may_exceed_cap() {
+    /// Frees memory above the cap, which captures and other threads may have left, and memory that was idle for the set time.
+    pub(crate) fn trim_in_passing(&self) {
+        if self.cache.exceeds_cap() {
             self.keep_to_cap();
         }
+        if !in_capture() {
+            self.cache.release_old(|leaving| drop(self.free(leaving)));
+        }
     }
+
+    // ---------------------------------------------------------------- requests
 
     /// Returns a block of page-locked memory of at least `bytes`.
     #[inline]
@@ -68,29 +120,75 @@ impl PinnedPool {
         if !self.generation.is_current() {
             return Err(Generation::error("pinned"));
         }
-        let (class, block_bytes) = size_class::of(bytes).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfMemory, "pinned", format!("no machine has {bytes} bytes of memory"))
-        })?;
-        match self.cache.find(class, bytes) {
+        let pages = bytes.max(1).div_ceil(PAGE);
+        if pages >= MOST_PAGES {
+            return Err(too_large(bytes));
+        }
+        let pages = pages as u32;
+        let found = with_mine(self.id, |mine| {
+            // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
+            unsafe { mine?.cached.own(|cached| cached.find(pages, bytes)) }
+        });
+        match found {
             Some(block) => Ok(block),
-            None => self.take_slow(bytes, class, block_bytes),
+            None => self.take_slow(bytes, pages),
         }
     }
 
     #[cold]
-    fn take_slow(&self, bytes: usize, class: usize, block_bytes: usize) -> Result<OwnedBlock> {
+    fn take_slow(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
         self.services.check("pinned")?;
-        if let Some(block) =
-            self.cache.take_waiting(class, bytes, |completion| self.services.is_surely_passed(completion))
-        {
+        let own = enlist(&self.cache);
+        if let Some(own) = &own {
+            let inbox = own.take_inbox();
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let (surplus, found) = unsafe {
+                own.cached.own(|cached| {
+                    let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
+                    let found = cached.find(pages, bytes);
+                    if found.is_none() {
+                        surplus.append(&mut cached.note_miss(pages));
+                    }
+                    (surplus, found)
+                })
+            };
+            if !surplus.is_empty() {
+                self.cache.put_back(surplus, 0);
+            }
+            if let Some(block) = found {
+                return Ok(block);
+            }
+        }
+        let block = self.take_shared(pages, bytes, own.as_ref())?;
+        count(&self.cache, own.as_deref(), 1);
+        Ok(block)
+    }
+
+    /// Makes a block, in the order of the costs.
+    fn take_shared(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
+        let look = || self.cache.take(pages, requested, home);
+        if let Some(block) = look() {
             return Ok(block);
         }
-        // While this thread held blocks, other threads may have seen fewer cached bytes than there are.
-        if self.cache.may_exceed_cap() {
-            self.keep_to_cap();
+        let mut found = None;
+        self.cache.collect(
+            |completion| self.services.is_surely_passed(completion),
+            usize::MAX,
+            || {
+                found = look();
+                found.is_some()
+            },
+        );
+        if let Some(block) = found {
+            return Ok(block);
         }
-        let allocate = || self.memory.allocate(block_bytes, |error| self.services.count_failed_release(error));
-        let (ptr, piece_bytes) = match allocate() {
+        self.cache.empty_thread_caches();
+        if let Some(block) = look() {
+            return Ok(block);
+        }
+        // While this thread held blocks, other threads may have seen less idle memory than there is.
+        self.trim_in_passing();
+        match self.grow(pages, requested, home) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
@@ -99,21 +197,103 @@ impl PinnedPool {
                 }
                 drop(round);
                 self.active_trims.wait();
-                allocate()?
+                look().map_or_else(|| self.grow(pages, requested, home), Ok)
             }
-            result => result?,
-        };
-        let block = PinnedBlock::new(ptr, block_bytes, class, piece_bytes);
-        let info = HostBlockInfo { base: ptr, bytes: block_bytes };
-        self.services.ledger.insert_host(HostBlock { info, class, uses: Arc::clone(&block.uses) });
-        self.cache.count_given(&block, bytes, true);
-        Ok(block)
+            result => result,
+        }
     }
 
+    /// Grows the pool for a request, once no other thread does.
+    fn grow(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
+        let turn = match self.cache.begin_growth(pages, requested, home) {
+            Ok(block) => return Ok(block),
+            Err(turn) => turn,
+        };
+        loop {
+            self.check_room(pages)?;
+            if let Some(block) = self.cache.take(pages, requested, home) {
+                return Ok(block);
+            }
+            let plan = self.cache.plan_growth(pages, &turn).ok_or_else(|| too_large(pages as usize * PAGE))?;
+            let growth = self.memory.grow(&plan);
+            let block = self.cache.add(&growth, &plan, pages, requested, home);
+            match (block, growth.refused) {
+                (Some(block), _) => return Ok(block),
+                (None, Some(error)) => {
+                    self.release_failed(&growth.pieces);
+                    return Err(error);
+                }
+                // Another thread has taken or released the free memory that the plan counted on.
+                (None, None) => {}
+            }
+        }
+    }
+
+    /// Releases the pieces of a growth that failed, so that it costs nothing. In a capture they stay in the pool.
+    fn release_failed(&self, pieces: &[Piece]) {
+        if !in_capture() {
+            for leaving in pieces.iter().rev().filter_map(|piece| self.cache.take_piece_at(piece.ptr)) {
+                // A refusal is counted, and the piece stays in the pool.
+                let _ = self.free(leaving);
+            }
+        }
+    }
+
+    /// Checks that the cap and the machine leave room for a growth. Where memory is scarce, idle memory is released first.
+    fn check_room(&self, pages: u32) -> Result<()> {
+        let budget = Budget::of_process();
+        // A trim may release the free memory that the growth would continue, so it is measured again.
+        let room = || budget.room(self.cache.shortfall(pages) as u64, self.cache.held_bytes(), self.cap_bytes);
+        if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
+            // A refused release is counted.
+            if let Err(error) = self.trim() {
+                tracing::debug!("not everything could be given back: {error}");
+            }
+        }
+        room().map(drop).map_err(|shortage| budget.out_of_memory("pinned", &shortage))
+    }
+
+    // ---------------------------------------------------------------- releases
+
+    /// Takes the block of a buffer back. The buffer counts as live until this returns.
+    ///
+    /// # Safety
+    /// The caller must be the end of the buffer that owned the block, and must not use the pool afterward.
     #[inline]
-    pub(crate) fn give_back(&self, block: OwnedBlock, requested: usize) {
-        if self.cache.give_back(block, requested) {
-            self.keep_to_cap();
+    pub(crate) unsafe fn give_back(pool: PoolRef, block: OwnedBlock) {
+        let is_free = block.uses.end_life();
+        let mut block = Some(block);
+        let id = pool.get().id;
+        let closing = with_mine(id, |mine| {
+            let mine = mine?;
+            let free = block.take_if(|_| is_free)?;
+            if free.home.as_deref().is_none_or(|home| !std::ptr::eq(home, mine)) {
+                // The block may be gone once it is sent, and with it the last other reference to its home.
+                block = match free.home.clone().filter(|_| !mine.cache.has_cap()) {
+                    Some(home) => home.send(free),
+                    None => Some(free),
+                };
+                let is_closing = block.is_none() && count(&mine.cache, Some(mine), -1);
+                return is_closing.then(|| Arc::clone(&mine.cache));
+            }
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let is_closing = unsafe {
+                mine.cached.own(|cached| {
+                    block = cached.keep(free);
+                    if block.is_none() {
+                        cached.counts.live -= 1;
+                    }
+                    cached.closing
+                })
+            };
+            // The pool may be gone now, but not this.
+            (is_closing && block.is_none()).then(|| Arc::clone(&mine.cache))
+        });
+        if let Some(cache) = closing {
+            end_if_last(&cache);
+        }
+        if let Some(block) = block {
+            give_back_slow(pool, block, is_free);
         }
     }
 
@@ -124,18 +304,25 @@ impl PinnedPool {
         }
     }
 
-    /// Frees blocks until the cap is met. In a capture, frees nothing; the end of the capture does it later.
+    /// Leaves the runtime to the live buffers, if there are any. The last of them ends it.
+    pub(crate) fn leave_to_buffers(&self, runtime: Arc<dyn Any + Send + Sync>) {
+        let unneeded = self.cache.registry.lock().leave(runtime);
+        unneeded.into_iter().for_each(|runtime| let_go(runtime));
+    }
+
+    /// Returns the number of live buffers.
+    pub(crate) fn live_buffers(&self) -> u64 {
+        self.cache.registry.lock().counts().live as u64
+    }
+
+    /// Frees memory until the cap is met. In a capture, frees nothing; the end of the capture does it later.
     #[cold]
     #[inline(never)]
     fn keep_to_cap(&self) {
         if in_capture() || self.services.backend.is_exiting() {
             return;
         }
-        self.cache.keep_to_cap(
-            |completion| self.services.is_surely_passed(completion),
-            // SAFETY: No code has the block, and no stream uses it any more.
-            |block| unsafe { self.free(block) }.0,
-        );
+        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), |leaving| self.free(leaving).0);
     }
 
     /// Refuses a block whose end of use is unknown.
@@ -152,7 +339,7 @@ impl PinnedPool {
     }
 
     /// Waits until no stream uses the block; with `writes_only`, until none writes it.
-    pub(crate) fn wait_for_uses(&self, block: &PinnedBlock, writes_only: bool) -> Result<()> {
+    pub(crate) fn wait_for_uses(&self, block: &Block, writes_only: bool) -> Result<()> {
         self.check_access(block)?;
         if block.uses.is_recorded(!writes_only) {
             return Err(Error::new(
@@ -165,7 +352,7 @@ impl PinnedPool {
         self.wait_for_completions(block, block.uses.completions(writes_only))
     }
 
-    fn check_access(&self, block: &PinnedBlock) -> Result<()> {
+    fn check_access(&self, block: &Block) -> Result<()> {
         self.services.check("pinned")?;
         Self::check_known(&block.uses)?;
         if block.uses.is_recording() {
@@ -179,7 +366,7 @@ impl PinnedPool {
         Ok(())
     }
 
-    fn wait_for_completions(&self, block: &PinnedBlock, completions: Vec<Arc<CompletionEvent>>) -> Result<()> {
+    fn wait_for_completions(&self, block: &Block, completions: Vec<Arc<CompletionEvent>>) -> Result<()> {
         for completion in completions {
             self.services.backend.synchronize_event(completion.event())?;
             block.uses.forget(&completion);
@@ -189,7 +376,7 @@ impl PinnedPool {
 
     /// Begins access by the CPU, once the streams that use the block are done. Launches of graphs that conflict with it are
     /// refused.
-    pub(crate) fn access<'b>(&self, block: &'b PinnedBlock, writes: bool) -> Result<CpuAccess<'b>> {
+    pub(crate) fn access<'b>(&self, block: &'b Block, writes: bool) -> Result<CpuAccess<'b>> {
         self.check_access(block)?;
         loop {
             match block.uses.begin_cpu(writes, self.generation) {
@@ -200,42 +387,53 @@ impl PinnedPool {
         }
     }
 
-    /// Frees the page-locked blocks that no buffer, graph or stream uses.
+    /// Frees the page-locked memory that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
-        // First, because blocks that become remnants below have just been tried.
-        let mut result = self.memory.release_remnants(|error| self.services.count_failed_release(error));
-        self.cache.trim(
-            |completion| self.services.is_surely_passed(completion),
-            |block| {
-                // SAFETY: No code has the block, and no stream uses it any more.
-                let (taken, freed) = unsafe { self.free(block) };
-                result = std::mem::replace(&mut result, Ok(())).and(freed);
-                taken
-            },
-        );
+        // First, because pieces that become remnants below have just been tried.
+        let mut result = self.release_remnants();
+        self.cache.empty_thread_caches();
+        self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, || false);
+        let mut below = u32::MAX;
+        while let Some(leaving) = self.cache.take_piece(&mut below) {
+            let (_, freed) = self.free(leaving);
+            result = std::mem::replace(&mut result, Ok(())).and(freed);
+        }
         result
     }
 
-    /// Frees a block. Returns whether it is gone, and the backend's refusal, which is counted.
-    ///
-    /// # Safety
-    /// No code and no outstanding device work may use the block.
-    unsafe fn free(&self, block: &PinnedBlock) -> (bool, Result<()>) {
-        let known = match self.services.ledger.remove_host(block.ptr) {
-            Ok(known) => known,
-            Err(error) => return (false, self.services.note(Err(error))),
-        };
-        // SAFETY: The block came from this memory (the ledger knows it). No code uses it (the caller's promise).
-        let refused = match unsafe { self.memory.free(block.ptr, block.bytes, block.piece_bytes) } {
-            Freed::Whole => Ok(()),
-            Freed::InPart(error) => Err(error),
+    /// Releases a piece that was taken out of the pool. Returns whether it is gone, and the backend's refusal, which is
+    /// counted.
+    fn free(&self, leaving: Leaving) -> (bool, Result<()>) {
+        // SAFETY: The piece came from this memory. All of it was free, and it was taken out, so no code and no stream uses it.
+        let (is_gone, refused) = match unsafe { self.memory.release(leaving.piece) } {
+            Freed::Whole => {
+                self.cache.has_left(leaving, false);
+                (true, Ok(()))
+            }
+            Freed::InPart(error) => {
+                self.cache.has_left(leaving, true);
+                (true, Err(error))
+            }
             Freed::Refused(error) => {
-                self.services.ledger.insert_host(known);
-                return (false, self.services.note(Err(error)));
+                self.cache.stays(leaving);
+                (false, Err(error))
             }
         };
-        self.cache.count_freed(block);
-        (true, self.services.note(refused))
+        (is_gone, self.services.note(refused))
+    }
+
+    /// Retries the remnants. Returns the first refusal.
+    fn release_remnants(&self) -> Result<()> {
+        let mut result = Ok(());
+        for leaving in self.cache.take_remnants() {
+            // SAFETY: A remnant: nothing is placed there until it has left.
+            let released = unsafe { self.memory.release_remnant(leaving.piece) };
+            if released.is_ok() {
+                self.cache.remnant_has_left(leaving);
+            }
+            result = result.and(self.services.note(released));
+        }
+        result
     }
 
     /// Removes uses of a block that are over. So a buffer that outlives many streams does not keep an event for each.
@@ -246,46 +444,130 @@ impl PinnedPool {
         }
     }
 
-    /// Frees every block, at the end of the runtime.
+    /// Frees all memory, at the end of the runtime.
     ///
     /// # Safety
     /// The devices must have executed everything, and no buffer may own a block.
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
-        let mut result = Ok(());
-        let blocks = (0..size_class::COUNT).flat_map(|class| {
-            let cache = &self.cache;
-            let any = move || cache.pop_free(class).or_else(|| cache.pop_waiting(class));
-            std::iter::from_fn(move || any().or_else(|| cache.pop_unmarked(class)))
-        });
-        // Completion events return to their pools, even if the free is refused.
-        let blocks: Vec<_> = blocks.collect();
-        for block in &blocks {
-            block.uses.are_over(|_| true);
-        }
+        self.cache.merge_all();
+        let mut below = u32::MAX;
+        let pieces: Vec<_> = std::iter::from_fn(|| self.cache.take_piece(&mut below)).collect();
         let mut in_part = Ok(());
-        result = result.and(twice(blocks, |block| {
-            // SAFETY: The devices have executed everything, and no buffer owns the block.
-            let (is_gone, freed) = unsafe { self.free(block) };
+        let mut result = twice(pieces, |leaving| {
+            let (is_gone, freed) = self.free(*leaving);
             if is_gone {
                 // The rest of it is a remnant, which is released below.
                 in_part = std::mem::replace(&mut in_part, Ok(())).and(freed);
                 return Ok(());
             }
+            // Taken out again: the second attempt is for this piece.
+            self.cache.take_again(leaving);
             freed
-        }));
-        result = result.and(in_part);
-        result = result.and(self.memory.release_remnants(|error| self.services.count_failed_release(error)));
+        });
+        result = result.and(in_part).and(self.release_remnants());
+        if result.is_ok() {
+            // SAFETY: Every piece is gone, and no code uses one.
+            unsafe { self.memory.end_reservations() };
+        }
         result
     }
+}
+
+/// Counts a buffer in the calling thread's cache, or in the registry if the thread is ending. Returns whether the thread must
+/// check for the end of the runtime.
+fn count(cache: &HostCache, own: Option<&ThreadCache>, change: i64) -> bool {
+    match own {
+        Some(own) => {
+            let count = |cached: &mut Cached| {
+                cached.counts.live += change;
+                cached.closing
+            };
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            unsafe { own.cached.own(count) }
+        }
+        None => {
+            let mut registry = cache.registry.lock();
+            registry.departed.live += change;
+            registry.is_closing()
+        }
+    }
+}
+
+/// Takes a block back that the thread cache did not keep.
+#[cold]
+#[inline(never)]
+fn give_back_slow(pool: PoolRef, block: OwnedBlock, is_free: bool) {
+    // Once the buffer is counted as dropped, the pool may be gone, but not this.
+    let cache = Arc::clone(&pool.get().cache);
+    let own = enlist(&cache);
+    pool.get().file(block, own.as_ref(), is_free);
+    if count(&cache, own.as_deref(), -1) {
+        end_if_last(&cache);
+    }
+}
+
+/// Ends the runtime if it was left to the buffers and none is alive.
+#[cold]
+fn end_if_last(cache: &HostCache) {
+    let last = cache.registry.lock().take_if_last();
+    last.into_iter().for_each(|runtime| let_go(runtime));
+}
+
+impl PinnedPool {
+    /// Sends a free block home, keeps it in the calling thread's cache with more allowance, or files it in the pool.
+    fn file(&self, block: OwnedBlock, own: Option<&Arc<ThreadCache>>, is_free: bool) {
+        let mut block = Some(block);
+        if is_free {
+            let home = block.as_ref().and_then(|block| block.home.clone());
+            let is_own = |home: &Arc<ThreadCache>| own.is_some_and(|own| Arc::ptr_eq(own, home));
+            block = match (home, self.cache.has_cap()) {
+                (Some(home), false) if !is_own(&home) => block.and_then(|block| home.send(block)),
+                (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
+                _ => block,
+            };
+        }
+        if let Some(block) = block
+            && self.cache.give_back(block)
+        {
+            self.keep_to_cap();
+        }
+    }
+
+    /// Keeps a block in the calling thread's cache, if the cap grants it.
+    fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
+        let bytes = block.bytes as u64;
+        if !self.cache.grant(bytes) {
+            return Some(block);
+        }
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        let returned = unsafe {
+            own.cached.own(|cached| {
+                cached.allowance += bytes;
+                let returned = cached.keep(block);
+                if returned.is_some() {
+                    cached.allowance -= bytes;
+                }
+                returned
+            })
+        };
+        if returned.is_some() {
+            self.cache.put_back(Vec::new(), bytes);
+        }
+        returned
+    }
+}
+
+fn too_large(bytes: usize) -> Error {
+    Error::new(ErrorKind::OutOfMemory, "pinned", format!("no machine has {bytes} bytes of memory"))
 }
 
 #[cfg(test)]
 impl PinnedPool {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.cache.hold_locks(), self.memory.hold_lock(), self.active_trims.hold_lock()))
+        crate::testing::Held((self.cache.hold_locks(), self.active_trims.hold_lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.cache.is_locked() || self.memory.is_locked() || self.active_trims.is_locked()
+        self.cache.is_locked() || self.active_trims.is_locked()
     }
 }

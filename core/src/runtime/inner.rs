@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use crate::capture::thread::{in_capture, let_go};
-use crate::pool::PoolKey;
+use crate::capture::thread::in_capture;
 use crate::pool::blas_handles::BlasHandles;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFrees;
 use crate::pool::device_memory::DeviceMemory;
 use crate::pool::pinned::PinnedPool;
 use crate::pool::workspaces::Workspaces;
+use crate::pool::{HostMemoryOptions, PoolKey};
 use crate::services::{Owner, Services};
 use crate::sharing::Sharing;
 use crate::stream::core::StreamCore;
@@ -49,15 +49,16 @@ impl Users {
 
 impl Drop for Users {
     fn drop(&mut self) {
-        if self.0.services.generation.is_current()
-            && let Some(sharing) = self.0.sharing.get()
+        if !self.0.services.generation.is_current() {
+            // A thread that does not exist in this child may hold a lock.
+            return;
+        }
+        if let Some(sharing) = self.0.sharing.get()
             && !self.0.services.backend.is_exiting()
         {
             sharing.stop();
         }
-        if in_capture() {
-            let_go(Arc::<RuntimeInner>::clone(&self.0));
-        }
+        self.0.pinned.leave_to_buffers(Arc::<RuntimeInner>::clone(&self.0));
     }
 }
 
@@ -67,7 +68,7 @@ pub(crate) struct RuntimeInner {
     pub(crate) handles: BlasHandles,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) frees: Arc<DeferredFrees>,
-    pub(crate) pinned: PinnedPool,
+    pub(crate) pinned: Arc<PinnedPool>,
     /// Created by the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
     /// The vendor's legacy default stream of each device: one for all users, so that their calls share one submission lock.
@@ -85,13 +86,13 @@ impl Deref for RuntimeInner {
 }
 
 impl RuntimeInner {
-    pub(super) fn new(services: Arc<Services>, host_cache_bytes: Option<u64>) -> Arc<Self> {
+    pub(super) fn new(services: Arc<Services>, host_memory: &HostMemoryOptions) -> Arc<Self> {
         let memory = Arc::new(DeviceMemory::new(Arc::clone(&services)));
         let inner = Arc::new(Self {
             handles: BlasHandles::new(Arc::clone(&memory)),
             workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
             frees: Arc::new(DeferredFrees::new(memory)),
-            pinned: PinnedPool::new(Arc::clone(&services), host_cache_bytes),
+            pinned: PinnedPool::new(Arc::clone(&services), host_memory),
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
             closed: AtomicBool::new(false),
@@ -119,7 +120,7 @@ impl Owner for RuntimeInner {
             // Refused releases are counted, and are not a reason to fail.
             tracing::debug!("memory could not be freed in passing: {error}");
         }
-        self.pinned.trim_to_cap();
+        self.pinned.trim_in_passing();
     }
 
     fn trim_device_memory(&self) {

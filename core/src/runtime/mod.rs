@@ -16,6 +16,7 @@ pub(crate) use inner::{RuntimeInner, Users};
 use crate::capture::thread::refuse_in_capture;
 use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
+use crate::pool::HostMemoryOptions;
 use crate::pool::completion_events::EventPool;
 use crate::services::{DeviceState, Services};
 use crate::workspace_config;
@@ -72,8 +73,9 @@ impl Runtime {
     /// Creates a runtime over an open backend.
     ///
     /// # Errors
-    /// As [`Runtime::new`].
+    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
+        let host_memory = options.host_memory.or(HostMemoryOptions::from_environment()?);
         let generation = Generation::current();
         let identity = backend.identity();
         let device = |ordinal| {
@@ -100,7 +102,7 @@ impl Runtime {
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, options.host_cache_bytes);
+        let inner = RuntimeInner::new(services, &host_memory);
         Ok(Self { inner: Arc::new(Users(inner)) })
     }
 
@@ -198,7 +200,9 @@ impl Runtime {
                 .with_hint("first let those processes drop the buffers, or end"));
             }
         }
-        let users = Arc::try_unwrap(self.inner).map_err(|shared| {
+        let buffers = self.inner.pinned.live_buffers();
+        let users = if buffers == 0 { Arc::try_unwrap(self.inner) } else { Err(self.inner) };
+        let users = users.map_err(|shared| {
             if let Some(sharing) = shared.sharing.get()
                 && let Err(error) = sharing.start("close")
             {
@@ -206,7 +210,7 @@ impl Runtime {
             }
             // The remaining objects are in use elsewhere. A refusal has been counted and logged.
             let _ = shared.trim();
-            let others = match Arc::strong_count(&shared) - 1 {
+            let others = match Arc::strong_count(&shared) as u64 - 1 + buffers {
                 1 => "1 other object of the runtime is alive".to_owned(),
                 others => format!("{others} other objects of the runtime are alive"),
             };

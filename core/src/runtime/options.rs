@@ -1,6 +1,7 @@
 //! [`RuntimeOptions`]: the options of a runtime.
 
 use crate::numerics::Numerics;
+use crate::pool::HostMemoryOptions;
 
 /// The options of a [`Runtime`](crate::Runtime).
 #[derive(Debug, Clone, Copy, Default)]
@@ -14,15 +15,20 @@ pub struct RuntimeOptions {
     pub lt_workspace_bytes: Option<usize>,
     /// The policy for products of threads and leases that set none.
     pub numerics: Numerics,
-    /// Bytes of page-locked memory that may be cached while no buffer owns them; unlimited by default.
-    pub host_cache_bytes: Option<u64>,
+    /// The options of page-locked memory.
+    pub host_memory: HostMemoryOptions,
 }
 
 impl RuntimeOptions {
     /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
-        Self { blas_workspace_bytes: None, lt_workspace_bytes: None, numerics: Numerics::new(), host_cache_bytes: None }
+        Self {
+            blas_workspace_bytes: None,
+            lt_workspace_bytes: None,
+            numerics: Numerics::new(),
+            host_memory: HostMemoryOptions::new(),
+        }
     }
 
     /// Returns the options with another BLAS workspace.
@@ -46,12 +52,18 @@ impl RuntimeOptions {
         self
     }
 
-    /// Returns the options with a cap on the page-locked memory that is cached and that no buffer owns. Memory above the cap is
-    /// freed, least recently used first, once no stream uses it. The call that triggers the free pays for it: a drop or a
-    /// request of a buffer, or a wait for a stream. 0 caches nothing. The cap never causes a request to fail.
+    /// Returns the options with other options of page-locked memory. The variable `HIGHWATER_HOST_MEMORY` sets those that are
+    /// not set here.
+    #[must_use]
+    pub const fn with_host_memory(mut self, options: HostMemoryOptions) -> Self {
+        self.host_memory = options;
+        self
+    }
+
+    /// Returns the options with a cap on idle page-locked memory: see [`HostMemoryOptions::with_idle_cap_bytes`].
     #[must_use]
     pub const fn with_host_cache_bytes(mut self, cap: u64) -> Self {
-        self.host_cache_bytes = Some(cap);
+        self.host_memory = self.host_memory.with_idle_cap_bytes(cap);
         self
     }
 }

@@ -106,11 +106,13 @@ impl fmt::Display for HandlePoolStatistics {
 
 impl fmt::Display for HostCacheStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} blocks ({}): ", self.held_blocks, Bytes(self.held_bytes))?;
+        write!(f, "{} held in {} pieces, ", Bytes(self.held_bytes), self.pieces)?;
+        write!(f, "{} at most: ", Bytes(self.peak_held_bytes))?;
         write!(f, "{} live ({}, ", self.live_blocks, Bytes(self.live_bytes))?;
         write!(f, "of which {} requested), ", Bytes(self.requested_bytes))?;
+        write!(f, "{} free, ", Bytes(self.free_bytes))?;
+        write!(f, "{} in thread caches ({}), ", self.cached_blocks, Bytes(self.cached_bytes))?;
         write!(f, "{} in graphs ({}), ", self.graph_blocks, Bytes(self.graph_bytes))?;
-        write!(f, "{} free ({}), ", self.free_blocks, Bytes(self.free_bytes))?;
         write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
         write!(f, "{} unmarked ({}), ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
         write!(f, "{} remnants ({}); ", self.remnant_blocks, Bytes(self.remnant_bytes))?;

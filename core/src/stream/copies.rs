@@ -8,7 +8,7 @@ use super::Stream;
 use super::submission::SubmissionState;
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
-use crate::pool::host::PinnedBlock;
+use crate::pool::block::OwnedBlock;
 use crate::pool::pinned::PinnedPool;
 use highwater_hal::{
     DeviceMemoryKind, Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result,
@@ -128,7 +128,7 @@ impl Stream {
         let backend = self.backend(operation)?;
         let to_host = kind != CopyKind::ToDevice;
         let inner = &self.runtime.inner;
-        if !Arc::ptr_eq(&host.runtime().inner, inner) {
+        if !host.is_of(&inner.pinned) {
             return Err(foreign(operation, host));
         }
         self.check_here(operation, &device.untyped())?;
@@ -249,7 +249,7 @@ impl Stream {
     fn use_pinned(
         &self,
         operation: &'static str,
-        block: &PinnedBlock,
+        block: &OwnedBlock,
         writes: bool,
         recordable: bool,
         enqueue: impl FnOnce(&mut SubmissionState) -> Result<(), NotEnqueued>,

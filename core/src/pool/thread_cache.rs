@@ -1,0 +1,359 @@
+//! The blocks that a thread keeps for its next requests, so that a hit takes no lock and writes no memory of other threads.
+//!
+//! A thread cache has lists of blocks of exactly one size each, for the sizes that its thread requested last. A block of more
+//! than 64 KiB is kept only if its size was requested at least twice. A block returns to the thread that requested it: another
+//! thread that frees it puts it into the *inbox* of that thread, which the owner empties when a list is empty.
+//!
+//! A thread that is about to grow the pool takes the blocks out of every thread cache first. [`BiasedLock`] makes that safe.
+//!
+//! *Liveness.* A buffer holds no reference to its runtime. Each thread counts the buffers that it created less those that it
+//! dropped, in its cache, and the sum over all threads is the number of live buffers. When the last other user of the runtime
+//! is dropped, it marks every thread cache as *closing* and sums up. If buffers are left, it leaves the runtime in the
+//! registry. A thread that drops a buffer finds the mark in the same critical section in which it counts. It then sums up too,
+//! and the one that finds zero ends the runtime. A buffer counts as dropped only once its block is back, and after that its
+//! thread no longer touches the pool, only its own cache and the registry, which it keeps alive.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::fmt;
+
+use super::biased_lock::BiasedLock;
+use super::block::OwnedBlock;
+use super::host::HostCache;
+use crate::primitive::{Arc, Mutex, prepare_fences};
+
+/// Sizes that a thread cache has lists for.
+const SIZES: usize = 16;
+/// Blocks of up to this many pages, 64 KiB, are kept after the first request.
+const SMALL_PAGES: u32 = 16;
+/// Blocks of one size that are kept.
+const MOST_SMALL: usize = 64;
+const MOST_LARGE: usize = 8;
+
+/// What a thread counts.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Counts {
+    /// The buffers that it created less those that it dropped.
+    pub(crate) live: i64,
+    /// Requests that its own cache served.
+    pub(crate) hits: u64,
+}
+
+impl Counts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.live += other.live;
+        self.hits += other.hits;
+    }
+}
+
+/// What one thread keeps of one pool. Aligned so that other threads write to no cache line that a hit uses: neither the count of
+/// references before it, nor the inbox.
+#[repr(align(128))]
+pub(crate) struct ThreadCache {
+    pub(super) cached: BiasedLock<Cached>,
+    pub(super) cache: Arc<HostCache>,
+    inbox: Inbox,
+}
+
+/// Blocks that other threads dropped. `None` once the thread has ended.
+#[repr(align(128))]
+struct Inbox(Mutex<Option<Vec<OwnedBlock>>>);
+
+impl fmt::Debug for ThreadCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThreadCache").finish_non_exhaustive()
+    }
+}
+
+/// The part that the owner accesses without a lock.
+#[derive(Default)]
+pub(crate) struct Cached {
+    pub(crate) counts: Counts,
+    /// True once the last other user of the runtime is gone.
+    pub(crate) closing: bool,
+    /// The index of the list that served last.
+    last: usize,
+    /// The number of pages of each list's blocks; 0 for an unused list.
+    pages: [u32; SIZES],
+    lists: [List; SIZES],
+    /// The list whose size is replaced next.
+    next: usize,
+    /// Bytes of the blocks in the lists, and the most that the cap allows.
+    bytes: u64,
+    pub(super) allowance: u64,
+}
+
+#[derive(Default)]
+struct List {
+    blocks: Vec<OwnedBlock>,
+    /// True if the size was requested again while the list existed.
+    is_repeated: bool,
+}
+
+impl Cached {
+    #[inline]
+    fn list_of(&self, pages: u32) -> Option<usize> {
+        if self.pages[self.last] == pages {
+            return Some(self.last);
+        }
+        self.pages.iter().position(|of_list| *of_list == pages)
+    }
+
+    /// Takes out a block of a size, for a request of `requested` bytes.
+    #[inline]
+    pub(crate) fn find(&mut self, pages: u32, requested: usize) -> Option<OwnedBlock> {
+        let index = self.list_of(pages)?;
+        let block = self.lists[index].blocks.pop()?;
+        self.last = index;
+        self.bytes -= block.bytes as u64;
+        self.counts.live += 1;
+        self.counts.hits += 1;
+        block.begin_life(requested);
+        Some(block)
+    }
+
+    /// Keeps a free block, or returns it.
+    #[inline]
+    pub(crate) fn keep(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
+        let pages = block.run.pages;
+        let Some(index) = self.list_of(pages) else { return Some(block) };
+        let is_small = pages <= SMALL_PAGES;
+        let list = &mut self.lists[index];
+        let has_room = list.blocks.len() < if is_small { MOST_SMALL } else { MOST_LARGE };
+        let bytes = self.bytes + block.bytes as u64;
+        if !has_room || bytes > self.allowance || !(is_small || list.is_repeated) {
+            return Some(block);
+        }
+        self.bytes = bytes;
+        list.blocks.push(block);
+        None
+    }
+
+    /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
+    pub(crate) fn note_miss(&mut self, pages: u32) -> Vec<OwnedBlock> {
+        if let Some(index) = self.list_of(pages) {
+            self.lists[index].is_repeated = true;
+            return Vec::new();
+        }
+        let index = self.next;
+        self.next = (index + 1) % SIZES;
+        self.pages[index] = pages;
+        self.lists[index].is_repeated = false;
+        self.empty(index)
+    }
+
+    fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
+        let blocks = std::mem::take(&mut self.lists[index].blocks);
+        self.bytes -= blocks.iter().map(|block| block.bytes as u64).sum::<u64>();
+        blocks
+    }
+
+    /// Takes out every block.
+    fn take_all(&mut self) -> Vec<OwnedBlock> {
+        (0..SIZES).flat_map(|index| self.empty(index)).collect()
+    }
+
+    /// The number and the bytes of the blocks in the lists.
+    pub(crate) fn kept(&self) -> (u64, u64) {
+        (self.lists.iter().map(|list| list.blocks.len() as u64).sum(), self.bytes)
+    }
+}
+
+impl ThreadCache {
+    fn new(cache: &Arc<HostCache>, closing: bool) -> Arc<Self> {
+        let allowance = if cache.has_cap() { 0 } else { u64::MAX };
+        let cached = Cached { closing, allowance, ..Cached::default() };
+        Arc::new(Self {
+            cached: BiasedLock::new(cached),
+            inbox: Inbox(Mutex::new(Some(Vec::new()))),
+            cache: Arc::clone(cache),
+        })
+    }
+
+    /// Returns a block that another thread dropped. Returns it to the caller if this cache's thread has ended.
+    pub(crate) fn send(&self, block: OwnedBlock) -> Option<OwnedBlock> {
+        match &mut *self.inbox.0.lock() {
+            Some(inbox) => {
+                inbox.push(block);
+                None
+            }
+            None => Some(block),
+        }
+    }
+
+    /// Takes out the blocks that other threads dropped.
+    pub(crate) fn take_inbox(&self) -> Vec<OwnedBlock> {
+        self.inbox.0.lock().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// The number and the bytes of the blocks that other threads dropped.
+    pub(crate) fn inbox(&self) -> (u64, u64) {
+        let inbox = self.inbox.0.lock();
+        let blocks = inbox.iter().flatten();
+        blocks.fold((0, 0), |(count, bytes), block| (count + 1, bytes + block.bytes as u64))
+    }
+
+    /// Takes out every block, in any thread. Returns also what the cap allowed the cache to keep.
+    pub(crate) fn take_back(&self) -> (Vec<OwnedBlock>, u64) {
+        let (mut blocks, allowance) = self.cached.other(|cached| {
+            let allowance = if self.cache.has_cap() { std::mem::take(&mut cached.allowance) } else { 0 };
+            (cached.take_all(), allowance)
+        });
+        blocks.append(&mut self.take_inbox());
+        (blocks, allowance)
+    }
+
+    /// Ends the cache of a thread that is ending. Returns its blocks and its counts.
+    fn end(&self) -> (Vec<OwnedBlock>, Counts, u64) {
+        let mut blocks = self.inbox.0.lock().take().unwrap_or_default();
+        let (mut kept, allowance) = self.take_back();
+        blocks.append(&mut kept);
+        (blocks, self.cached.other(|cached| std::mem::take(&mut cached.counts)), allowance)
+    }
+}
+
+// ---------------------------------------------------------------- the registry of a pool
+
+/// The thread caches of a pool.
+#[derive(Default)]
+pub(crate) struct Registry {
+    caches: Vec<Arc<ThreadCache>>,
+    /// The counts of threads that have ended, or have no cache.
+    pub(crate) departed: Counts,
+    closing: bool,
+    /// The runtime, once only buffers use it.
+    runtime: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry").field("caches", &self.caches.len()).finish_non_exhaustive()
+    }
+}
+
+impl Registry {
+    pub(crate) fn caches(&self) -> &[Arc<ThreadCache>] {
+        &self.caches
+    }
+
+    /// Returns the sum of all threads' counts.
+    pub(crate) fn counts(&self) -> Counts {
+        let mut sum = self.departed;
+        self.caches.iter().for_each(|cache| sum.add(cache.cached.other(|cached| cached.counts)));
+        sum
+    }
+
+    /// Leaves the runtime to the live buffers. Returns it if there are none.
+    pub(crate) fn leave(&mut self, runtime: Arc<dyn Any + Send + Sync>) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.closing = true;
+        self.caches.iter().for_each(|cache| cache.cached.other(|cached| cached.closing = true));
+        if self.counts().live == 0 {
+            return Some(runtime);
+        }
+        self.runtime = Some(runtime);
+        None
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// Returns the runtime if it was left to the buffers and none is alive.
+    pub(crate) fn take_if_last(&mut self) -> Option<Arc<dyn Any + Send + Sync>> {
+        if self.runtime.is_some() && self.counts().live == 0 { self.runtime.take() } else { None }
+    }
+
+    /// Removes every thread cache, at the end of the runtime.
+    pub(crate) fn clear(&mut self) {
+        self.caches.clear();
+    }
+}
+
+// ---------------------------------------------------------------- the thread's side
+
+/// The caches of a thread, by the pool's id. They end with the thread.
+#[derive(Default)]
+struct Mine(Vec<(u64, Arc<ThreadCache>)>);
+
+impl Drop for Mine {
+    fn drop(&mut self) {
+        LAST.set((0, std::ptr::null()));
+        for (_, mine) in self.0.drain(..) {
+            depart(&mine);
+        }
+    }
+}
+
+/// Returns what a thread has of a pool, at the end of the thread.
+fn depart(mine: &Arc<ThreadCache>) {
+    if !mine.cache.generation().is_current() {
+        return;
+    }
+    let mut registry = mine.cache.registry.lock();
+    let (blocks, counts, allowance) = mine.end();
+    registry.departed.add(counts);
+    registry.caches.retain(|cache| !Arc::ptr_eq(cache, mine));
+    mine.cache.put_back(blocks, allowance);
+}
+
+thread_local! {
+    static MINE: RefCell<Mine> = RefCell::default();
+    /// The cache that the thread used last: the id of its pool, and its address, which `MINE` keeps alive.
+    static LAST: Cell<(u64, *const ThreadCache)> = const { Cell::new((0, std::ptr::null())) };
+}
+
+/// Passes the calling thread's cache of a pool to `use_cache`. Passes `None` if it has none.
+#[inline]
+pub(crate) fn with_mine<R>(pool: u64, use_cache: impl FnOnce(Option<&ThreadCache>) -> R) -> R {
+    let (last, cache) = LAST.get();
+    if last == pool {
+        // SAFETY: The entry of `MINE` keeps it alive. Only this thread removes it: at its end, which resets `LAST`, or in
+        // `enlist` once its pool has ended, and then no caller asks for that pool.
+        return use_cache(Some(unsafe { &*cache }));
+    }
+    use_cache(find_mine(pool).as_deref())
+}
+
+#[cold]
+fn find_mine(pool: u64) -> Option<Arc<ThreadCache>> {
+    let find =
+        |mine: &RefCell<Mine>| mine.borrow().0.iter().find(|(id, _)| *id == pool).map(|(_, mine)| Arc::clone(mine));
+    let mine = MINE.try_with(find).ok().flatten()?;
+    LAST.set((pool, Arc::as_ptr(&mine)));
+    Some(mine)
+}
+
+/// Returns the calling thread's cache of a pool, which it creates if necessary. Returns `None` if the thread is ending.
+pub(crate) fn enlist(cache: &Arc<HostCache>) -> Option<Arc<ThreadCache>> {
+    if let Some(mine) = find_mine(cache.id) {
+        return Some(mine);
+    }
+    let old = MINE.try_with(|mine| {
+        // Pools that have ended have forgotten their thread caches.
+        let (ended, rest) = mine.take().0.drain(..).partition(|(_, old)| Arc::strong_count(old) == 1);
+        mine.borrow_mut().0 = rest;
+        ended
+    });
+    let ended: Vec<_> = old.ok()?;
+    if ended.iter().any(|(id, _)| *id == LAST.get().0) {
+        LAST.set((0, std::ptr::null()));
+    }
+    drop(ended);
+    prepare_fences();
+    let made = {
+        let mut registry = cache.registry.lock();
+        let made = ThreadCache::new(cache, registry.closing);
+        registry.caches.push(Arc::clone(&made));
+        made
+    };
+    MINE.try_with(|mine| mine.borrow_mut().0.push((cache.id, Arc::clone(&made)))).ok()?;
+    LAST.set((cache.id, Arc::as_ptr(&made)));
+    Some(made)
+}
+
+/// Returns the caches of the calling thread.
+#[cfg(test)]
+pub(super) fn mine() -> Vec<Arc<ThreadCache>> {
+    let caches = |mine: &RefCell<Mine>| mine.borrow().0.iter().map(|(_, mine)| Arc::clone(mine)).collect();
+    MINE.try_with(caches).unwrap_or_default()
+}

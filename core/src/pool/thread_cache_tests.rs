@@ -1,0 +1,377 @@
+//! The thread caches of real threads: their ends, blocks that other threads drop, and who ends the runtime.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Barrier, Weak, mpsc};
+use std::thread;
+
+use super::thread_cache;
+use crate::runtime::RuntimeInner;
+use crate::testing::ManualBackend;
+use crate::{Backend, ErrorKind, HostCacheStatistics, PinnedBuffer, Runtime, RuntimeOptions};
+
+const KIB: usize = 1 << 10;
+const PIECE: usize = 2 << 20;
+
+fn open() -> (Arc<ManualBackend>, Runtime) {
+    let backend = ManualBackend::new();
+    (backend.clone(), Runtime::new(backend).unwrap())
+}
+
+fn host(runtime: &Runtime) -> HostCacheStatistics {
+    let host = runtime.statistics().host;
+    assert_eq!(host.broken_law(), None, "{host:?}");
+    host
+}
+
+/// The number of thread caches that the pool of the calling thread's last cache knows.
+fn registered() -> usize {
+    let mine = thread_cache::mine();
+    mine.last().map_or(0, |mine| mine.cache.registry.lock().caches().len())
+}
+
+/// The inner part of a runtime, which is dead once the runtime has ended.
+fn inner(runtime: &Runtime) -> Weak<RuntimeInner> {
+    Arc::downgrade(&runtime.inner.0)
+}
+
+fn has_ended(backend: &ManualBackend, inner: &Weak<RuntimeInner>) -> bool {
+    inner.upgrade().is_none() && backend.gpu.live_objects().total() == 0
+}
+
+// ------------------------------------------------------------------------------------------------ threads
+
+#[test]
+fn a_thread_that_ends_leaves_no_block_and_its_counts() {
+    for cap in [None, Some(0), Some(PIECE as u64 + 100 * KIB as u64)] {
+        let backend = ManualBackend::new();
+        let mut options = RuntimeOptions::new();
+        options.host_memory.idle_cap_bytes = cap;
+        let runtime = Runtime::with_options(backend, &options).unwrap();
+        let survivor = thread::scope(|scope| {
+            let work = || {
+                for round in 1..40 {
+                    drop(runtime.pinned::<u8>(round % 5 * 10 * KIB).unwrap());
+                }
+                runtime.pinned::<u8>(KIB).unwrap()
+            };
+            scope.spawn(work).join().unwrap()
+        });
+        let statistics = host(&runtime);
+        assert_eq!((statistics.cached_blocks, statistics.cached_bytes, statistics.live_blocks), (0, 0, 1));
+        assert_eq!(statistics.free_bytes, statistics.held_bytes - statistics.live_bytes, "all of it has merged");
+        assert_eq!(statistics.hits + statistics.misses, 40, "no request is forgotten");
+        // Its home is gone.
+        drop(survivor);
+        let statistics = host(&runtime);
+        assert_eq!((statistics.cached_blocks, statistics.live_blocks), (0, 0));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+}
+
+#[test]
+fn a_buffer_that_another_thread_drops_returns_to_its_own_thread() {
+    let (_backend, runtime) = open();
+    let pinned = runtime.pinned::<u8>(KIB).unwrap();
+    let at = pinned.ptr();
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            drop(pinned);
+            assert_eq!((host(&runtime).cached_blocks, host(&runtime).live_blocks), (1, 0), "in the inbox");
+            let own = runtime.pinned::<u8>(KIB).unwrap();
+            assert_ne!(own.ptr(), at, "another thread's block");
+        });
+        other.join().unwrap();
+    });
+    assert_eq!(runtime.pinned::<u8>(KIB).unwrap().ptr(), at);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// A producer and a consumer, as a data loader has them: memory goes around, and the pool does not grow with the rounds.
+#[test]
+fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
+    for bytes in [4 * KIB, 300 * KIB] {
+        let (_backend, runtime) = open();
+        let (sender, receiver) = mpsc::sync_channel::<PinnedBuffer<u8>>(4);
+        thread::scope(|scope| {
+            let runtime = &runtime;
+            scope.spawn(move || {
+                for round in 0..2000_usize {
+                    let mut pinned = runtime.pinned::<u8>(bytes).unwrap();
+                    pinned.write().unwrap()[0] = round as u8;
+                    sender.send(pinned).unwrap();
+                }
+            });
+            for (round, pinned) in receiver.into_iter().enumerate() {
+                assert_eq!(pinned.read().unwrap()[0], round as u8);
+            }
+        });
+        let statistics = host(&runtime);
+        assert!(statistics.peak_held_bytes <= 2 * PIECE as u64, "{statistics:?}");
+        assert_eq!((statistics.live_blocks, statistics.cached_blocks), (0, 0), "both threads have ended");
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+}
+
+/// What a thread leaves to the destructors of its locals.
+struct Left {
+    runtime: Option<Runtime>,
+    buffers: Vec<PinnedBuffer<u8>>,
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        // A request in the destructor of a local works too, whether the thread's cache is gone or not.
+        if let Some(runtime) = &self.runtime {
+            let mut pinned = runtime.pinned::<u8>(KIB).unwrap();
+            pinned.write().unwrap().fill(1);
+            assert_eq!(pinned.read().unwrap(), [1; KIB]);
+            self.buffers.push(pinned);
+        }
+        self.buffers.clear();
+        self.runtime = None;
+    }
+}
+
+thread_local! {
+    static LEFT: RefCell<Left> = const { RefCell::new(Left { runtime: None, buffers: Vec::new() }) };
+}
+
+/// Leaves buffers to a thread's locals, of which the cache is the first to be dropped, or the last.
+fn leave_to_locals(runtime: Runtime, is_cache_first: bool, keeps_runtime: bool) {
+    // Locals are dropped in some order of their first uses.
+    if is_cache_first {
+        LEFT.with_borrow(|_| ());
+    }
+    let buffers: Vec<_> = [KIB, 50 * KIB, PIECE, KIB].map(|bytes| runtime.pinned::<u8>(bytes).unwrap()).into();
+    drop(runtime.pinned::<u8>(KIB).unwrap());
+    LEFT.with_borrow_mut(|left| {
+        left.buffers = buffers;
+        left.runtime = keeps_runtime.then_some(runtime);
+    });
+}
+
+#[test]
+fn buffers_that_the_locals_of_a_thread_own_are_returned_after_its_cache_has_ended() {
+    for is_cache_first in [true, false] {
+        let (_backend, runtime) = open();
+        let of_thread = runtime.clone();
+        thread::spawn(move || leave_to_locals(of_thread, is_cache_first, true)).join().unwrap();
+        let statistics = host(&runtime);
+        assert_eq!((statistics.live_blocks, statistics.cached_blocks), (0, 0));
+        assert_eq!((statistics.free_bytes, statistics.requested_bytes), (statistics.held_bytes, 0));
+        assert_eq!(statistics.hits + statistics.misses, 6);
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+}
+
+#[test]
+fn the_locals_of_a_thread_end_the_runtime() {
+    for is_cache_first in [true, false] {
+        for keeps_runtime in [true, false] {
+            let (backend, runtime) = open();
+            let inner = inner(&runtime);
+            thread::spawn(move || leave_to_locals(runtime, is_cache_first, keeps_runtime)).join().unwrap();
+            assert!(has_ended(&backend, &inner), "cache first: {is_cache_first}, with runtime: {keeps_runtime}");
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ growth
+
+#[test]
+fn thousands_of_threads_leave_nothing_behind() {
+    let (_backend, runtime) = open();
+    drop(runtime.pinned::<u8>(KIB).unwrap());
+    for round in 0..3000_usize {
+        let runtime = &runtime;
+        let pinned = thread::scope(|scope| {
+            scope.spawn(move || runtime.pinned::<u8>(round % 4 * 30 * KIB).unwrap()).join().unwrap()
+        });
+        drop(pinned);
+    }
+    assert_eq!(registered(), 1);
+    let statistics = host(&runtime);
+    assert_eq!((statistics.pieces, statistics.hits + statistics.misses), (1, 3001));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_thread_forgets_runtimes_that_have_ended() {
+    let (_backend, lasting) = open();
+    drop(lasting.pinned::<u8>(KIB).unwrap());
+    let backend = ManualBackend::new();
+    for round in 0..100 {
+        let runtime = Runtime::new(backend.clone()).unwrap();
+        let pinned = runtime.pinned::<u8>(KIB).unwrap();
+        if round % 2 == 0 {
+            drop(pinned);
+            assert_eq!(runtime.close().unwrap().total(), 0);
+        } else {
+            drop(runtime);
+            drop(pinned);
+        }
+        assert!(thread_cache::mine().len() <= 3, "{}", thread_cache::mine().len());
+    }
+    assert_eq!(backend.gpu.live_objects().total(), 0);
+    // The cache of the runtime that lasts is still found.
+    drop(lasting.pinned::<u8>(KIB).unwrap());
+    assert_eq!((host(&lasting).hits, host(&lasting).misses), (1, 1));
+}
+
+/// Hits of one thread alternate between two runtimes.
+#[test]
+fn a_thread_has_a_cache_for_each_runtime() {
+    let (_backend, first) = open();
+    let (_other, second) = open();
+    let at = [&first, &second].map(|runtime| runtime.pinned::<u8>(KIB).unwrap().ptr());
+    for _ in 0..10 {
+        assert_eq!([&first, &second].map(|runtime| runtime.pinned::<u8>(KIB).unwrap().ptr()), at);
+    }
+    assert_eq!((host(&first).hits, host(&second).hits), (10, 10));
+    assert_eq!(first.close().unwrap().total(), 0);
+    assert_eq!(second.pinned::<u8>(KIB).unwrap().ptr(), at[1]);
+}
+
+// ------------------------------------------------------------------------------------------------ the end of the runtime
+
+#[test]
+fn a_runtime_ends_beside_threads_that_still_have_caches_of_it() {
+    const THREADS: usize = 4;
+    let (backend, runtime) = open();
+    let (cached, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    let (backend, cached, ended) = (&backend, &cached, &ended);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            let runtime = runtime.clone();
+            scope.spawn(move || {
+                drop(runtime.pinned::<u8>(KIB).unwrap());
+                drop(runtime);
+                cached.wait();
+                ended.wait();
+                // The next runtime of the thread works, and is not taken for the old one.
+                let next = Runtime::new(backend.clone()).unwrap();
+                drop(next.pinned::<u8>(KIB).unwrap());
+                assert_eq!((host(&next).hits, host(&next).misses), (0, 1));
+            });
+        }
+        cached.wait();
+        assert_eq!(host(&runtime).cached_blocks, THREADS as u64);
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        ended.wait();
+    });
+    assert_eq!(backend.gpu.live_objects().total(), 0);
+}
+
+#[test]
+fn a_buffer_works_after_everything_else_of_its_runtime_is_dropped() {
+    let (backend, runtime) = open();
+    let inner = inner(&runtime);
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let on_device = device.allocate::<u8>(4).unwrap();
+    let mut pinned = runtime.pinned::<u8>(4).unwrap();
+    pinned.write().unwrap().copy_from_slice(&[1, 2, 3, 4]);
+    stream.copy_to_device(&pinned, &on_device).unwrap();
+    pinned.write().unwrap().fill(0);
+    stream.copy_to_host(&on_device, &mut pinned).unwrap();
+    drop((runtime, device, stream, on_device));
+    assert!(inner.upgrade().is_some());
+    assert_eq!(pinned.read().unwrap(), [1, 2, 3, 4], "the copy was waited for");
+    pinned.write().unwrap()[0] = 9;
+    pinned.write_with(|values| values[1] = 9).unwrap();
+    assert_eq!(pinned.read_with(<[u8]>::to_vec).unwrap(), [9, 9, 3, 4]);
+    assert_eq!((pinned.registrations().count(), pinned.slice(1..3).unwrap().len()), (1, 2));
+    drop(pinned);
+    assert!(has_ended(&backend, &inner));
+}
+
+#[test]
+fn the_last_buffer_ends_the_runtime_in_any_thread() {
+    // Small and large, of this thread and of another.
+    for bytes in [KIB, PIECE] {
+        for drop_elsewhere in [false, true] {
+            let (backend, runtime) = open();
+            let inner = inner(&runtime);
+            let [first, last] = [bytes; 2].map(|bytes| runtime.pinned::<u8>(bytes).unwrap());
+            drop(runtime);
+            drop(first);
+            assert!(inner.upgrade().is_some(), "a buffer is alive");
+            if drop_elsewhere {
+                thread::spawn(move || drop(last)).join().unwrap();
+            } else {
+                drop(last);
+            }
+            assert!(has_ended(&backend, &inner));
+        }
+    }
+}
+
+#[test]
+fn the_last_buffer_in_a_capture_ends_the_runtime_after_it() {
+    let (backend, runtime) = open();
+    let (_other_backend, other) = open();
+    let inner = inner(&runtime);
+    let stream = other.device(0).unwrap().create_stream().unwrap();
+    let mut last = Some((runtime.pinned::<u8>(KIB).unwrap(), runtime.pinned::<u8>(PIECE).unwrap()));
+    drop(runtime);
+    let graph = stream.capture(|_| {
+        drop(last.take());
+        assert!(inner.upgrade().is_some(), "the end of a runtime waits for captures");
+        Ok(())
+    });
+    graph.unwrap();
+    assert!(has_ended(&backend, &inner));
+}
+
+#[test]
+fn threads_that_drop_the_last_buffers_at_once_end_the_runtime_once() {
+    const THREADS: usize = 3;
+    for round in 0..80 {
+        let (backend, runtime) = open();
+        let inner = inner(&runtime);
+        let start = Barrier::new(THREADS + 1);
+        thread::scope(|scope| {
+            for thread in 0..THREADS {
+                // Some have blocks of other threads, some have caches, and some have neither.
+                let given = (thread != 1).then(|| runtime.pinned::<u8>(KIB << (round % 12)).unwrap());
+                let runtime = runtime.clone();
+                let start = &start;
+                scope.spawn(move || {
+                    let own = (thread > 0).then(|| runtime.pinned::<u8>(KIB).unwrap());
+                    drop(runtime);
+                    start.wait();
+                    if round % 2 == 0 {
+                        drop((given, own));
+                    } else {
+                        drop((own, given));
+                    }
+                });
+            }
+            start.wait();
+            drop(runtime);
+        });
+        assert!(has_ended(&backend, &inner), "round {round}");
+    }
+}
+
+#[test]
+fn a_runtime_with_live_buffers_does_not_close_and_works_afterward() {
+    let (backend, runtime) = open();
+    let mut pinned = runtime.pinned::<u8>(KIB).unwrap();
+    let of_thread = thread::scope(|scope| scope.spawn(|| runtime.pinned::<u8>(PIECE).unwrap()).join().unwrap());
+    let inner = inner(&runtime);
+    let again = runtime.clone();
+    let error = runtime.close().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidState);
+    assert!(error.message().contains("3 other objects"), "{error}");
+    pinned.write().unwrap().fill(7);
+    let next = again.pinned::<u8>(KIB).unwrap();
+    drop((of_thread, next));
+    assert_eq!(host(&again).live_blocks, 1);
+    // This takes the last reference but for the buffer's.
+    assert_eq!(again.close().unwrap_err().kind(), ErrorKind::InvalidState);
+    assert!(inner.upgrade().is_some());
+    assert_eq!(pinned.read().unwrap()[0], 7);
+    drop(pinned);
+    assert!(has_ended(&backend, &inner));
+}

@@ -1,0 +1,184 @@
+//! `highwater bench host` from outside, on the mock.
+
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn bench(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
+    // The backend allocates whole blocks, which nothing touches.
+    command.env("HIGHWATER_MOCK", "register-piece-bytes=0").env("HIGHWATER_BACKEND", "mock");
+    command.args(["bench", "host"]).args(arguments).output().unwrap()
+}
+
+/// The rows that are printed. Each has the keys of a row and no others.
+#[track_caller]
+fn rows(arguments: &[&str]) -> Vec<Value> {
+    let run = bench(&[arguments, &["--json"]].concat());
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(0), "{stderr}");
+    let object: Value = serde_json::from_slice(&run.stdout).unwrap();
+    assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
+    let rows = object["rows"].as_array().unwrap().clone();
+    for row in &rows {
+        let keys: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["bar", "met", "name", "peer", "unit", "value"], "{row}");
+        assert!(row["name"].is_string() && row["unit"].is_string(), "{row}");
+        assert_eq!(row["met"].is_null(), row["bar"].is_null() || row["value"].is_null(), "{row}");
+    }
+    rows
+}
+
+#[track_caller]
+fn assert_refused(arguments: &[&str], parts: &[&str]) {
+    let run = bench(arguments);
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!((run.status.code(), run.stdout.len()), (Some(2), 0), "{stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "`{part}` is missing in:\n{stderr}");
+    }
+}
+
+fn names(rows: &[Value]) -> Vec<&str> {
+    rows.iter().map(|row| row["name"].as_str().unwrap()).collect()
+}
+
+/// A file that this test alone writes.
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("bench-{}-{name}", std::process::id()))
+}
+
+const QUICK: [&str; 6] = ["--rounds", "1", "--milliseconds", "1", "--seeds", "2"];
+
+#[test]
+fn rows_of_time_have_positive_values() {
+    for (filter, expected) in [
+        ("hit_4KiB", &["hit_4KiB_t1", "hit_4KiB_t4", "hit_4KiB_t16", "hit_4KiB_t2"][..]),
+        ("hit_own", &["hit_own_size_t16"]),
+        ("use_4KiB_t1", &["use_4KiB_t1", "use_4KiB_t16"]),
+        ("handoff", &["handoff_1_pair", "handoff_8_pairs"]),
+        ("raw_copy_4KiB_t2", &["raw_copy_4KiB_t2"]),
+        ("scaling", &["scaling_t2"]),
+    ] {
+        let rows = rows(&[&QUICK[..], &["--rows", filter, "--threads", "2"]].concat());
+        assert_eq!(names(&rows), expected);
+        assert!(rows.iter().all(|row| row["value"].as_f64().unwrap() > 0.0), "{rows:?}");
+    }
+}
+
+#[test]
+fn bars_that_depend_on_a_raw_row_are_there_without_it() {
+    for filter in ["use_64MiB_t1", "copy_4KiB_t16"] {
+        let rows = rows(&[&QUICK[..], &["--rows", filter]].concat());
+        assert!(
+            rows.iter().all(|row| row["name"].as_str().unwrap().starts_with("raw") || row["bar"].is_f64()),
+            "{rows:?}"
+        );
+    }
+}
+
+#[test]
+fn rows_of_memory_have_their_names_and_bars() {
+    let rows = rows(&[&QUICK[..], &["--rows", "trace_"]].concat());
+    let bar = |name: &str| rows.iter().find(|row| row["name"] == name).map(|row| row["bar"].as_f64().unwrap());
+    let bars = [("trace_three_seeds", 1.15), ("trace_fresh_seeds", 1.22), ("trace_blocks", 1.15)];
+    for (name, expected) in bars.into_iter().chain([("trace_blocks_then_odd", 1.2)]) {
+        assert_eq!(bar(name), Some(expected), "{name}");
+    }
+    assert_eq!(rows.len(), 9);
+    assert!(rows.iter().all(|row| row["value"].as_f64().unwrap() >= 1.0 && row["unit"] == "ratio"), "{rows:?}");
+}
+
+#[test]
+fn the_peers_values_come_from_a_file() {
+    let path = file("peer.json");
+    fs::write(&path, r#"{"trace_three_seeds": 1.95, "elsewhere": 3}"#).unwrap();
+    let rows = rows(&["--rows", "trace_three_seeds", "--seeds", "1", "--peer", path.to_str().unwrap()]);
+    fs::remove_file(&path).unwrap();
+    let peers: Vec<_> = rows.iter().map(|row| row["peer"].as_f64()).collect();
+    assert_eq!(peers, [Some(1.95), None, None]);
+}
+
+#[test]
+fn rows_without_memory_for_them_are_skipped_with_the_reason() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
+    command.env("HIGHWATER_MOCK", "host-memory=1MiB").args(["bench", "host", "--json", "--backend", "mock"]);
+    let run = command.args(["--rows", "page_lock_8GiB"]).output().unwrap();
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("skipped page_lock_8GiB, page_lock_8GiB_stall: "), "{stderr}");
+    let object: Value = serde_json::from_slice(&run.stdout).unwrap();
+    assert!(object["rows"].as_array().unwrap().iter().all(|row| row["value"].is_null() && row["met"].is_null()));
+}
+
+#[test]
+fn a_written_trace_can_be_replayed_with_the_same_result() {
+    let path = file("trace.jsonl");
+    let text = path.to_str().unwrap();
+    assert!(rows(&["--write-trace", text]).is_empty());
+    let replayed = rows(&["--replay", text]);
+    fs::remove_file(&path).unwrap();
+    assert_eq!(names(&replayed), ["replay", "replay_held", "replay_peak", "replay_time"]);
+    // The largest of the three seeds' peaks.
+    assert_eq!(replayed[2]["value"], 495_133_013.0);
+    let generated = rows(&["--rows", "trace_three_seeds", "--seeds", "1"]);
+    let [replayed, generated] = [&replayed[0], &generated[0]].map(|row| row["value"].as_f64().unwrap());
+    assert!((replayed / generated - 1.0).abs() < 0.05, "{replayed} and {generated}");
+}
+
+#[test]
+fn a_trace_of_several_threads_with_uses_is_replayed() {
+    let path = file("uses.jsonl");
+    let lines = [
+        r#"{"t":0,"thread":1,"op":"alloc","id":7,"bytes":4096}"#,
+        r#"{"t":5,"thread":2,"op":"use","id":7}"#,
+        r#"{"t":9,"thread":2,"op":"free","id":7}"#,
+    ];
+    fs::write(&path, lines.join("\n")).unwrap();
+    let rows = rows(&["--replay", path.to_str().unwrap()]);
+    fs::remove_file(&path).unwrap();
+    assert_eq!(rows[2]["value"], 4096.0);
+}
+
+#[test]
+fn bad_traces_are_refused_with_the_line() {
+    let path = file("bad.jsonl");
+    let text = path.to_str().unwrap();
+    let alloc = r#"{"t":0,"thread":0,"op":"alloc","id":1,"bytes":16}"#;
+    let free = r#"{"t":0,"thread":0,"op":"free","id":1}"#;
+    for (lines, parts) in [
+        (vec![alloc, "no json"], ["line 2", "expected"]),
+        (vec![r#"{"t":0,"thread":0,"op":"alloc","id":1}"#], ["line 1", "`bytes` is not a whole number"]),
+        (vec![r#"{"t":-1,"thread":0,"op":"free","id":1}"#], ["line 1", "`t` is not a whole number"]),
+        (vec![r#"{"t":0,"thread":0,"op":"drop","id":1}"#], ["line 1", "`op` is none of"]),
+        (vec![free], ["line 1", "block 1 was not allocated"]),
+        (vec![alloc, free, free], ["line 3", "block 1 was freed before"]),
+        (vec![alloc, alloc], ["line 2", "block 1 was allocated before"]),
+        (vec![], ["has no lines", "docs/program.md"]),
+    ] {
+        fs::write(&path, lines.join("\n")).unwrap();
+        assert_refused(&["--replay", text], &parts);
+    }
+    fs::remove_file(&path).unwrap();
+    assert_refused(&["--replay", text], &["cannot be read", "hint: "]);
+    assert_refused(&["--write-trace", "/nowhere/trace"], &["the trace cannot be written to /nowhere/trace"]);
+}
+
+#[test]
+fn unknown_rows_and_bad_peers_are_refused() {
+    assert_refused(&["--rows", "nothing"], &["no row has `nothing` in its name", "hit_4KiB_t1, ", "trace_three_seeds"]);
+    let path = file("bad-peer.json");
+    let text = path.to_str().unwrap();
+    let with_peer = ["--rows", "trace_three_seeds", "--seeds", "1", "--peer", text];
+    assert_refused(&with_peer, &["cannot be read", "scripts/bench-host-pytorch.py"]);
+    fs::write(&path, r#"{"trace_three_seeds": "little"}"#).unwrap();
+    assert_refused(&with_peer, &["`trace_three_seeds` is no number"]);
+    fs::remove_file(&path).unwrap();
+    assert_refused(&["--rounds", "0"], &["number of rounds from 1"]);
+    assert_refused(&["--replay", "file", "--rows", "hit"], &["cannot be used with"]);
+    assert_refused(&["--trace", "blocks-then-odd"], &["--write-trace"]);
+}

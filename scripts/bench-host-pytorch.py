@@ -1,0 +1,1 @@
+../program/src/bench/pytorch.py
