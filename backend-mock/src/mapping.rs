@@ -6,6 +6,7 @@
 //! range are exchanged by compare-and-swap. That leaves the bytes beside the range alone, even if another thread or
 //! process writes them at the same time. Ordering comes from streams and events.
 
+use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,6 +70,9 @@ impl Mapping {
     /// # Safety
     /// `dst` must be writable for `bytes` bytes, which no other code accesses meanwhile.
     pub(crate) unsafe fn read(&self, offset: usize, dst: *mut u8, bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
         let words = self.words();
         let range = Range::of(offset, bytes);
         // Relaxed, here and below: see the module's documentation.
@@ -82,9 +86,10 @@ impl Mapping {
         }
         // SAFETY: head and body are parts of the destination.
         let body = unsafe { dst.add(range.head) };
-        for (index, word) in words[range.first..range.first + range.body].iter().enumerate() {
-            // SAFETY: the body is `range.body` words long and inside the destination.
-            unsafe { body.cast::<u64>().add(index).write_unaligned(word.load(Ordering::Relaxed)) };
+        // SAFETY: the body is `range.body` words long and inside the destination, which no other code accesses meanwhile.
+        let slots = unsafe { std::slice::from_raw_parts_mut(body.cast::<MaybeUninit<[u8; WORD]>>(), range.body) };
+        for (word, slot) in words[range.first..range.first + range.body].iter().zip(slots) {
+            slot.write(word.load(Ordering::Relaxed).to_ne_bytes());
         }
         if range.tail > 0 {
             // SAFETY: the tail follows the body inside the destination.
@@ -100,6 +105,9 @@ impl Mapping {
     /// # Safety
     /// `src` must be readable and initialized for `bytes` bytes, which no other code writes meanwhile.
     pub(crate) unsafe fn write(&self, offset: usize, src: *const u8, bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
         let words = self.words();
         let range = Range::of(offset, bytes);
         let store_part = |index: usize, at: usize, count: usize, from: *const u8| {
@@ -113,9 +121,10 @@ impl Mapping {
         }
         // SAFETY: head and body are parts of the source.
         let body = unsafe { src.add(range.head) };
-        for (index, word) in words[range.first..range.first + range.body].iter().enumerate() {
-            // SAFETY: the body is `range.body` words long and inside the source.
-            word.store(unsafe { body.cast::<u64>().add(index).read_unaligned() }, Ordering::Relaxed);
+        // SAFETY: the body is `range.body` words long and inside the source, which no other code writes meanwhile.
+        let values = unsafe { std::slice::from_raw_parts(body.cast::<[u8; WORD]>(), range.body) };
+        for (word, value) in words[range.first..range.first + range.body].iter().zip(values) {
+            word.store(u64::from_ne_bytes(*value), Ordering::Relaxed);
         }
         if range.tail > 0 {
             // SAFETY: the tail follows the body inside the source.

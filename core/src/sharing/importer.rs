@@ -25,13 +25,24 @@ use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
-/// Time limit of one open for the answers of a live exporter.
-const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// Time limit for an exporter that did not answer the last open.
-const ANSWER_AGAIN_WITHIN: Duration = Duration::from_secs(2);
+
+/// Time limits of one open for the answers of a live exporter.
+#[derive(Debug)]
+struct Limits {
+    answer: Duration,
+    /// For an exporter that did not answer the last open.
+    answer_again: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { answer: Duration::from_secs(10), answer_again: Duration::from_secs(2) }
+    }
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct Importer {
+    limits: Limits,
     state: Mutex<State>,
     /// Signaled when a connection or a mapping is added or removed.
     changed: Condvar,
@@ -455,9 +466,10 @@ impl Link {
             PollFd::from_borrowed_fd(self.socket.as_fd(), what),
             PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN),
         ];
-        let second = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
+        let most = patience.left().min(Duration::from_secs(1));
+        let most = rustix::time::Timespec { tv_sec: most.as_secs().cast_signed(), tv_nsec: most.subsec_nanos().into() };
         // Interrupted or not, the caller checks everything again.
-        if rustix::event::poll(&mut ends, Some(&second)) == Ok(0) && process.is_stopped() {
+        if rustix::event::poll(&mut ends, Some(&most)) == Ok(0) && process.is_stopped() {
             let pid = process.pid;
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -482,8 +494,12 @@ impl Patience {
         Self { limit, until: Instant::now() + limit }
     }
 
+    fn left(self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
     fn is_over(self) -> bool {
-        Instant::now() >= self.until
+        self.left().is_zero()
     }
 
     /// Returns the error for a wait that is over. `who` has not answered.
@@ -584,7 +600,7 @@ impl Importer {
     /// short for an exporter that did not answer the last open. Otherwise repeated opens of its tickets would block for too long.
     fn patience(&self, ticket: &Ticket) -> Patience {
         let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
-        Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN })
+        Patience::new(if was_silent { self.limits.answer_again } else { self.limits.answer })
     }
 
     /// Notes whether the exporter of a ticket answered a request.
@@ -949,14 +965,56 @@ mod tests {
         matches!(receive(socket, &mut [0; LONGEST + 1]), Ok(Received::Message(..)))
     }
 
+    fn ticket(incarnation: [u8; 16]) -> Ticket {
+        Ticket {
+            transport: Transport::Descriptor,
+            boot: [0; 16],
+            incarnation,
+            device_uuid: [0; 16],
+            pid: std::process::id(),
+            index: 0,
+            serial: 1,
+            number: 0,
+            allocation_bytes: 8,
+            offset: 0,
+            length: 8,
+        }
+    }
+
+    /// A socket with the name of an exporter.
+    fn listen(incarnation: &[u8; 16]) -> OwnedFd {
+        let flags = SocketFlags::CLOEXEC;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(&super::super::address(incarnation)).unwrap();
+        rustix::net::bind(&listener, &address).unwrap();
+        rustix::net::listen(&listener, 4).unwrap();
+        listener
+    }
+
+    #[test]
+    fn an_exporter_that_does_not_answer_is_waited_for_at_length_once() {
+        let incarnation = highwater_hal::random(OPERATION).unwrap();
+        let _listener = listen(&incarnation);
+        let limits = Limits { answer: Duration::from_millis(1500), answer_again: Duration::from_millis(100) };
+        let importer = Importer { limits, ..Importer::default() };
+        let took: Vec<_> = (0..3)
+            .map(|_| {
+                let started = Instant::now();
+                let mapper = NoMapper(Bell::new(OPERATION).unwrap());
+                let error = importer.open(&ticket(incarnation), 0, &mapper).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+                assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
+                started.elapsed()
+            })
+            .collect();
+        assert!(took[0] >= Duration::from_millis(1500), "{took:?}");
+        assert!(took[1..].iter().all(|took| *took < Duration::from_millis(1500)), "{took:?}");
+    }
+
     #[test]
     fn an_exporter_that_breaks_the_connection_gets_no_second_time_limit() {
         let incarnation = highwater_hal::random(OPERATION).unwrap();
-        let flags = SocketFlags::CLOEXEC;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let address = SocketAddrUnix::new_abstract_name(&super::super::address(&incarnation)).unwrap();
-        rustix::net::bind(&listener, &address).unwrap();
-        rustix::net::listen(&listener, 4).unwrap();
+        let (flags, listener) = (SocketFlags::CLOEXEC, listen(&incarnation));
         let exporter = std::thread::spawn(move || {
             let accept = || {
                 let socket = rustix::net::accept_with(&listener, flags).unwrap();
@@ -976,24 +1034,10 @@ mod tests {
         let importer = Importer::default();
         // So that the limit is the short one.
         importer.state.lock().silent.insert(incarnation);
-        let ticket = Ticket {
-            transport: Transport::Descriptor,
-            boot: [0; 16],
-            incarnation,
-            device_uuid: [0; 16],
-            pid: std::process::id(),
-            index: 0,
-            serial: 1,
-            number: 0,
-            allocation_bytes: 8,
-            offset: 0,
-            length: 8,
-        };
         let started = Instant::now();
-        let error = importer.open(&ticket, 0, &NoMapper(Bell::new(OPERATION).unwrap())).unwrap_err();
+        let error = importer.open(&ticket(incarnation), 0, &NoMapper(Bell::new(OPERATION).unwrap())).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
-        // The wait for the second answer is polled once a second.
-        assert!(started.elapsed() < Duration::from_secs(6), "{:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         importer.disconnect();
         exporter.join().unwrap();
     }

@@ -258,27 +258,6 @@ fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
 }
 
 #[test]
-fn a_process_that_does_not_answer_is_waited_for_at_length_once() {
-    let importer = Exporter::new();
-    let mut peer = Peer::start();
-    let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
-    peer.kill();
-    // A process that cannot be distinguished from the exporter takes its name, and never answers.
-    let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
-    let _socket = listen(&ticket);
-    let mut took = Vec::new();
-    for _ in 0..3 {
-        let started = std::time::Instant::now();
-        let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
-        assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
-        took.push(started.elapsed());
-    }
-    assert!(took[1] + took[2] < std::time::Duration::from_secs(15), "{took:?}");
-    importer.end();
-}
-
-#[test]
 fn a_ticket_of_an_exporter_that_cannot_read_the_boot_id_is_opened() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());
     let buffer = exporter.make(1000, 1);
