@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -52,10 +52,15 @@ fn own_size() -> String {
     format!("hit_own_size_t{OWN_SIZES}")
 }
 
-/// Returns a loop that allocates and frees blocks; the size depends on the thread.
+/// Returns a loop that allocates and frees blocks; the size depends on the thread. At first, all threads have a block at once, so
+/// that the pool has one for each.
 fn hit<'a>(runtime: &'a Runtime, name: String, threads: usize, bytes: impl Fn(usize) -> usize + Sync + 'a) -> Loop<'a> {
+    let all_have_one = Barrier::new(threads);
     Loop::new(name, threads, move |thread| {
         let bytes = bytes(thread);
+        let first = runtime.pinned::<u8>(bytes);
+        all_have_one.wait();
+        drop(first?);
         Ok(Worker::of(move || runtime.pinned::<u8>(bytes).map(|block| drop(black_box(block)))))
     })
 }
