@@ -215,7 +215,7 @@ use std::ptr::NonNull;
 
 use block::{Block, KeptBlock, OwnedBlock};
 use completion_events::CompletionEvent;
-use host::{HostCache, Leaving};
+use host::{HostCache, Leaving, Reason};
 use host_memory::{Growth, Piece};
 use host_options::HostMemoryOptions;
 use primitive::{Arc, Generation, HostPtr, Mutex};
@@ -293,6 +293,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         let rig = &self.0;
         assert!(rig.model().owned.is_empty(), "the runtime ends while a buffer is alive");
+        assert_eq!(rig.cache.statistics().broken_law(), None);
         rig.cache.merge_all();
         let mut below = u32::MAX;
         while let Some(leaving) = rig.cache.take_piece(&mut below) {
@@ -338,8 +339,9 @@ impl Rig {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
                     let found = cached.find(pages, 1);
-                    if found.is_none() {
-                        surplus.append(&mut cached.note_miss(pages));
+                    match found {
+                        Some(_) => cached.counts.inbox_hits += 1,
+                        None => surplus.append(&mut cached.note_miss(pages)),
                     }
                     (surplus, found)
                 })
@@ -525,7 +527,7 @@ impl Rig {
         }
         // The time of a release.
         thread::yield_now();
-        self.cache.has_left(leaving, false);
+        self.cache.has_left(leaving, false, Reason::Trim);
         true
     }
 

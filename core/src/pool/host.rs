@@ -56,6 +56,32 @@ pub(crate) struct Hole {
     pub(crate) ptr: HostPtr,
 }
 
+/// Where a request that missed its thread cache found its block, without a growth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// In free pages.
+    Free,
+    /// In free pages, after waiting blocks were collected.
+    Waiting,
+    /// In free pages, after all thread caches were emptied.
+    ThreadCaches,
+}
+
+/// Why a piece is released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// The program asked for it.
+    Trim,
+    IdleCap,
+    IdleTime,
+    /// The backend, the machine or the cap had no room for a growth.
+    Exhaustion,
+    /// Its growth failed.
+    FailedGrowth,
+    /// The runtime ends.
+    End,
+}
+
 /// A piece of the pool.
 #[derive(Debug, Clone, Copy)]
 struct Held {
@@ -91,13 +117,16 @@ struct State {
     held_bytes: u64,
     /// What the cap has granted to thread caches.
     granted_bytes: u64,
-    /// Requests that the free pages served, and those that grew the pool.
-    hits: u64,
+    /// Requests that the free pages served, by [`Found`], and those that grew the pool.
+    hits: [u64; 3],
     misses: u64,
     allocations: u64,
-    frees: u64,
-    cap_evictions: u64,
+    /// By [`Reason`].
+    frees: [u64; 6],
     peak_held_bytes: u64,
+    /// Bytes of the blocks of buffers, thread caches and inboxes. A hit of a thread cache does not change the sum.
+    out_bytes: u64,
+    peak_out_bytes: u64,
 }
 
 /// The pool's memory and its bookkeeping. It makes no call of the backend.
@@ -178,10 +207,21 @@ impl HostCache {
 
     /// Makes a block of free pages, if a run fits.
     pub(crate) fn take(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        self.take_found(Found::Free, pages, requested, home)
+    }
+
+    /// As [`HostCache::take`], after the pool has done what `found` says.
+    pub(crate) fn take_found(
+        &self,
+        found: Found,
+        pages: u32,
+        requested: usize,
+        home: Option<&Arc<ThreadCache>>,
+    ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
         let block = state.take(pages, home)?;
         block.begin_life(requested);
-        state.hits += 1;
+        state.hits[found as usize] += 1;
         Some(block)
     }
 
@@ -257,6 +297,7 @@ impl HostCache {
     /// Takes a block back whose buffer is gone. Returns whether the cap is exceeded now.
     pub(crate) fn give_back(&self, block: OwnedBlock) -> bool {
         let mut state = self.state.lock();
+        state.out_bytes -= block.bytes as u64;
         state.file(block);
         state.idle_bytes() > self.cap
     }
@@ -281,7 +322,10 @@ impl HostCache {
         if self.has_cap() {
             state.granted_bytes -= allowance;
         }
-        blocks.into_iter().for_each(|block| state.merge(&block));
+        for block in blocks {
+            state.out_bytes -= block.bytes as u64;
+            state.merge(&block);
+        }
     }
 
     /// Takes the blocks back that thread caches keep, and merges them.
@@ -379,9 +423,7 @@ impl HostCache {
             let mut below = u32::MAX;
             while self.exceeds_cap() {
                 let Some(leaving) = self.take_piece(&mut below) else { return };
-                if free(leaving) {
-                    self.state.lock().cap_evictions += 1;
-                }
+                let _ = free(leaving);
             }
         };
         release();
@@ -468,9 +510,9 @@ impl HostCache {
     }
 
     /// Notes that a piece is gone, or a remnant.
-    pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool) {
+    pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool, reason: Reason) {
         let mut state = self.state.lock();
-        state.frees += 1;
+        state.frees[reason as usize] += 1;
         state.leaving.remove(&leaving.run.start);
         if is_remnant {
             state.remnants.insert(leaving.run.start, leaving.piece);
@@ -517,40 +559,55 @@ impl HostCache {
 
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
         let registry = self.registry.lock();
-        let Counts { live, hits } = registry.counts();
-        let (mut cached_blocks, mut cached_bytes) = (0, 0);
+        let Counts { live, hits: own_hits, inbox_hits } = registry.counts();
+        let (mut kept, mut inboxes) = ((0, 0), (0, 0));
+        let add = |sum: &mut (u64, u64), (blocks, bytes)| *sum = (sum.0 + blocks, sum.1 + bytes);
         for cache in registry.caches() {
-            for (blocks, bytes) in [cache.cached.other(|cached| cached.kept()), cache.inbox()] {
-                cached_blocks += blocks;
-                cached_bytes += bytes;
-            }
+            add(&mut kept, cache.cached.other(|cached| cached.kept()));
+            add(&mut inboxes, cache.inbox());
         }
         let state = self.state.lock();
+        let [free_hits, waiting_hits, merged_hits] = state.hits;
+        let freed = |reason: Reason| state.frees[reason as usize];
         let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes as u64).sum::<u64>();
         let live_blocks = || state.blocks.values().filter(|block| block.uses.is_live());
         HostCacheStatistics {
             requested_bytes: live_blocks().map(|block| block.requested() as u64).sum(),
+            rounding_bytes: live_blocks().map(|block| (block.bytes - block.requested()) as u64).sum(),
             held_bytes: state.held_bytes,
             peak_held_bytes: state.peak_held_bytes,
+            peak_live_bytes: state.peak_out_bytes,
             pieces: state.pieces.len() as u64,
             live_blocks: live as u64,
             live_bytes: sum(&mut live_blocks()),
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),
             free_bytes: bytes_of(state.ranges.free_pages()) as u64,
-            cached_blocks,
-            cached_bytes,
+            cached_blocks: kept.0 + inboxes.0,
+            cached_bytes: kept.1 + inboxes.1,
+            inbox_blocks: inboxes.0,
+            inbox_bytes: inboxes.1,
             waiting_blocks: state.waiting.len() as u64,
             waiting_bytes: state.waiting_bytes,
             unmarked_blocks: state.unmarked.len() as u64,
             unmarked_bytes: sum(&mut state.unmarked.iter()),
             remnant_blocks: state.remnants.len() as u64,
             remnant_bytes: state.remnants.values().map(|piece| piece.bytes as u64).sum(),
-            hits: state.hits + hits,
+            hits: own_hits + state.hits.iter().sum::<u64>(),
+            // The thread cache found them after it had emptied its inbox.
+            cache_hits: own_hits - inbox_hits,
+            inbox_hits,
+            free_hits,
+            waiting_hits,
+            merged_hits,
             misses: state.misses,
             allocations: state.allocations,
-            frees: state.frees,
-            cap_evictions: state.cap_evictions,
+            frees: state.frees.iter().sum(),
+            trim_frees: freed(Reason::Trim),
+            cap_evictions: freed(Reason::IdleCap),
+            idle_time_frees: freed(Reason::IdleTime),
+            exhaustion_frees: freed(Reason::Exhaustion),
+            failed_growth_frees: freed(Reason::FailedGrowth),
         }
     }
 }
@@ -578,12 +635,13 @@ impl State {
             waiting_bytes: 0,
             held_bytes: 0,
             granted_bytes: 0,
-            hits: 0,
+            hits: [0; 3],
             misses: 0,
             allocations: 0,
-            frees: 0,
-            cap_evictions: 0,
+            frees: [0; 6],
             peak_held_bytes: 0,
+            out_bytes: 0,
+            peak_out_bytes: 0,
         }
     }
 
@@ -620,6 +678,8 @@ impl State {
         let borders = (!borders.is_empty()).then(|| Arc::from(borders));
         let block = Block::new(ptr, bytes_of(pages), run, borders, home.cloned());
         self.blocks.insert(ptr.address(), Arc::clone(&block));
+        self.out_bytes += block.bytes as u64;
+        self.peak_out_bytes = self.peak_out_bytes.max(self.out_bytes);
         Some(block)
     }
 
@@ -736,20 +796,33 @@ impl State {
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
 ///   free_bytes`.
-/// - No more is requested than is live: `requested_bytes <= live_bytes`.
+/// - Requests are rounded up to pages: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 *
+///   live_blocks`.
+/// - What is in inboxes is counted as cached too: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
+/// - Every hit was found somewhere: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
 /// - No piece is lost: `pieces = allocations - frees`.
-/// - The pool grows only for requests: `misses <= allocations`, except for pieces of a growth that failed.
-/// - Every eviction was a free: `cap_evictions <= frees`.
-/// - `held_bytes <= peak_held_bytes`.
+/// - The pool grows only for requests: `misses <= allocations`.
+/// - Every free has a reason: `frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees`.
+/// - `held_bytes <= peak_held_bytes` and `live_bytes + cached_bytes <= peak_live_bytes <= peak_held_bytes`.
+///
+/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation),
+/// `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and `waiting_bytes`, `graph_bytes` and `unmarked_bytes` (work of
+/// streams).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
     /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
+    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages.
+    pub rounding_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
     /// Maximum of `held_bytes` so far.
     pub peak_held_bytes: u64,
+    /// Maximum of `live_bytes + cached_bytes` so far, as a bound of the maximum of `live_bytes`. The bound is too large by at most
+    /// the `cached_bytes` of the time of that maximum. It is found on slow paths, because a hit of a thread cache does not
+    /// change the sum.
+    pub peak_live_bytes: u64,
     /// Pieces held: memory that the backend registered, or allocated, in one call.
     pub pieces: u64,
     /// Blocks that buffers own.
@@ -766,6 +839,10 @@ pub struct HostCacheStatistics {
     pub cached_blocks: u64,
     /// Bytes of those.
     pub cached_bytes: u64,
+    /// Those among them that other threads dropped and that wait in the inbox of their thread.
+    pub inbox_blocks: u64,
+    /// Bytes of those.
+    pub inbox_bytes: u64,
     /// Blocks whose streams may not have passed their last use.
     pub waiting_blocks: u64,
     /// Bytes of those.
@@ -781,14 +858,32 @@ pub struct HostCacheStatistics {
     pub remnant_bytes: u64,
     /// Requests served without a growth.
     pub hits: u64,
+    /// Of those, requests that the cache of the thread served.
+    pub cache_hits: u64,
+    /// Of those, requests that a block from the inbox of the thread served.
+    pub inbox_hits: u64,
+    /// Of those, requests that free pages served.
+    pub free_hits: u64,
+    /// Of those, requests that free pages served after waiting blocks had been collected.
+    pub waiting_hits: u64,
+    /// Of those, requests that free pages served after all thread caches had been emptied and their blocks merged.
+    pub merged_hits: u64,
     /// Requests for which the pool grew.
     pub misses: u64,
     /// Pieces that the backend registered or allocated.
     pub allocations: u64,
     /// Pieces that were released, for any reason, including remnants.
     pub frees: u64,
-    /// Pieces that were released because of the cap.
+    /// Pieces that [`Runtime::trim`](crate::Runtime::trim) released.
+    pub trim_frees: u64,
+    /// Pieces that were released because of the cap on idle memory.
     pub cap_evictions: u64,
+    /// Pieces that were released because no request had used them for the idle time.
+    pub idle_time_frees: u64,
+    /// Pieces that were released because a growth had no room: in the cap, on the machine or in the backend.
+    pub exhaustion_frees: u64,
+    /// Pieces that were released because a later piece of the same growth failed.
+    pub failed_growth_frees: u64,
 }
 
 impl HostCacheStatistics {
@@ -802,16 +897,37 @@ impl HostCacheStatistics {
             + self.unmarked_bytes
             + self.cached_bytes
             + self.free_bytes;
+        let hits = self.cache_hits + self.inbox_hits + self.free_hits + self.waiting_hits + self.merged_hits;
+        let frees = self.trim_frees
+            + self.cap_evictions
+            + self.idle_time_frees
+            + self.exhaustion_frees
+            + self.failed_growth_frees;
         let laws = [
             (
                 self.held_bytes == bytes,
                 "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes",
             ),
-            (self.requested_bytes <= self.live_bytes, "requested_bytes <= live_bytes"),
+            (
+                self.live_bytes == self.requested_bytes + self.rounding_bytes,
+                "live_bytes = requested_bytes + rounding_bytes",
+            ),
+            (self.rounding_bytes <= self.live_blocks * PAGE as u64, "rounding_bytes <= 4096 * live_blocks"),
+            (self.inbox_bytes <= self.cached_bytes, "inbox_bytes <= cached_bytes"),
+            (self.inbox_blocks <= self.cached_blocks, "inbox_blocks <= cached_blocks"),
+            (self.hits == hits, "hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits"),
             (self.pieces + self.frees == self.allocations, "pieces = allocations - frees"),
             (self.misses <= self.allocations, "misses <= allocations"),
-            (self.cap_evictions <= self.frees, "cap_evictions <= frees"),
+            (
+                self.frees == frees,
+                "frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees",
+            ),
             (self.held_bytes <= self.peak_held_bytes, "held_bytes <= peak_held_bytes"),
+            (
+                self.live_bytes + self.cached_bytes <= self.peak_live_bytes,
+                "live_bytes + cached_bytes <= peak_live_bytes",
+            ),
+            (self.peak_live_bytes <= self.peak_held_bytes, "peak_live_bytes <= peak_held_bytes"),
         ];
         laws.into_iter().find(|(holds, _)| !holds).map(|(_, law)| law)
     }

@@ -26,6 +26,8 @@ mod host_tests;
 mod model_tests;
 pub(crate) mod pinned;
 mod ranges;
+#[cfg(test)]
+mod statistics_tests;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;

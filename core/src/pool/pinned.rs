@@ -11,7 +11,7 @@ use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::CompletionEvent;
-use super::host::{HostCache, Leaving};
+use super::host::{Found, HostCache, Leaving, Reason};
 use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
 use super::ranges::PAGE;
@@ -107,7 +107,7 @@ impl PinnedPool {
             self.keep_to_cap();
         }
         if !in_capture() {
-            self.cache.release_old(|leaving| drop(self.free(leaving)));
+            self.cache.release_old(|leaving| drop(self.free(leaving, Reason::IdleTime)));
         }
     }
 
@@ -146,8 +146,9 @@ impl PinnedPool {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
                     let found = cached.find(pages, bytes);
-                    if found.is_none() {
-                        surplus.append(&mut cached.note_miss(pages));
+                    match found {
+                        Some(_) => cached.counts.inbox_hits += 1,
+                        None => surplus.append(&mut cached.note_miss(pages)),
                     }
                     (surplus, found)
                 })
@@ -166,8 +167,8 @@ impl PinnedPool {
 
     /// Makes a block, in the order of the costs.
     fn take_shared(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
-        let look = || self.cache.take(pages, requested, home);
-        if let Some(block) = look() {
+        let look = |found| self.cache.take_found(found, pages, requested, home);
+        if let Some(block) = look(Found::Free) {
             return Ok(block);
         }
         let mut found = None;
@@ -175,7 +176,7 @@ impl PinnedPool {
             |completion| self.services.is_surely_passed(completion),
             usize::MAX,
             || {
-                found = look();
+                found = look(Found::Waiting);
                 found.is_some()
             },
         );
@@ -183,7 +184,7 @@ impl PinnedPool {
             return Ok(block);
         }
         self.cache.empty_thread_caches();
-        if let Some(block) = look() {
+        if let Some(block) = look(Found::ThreadCaches) {
             return Ok(block);
         }
         // While this thread held blocks, other threads may have seen less idle memory than there is.
@@ -192,12 +193,12 @@ impl PinnedPool {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
-                if let Err(error) = self.trim() {
+                if let Err(error) = self.trim_for(Reason::Exhaustion) {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
                 self.active_trims.wait();
-                look().map_or_else(|| self.grow(pages, requested, home), Ok)
+                look(Found::Free).map_or_else(|| self.grow(pages, requested, home), Ok)
             }
             result => result,
         }
@@ -234,7 +235,7 @@ impl PinnedPool {
         if !in_capture() {
             for leaving in pieces.iter().rev().filter_map(|piece| self.cache.take_piece_at(piece.ptr)) {
                 // A refusal is counted, and the piece stays in the pool.
-                let _ = self.free(leaving);
+                let _ = self.free(leaving, Reason::FailedGrowth);
             }
         }
     }
@@ -246,7 +247,7 @@ impl PinnedPool {
         let room = || budget.room(self.cache.shortfall(pages) as u64, self.cache.held_bytes(), self.cap_bytes);
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
-            if let Err(error) = self.trim() {
+            if let Err(error) = self.trim_for(Reason::Exhaustion) {
                 tracing::debug!("not everything could be given back: {error}");
             }
         }
@@ -322,7 +323,8 @@ impl PinnedPool {
         if in_capture() || self.services.backend.is_exiting() {
             return;
         }
-        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), |leaving| self.free(leaving).0);
+        let free = |leaving| self.free(leaving, Reason::IdleCap).0;
+        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), free);
     }
 
     /// Refuses a block whose end of use is unknown.
@@ -389,13 +391,17 @@ impl PinnedPool {
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
+        self.trim_for(Reason::Trim)
+    }
+
+    fn trim_for(&self, reason: Reason) -> Result<()> {
         // First, because pieces that become remnants below have just been tried.
         let mut result = self.release_remnants();
         self.cache.empty_thread_caches();
         self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, || false);
         let mut below = u32::MAX;
         while let Some(leaving) = self.cache.take_piece(&mut below) {
-            let (_, freed) = self.free(leaving);
+            let (_, freed) = self.free(leaving, reason);
             result = std::mem::replace(&mut result, Ok(())).and(freed);
         }
         result
@@ -403,15 +409,15 @@ impl PinnedPool {
 
     /// Releases a piece that was taken out of the pool. Returns whether it is gone, and the backend's refusal, which is
     /// counted.
-    fn free(&self, leaving: Leaving) -> (bool, Result<()>) {
+    fn free(&self, leaving: Leaving, reason: Reason) -> (bool, Result<()>) {
         // SAFETY: The piece came from this memory. All of it was free, and it was taken out, so no code and no stream uses it.
         let (is_gone, refused) = match unsafe { self.memory.release(leaving.piece) } {
             Freed::Whole => {
-                self.cache.has_left(leaving, false);
+                self.cache.has_left(leaving, false, reason);
                 (true, Ok(()))
             }
             Freed::InPart(error) => {
-                self.cache.has_left(leaving, true);
+                self.cache.has_left(leaving, true, reason);
                 (true, Err(error))
             }
             Freed::Refused(error) => {
@@ -449,12 +455,17 @@ impl PinnedPool {
     /// # Safety
     /// The devices must have executed everything, and no buffer may own a block.
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
+        // Every test with a runtime checks the laws here.
+        if cfg!(debug_assertions) && !std::thread::panicking() {
+            let statistics = self.statistics();
+            assert_eq!(statistics.broken_law(), None, "a law of the pool does not hold: {statistics:?}");
+        }
         self.cache.merge_all();
         let mut below = u32::MAX;
         let pieces: Vec<_> = std::iter::from_fn(|| self.cache.take_piece(&mut below)).collect();
         let mut in_part = Ok(());
         let mut result = twice(pieces, |leaving| {
-            let (is_gone, freed) = self.free(*leaving);
+            let (is_gone, freed) = self.free(*leaving, Reason::End);
             if is_gone {
                 // The rest of it is a remnant, which is released below.
                 in_part = std::mem::replace(&mut in_part, Ok(())).and(freed);

@@ -37,12 +37,15 @@ pub(crate) struct Counts {
     pub(crate) live: i64,
     /// Requests that its own cache served.
     pub(crate) hits: u64,
+    /// Those among them that found a block from the inbox.
+    pub(crate) inbox_hits: u64,
 }
 
 impl Counts {
     pub(crate) fn add(&mut self, other: Self) {
         self.live += other.live;
         self.hits += other.hits;
+        self.inbox_hits += other.inbox_hits;
     }
 }
 
