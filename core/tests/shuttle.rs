@@ -12,7 +12,7 @@ mod primitive {
     pub(crate) use std::sync::Arc;
 
     pub(crate) use highwater_core::HostPtr;
-    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, Ordering};
 
     /// Shuttle's schedules are sequentially consistent.
     pub(crate) fn light_fence() {}
@@ -201,10 +201,14 @@ macro_rules! thread_local {
 mod biased_lock;
 #[path = "../src/pool/block.rs"]
 mod block;
+#[path = "../src/pool/block_table.rs"]
+mod block_table;
 #[path = "../src/pool/block_uses.rs"]
 mod block_uses;
 #[path = "../src/pool/host.rs"]
 mod host;
+#[path = "../src/pool/lazy_box.rs"]
+mod lazy_box;
 #[path = "../src/pool/ranges.rs"]
 mod ranges;
 #[path = "../src/pool/thread_cache.rs"]
@@ -253,7 +257,7 @@ struct Model {
 
 /// The pages of a block, counted by addresses. The pool's own numbers have no gap where the addresses have one.
 fn pages_of(block: &Block) -> Run {
-    place(block.ptr, block.bytes)
+    place(block.ptr, block.bytes())
 }
 
 fn place(ptr: HostPtr, bytes: usize) -> Run {
@@ -324,7 +328,9 @@ impl Rig {
     /// As `PinnedPool::take`.
     fn take(&self, pages: u32) -> OwnedBlock {
         // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
-        let found = with_mine(self.cache.id, |mine| unsafe { mine?.cached.own(|cached| cached.find(pages, 1)) });
+        let found = with_mine(self.cache.id, |mine| unsafe {
+            mine?.cached.own(|cached| cached.find(pages, pages as usize * PAGE))
+        });
         let block = found.unwrap_or_else(|| self.take_slow(pages));
         self.model().take(pages_of(&block));
         block
@@ -338,7 +344,7 @@ impl Rig {
             let (surplus, found) = unsafe {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
-                    let found = cached.find(pages, 1);
+                    let found = cached.find(pages, pages as usize * PAGE);
                     match found {
                         Some(_) => cached.counts.inbox_hits += 1,
                         None => surplus.append(&mut cached.note_miss(pages)),
@@ -357,7 +363,7 @@ impl Rig {
     }
 
     fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let look = || self.cache.take(pages, 1, home);
+        let look = || self.cache.take(pages, pages as usize * PAGE, home);
         let mut found = look();
         if found.is_none() {
             self.cache.collect(CompletionEvent::is_passed, usize::MAX, || {
@@ -376,7 +382,7 @@ impl Rig {
     }
 
     fn grow(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let turn = match self.cache.begin_growth(pages, 1, home) {
+        let turn = match self.cache.begin_growth(pages, pages as usize * PAGE, home) {
             Ok(block) => return block,
             Err(turn) => turn,
         };
@@ -399,7 +405,7 @@ impl Rig {
                 model.pieces.push(run);
             }
             let growth = Growth { pieces, is_reserved: true, refused: None };
-            if let Some(block) = self.cache.add(&growth, &plan, pages, 1, home) {
+            if let Some(block) = self.cache.add(&growth, &plan, pages, pages as usize * PAGE, home) {
                 return block;
             }
         }
@@ -475,7 +481,7 @@ impl Rig {
     }
 
     fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
-        let bytes = block.bytes as u64;
+        let bytes = block.bytes() as u64;
         if !self.cache.grant(bytes) {
             return Some(block);
         }

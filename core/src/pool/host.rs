@@ -32,6 +32,7 @@ use std::sync::atomic::AtomicU64 as StdAtomicU64;
 use std::time::{Duration, Instant};
 
 use super::block::{Block, KeptBlock, OwnedBlock};
+use super::block_table::BlockTable;
 use super::block_uses::BlockUses;
 use super::completion_events::{CompletionEvent, Point};
 use super::host_memory::{Growth, Piece};
@@ -105,7 +106,7 @@ struct State {
     /// Pieces that are unregistered, and whose pages the system did not take back.
     remnants: BTreeMap<u32, Piece>,
     /// Every block, by address.
-    blocks: BTreeMap<usize, OwnedBlock>,
+    blocks: BlockTable,
     /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
     waiting: BTreeMap<(Point, u64), OwnedBlock>,
     /// The number of blocks put there so far.
@@ -297,7 +298,7 @@ impl HostCache {
     /// Takes a block back whose buffer is gone. Returns whether the cap is exceeded now.
     pub(crate) fn give_back(&self, block: OwnedBlock) -> bool {
         let mut state = self.state.lock();
-        state.out_bytes -= block.bytes as u64;
+        state.out_bytes -= block.bytes() as u64;
         state.file(block);
         state.idle_bytes() > self.cap
     }
@@ -323,7 +324,7 @@ impl HostCache {
             state.granted_bytes -= allowance;
         }
         for block in blocks {
-            state.out_bytes -= block.bytes as u64;
+            state.out_bytes -= block.bytes() as u64;
             state.merge(&block);
         }
     }
@@ -340,8 +341,8 @@ impl HostCache {
     /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<OwnedBlock> {
         let state = self.state.lock();
-        let (start, block) = state.blocks.range(..=ptr.address()).next_back()?;
-        (ptr.address() - start < block.bytes && block.uses.is_live()).then(|| Arc::clone(block))
+        let block = state.blocks.containing(ptr.address())?;
+        block.uses.is_live().then(|| Arc::clone(block))
     }
 
     /// Keeps the block that contains an address, if a buffer owns it.
@@ -402,7 +403,7 @@ impl HostCache {
         let start = Point { stream: from, number: 0 };
         let key = *state.waiting.range((start, 0)..).next()?.0;
         let block = state.waiting.remove(&key)?;
-        state.waiting_bytes -= block.bytes as u64;
+        state.waiting_bytes -= block.bytes() as u64;
         Some((key.0.stream, block))
     }
 
@@ -569,11 +570,11 @@ impl HostCache {
         let state = self.state.lock();
         let [free_hits, waiting_hits, merged_hits] = state.hits;
         let freed = |reason: Reason| state.frees[reason as usize];
-        let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes as u64).sum::<u64>();
-        let live_blocks = || state.blocks.values().filter(|block| block.uses.is_live());
+        let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes() as u64).sum::<u64>();
+        let live_blocks = || state.blocks.iter().filter(|block| block.uses.is_live());
         HostCacheStatistics {
             requested_bytes: live_blocks().map(|block| block.requested() as u64).sum(),
-            rounding_bytes: live_blocks().map(|block| (block.bytes - block.requested()) as u64).sum(),
+            rounding_bytes: live_blocks().map(|block| (block.bytes() - block.requested()) as u64).sum(),
             held_bytes: state.held_bytes,
             peak_held_bytes: state.peak_held_bytes,
             peak_live_bytes: state.peak_out_bytes,
@@ -627,7 +628,7 @@ impl State {
             holes: BTreeMap::new(),
             leaving: BTreeMap::new(),
             remnants: BTreeMap::new(),
-            blocks: BTreeMap::new(),
+            blocks: BlockTable::default(),
             waiting: BTreeMap::new(),
             filed: 0,
             kept: BTreeMap::new(),
@@ -675,10 +676,9 @@ impl State {
         self.note_use(run);
         let ptr = piece.ptr.offset(bytes_of(run.start - first));
         let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
-        let borders = (!borders.is_empty()).then(|| Arc::from(borders));
-        let block = Block::new(ptr, bytes_of(pages), run, borders, home.cloned());
-        self.blocks.insert(ptr.address(), Arc::clone(&block));
-        self.out_bytes += block.bytes as u64;
+        let block = Block::new(ptr, run, borders, home.cloned());
+        self.blocks.insert(Arc::clone(&block));
+        self.out_bytes += block.bytes() as u64;
         self.peak_out_bytes = self.peak_out_bytes.max(self.out_bytes);
         Some(block)
     }
@@ -749,7 +749,7 @@ impl State {
             self.unmarked.push(block);
         } else if let Some(point) = uses.first() {
             self.filed += 1;
-            self.waiting_bytes += block.bytes as u64;
+            self.waiting_bytes += block.bytes() as u64;
             self.waiting.insert((point, self.filed), block);
         } else {
             self.merge(&block);
@@ -758,7 +758,7 @@ impl State {
 
     /// Frees the pages of a block.
     fn merge(&mut self, block: &Block) {
-        self.blocks.remove(&block.ptr.address());
+        self.blocks.remove(block.ptr.address());
         self.note_use(block.run);
         self.ranges.free(block.run);
     }

@@ -293,10 +293,10 @@ fn piece(number: usize) -> Piece {
 /// Grows by these pieces for a request of as much. Returns the first page of its block.
 fn grow(cache: &HostCache, pieces: &[Piece]) -> u32 {
     let pages = (pieces.len() * PIECE / PAGE) as u32;
-    let turn = cache.begin_growth(pages, 1, None).expect_err("nothing is free");
+    let turn = cache.begin_growth(pages, pages as usize * PAGE, None).expect_err("nothing is free");
     let plan = cache.plan_growth(pages, &turn).unwrap();
     let growth = Growth { pieces: pieces.to_vec(), is_reserved: true, refused: None };
-    let block = cache.add(&growth, &plan, pages, 1, None).unwrap();
+    let block = cache.add(&growth, &plan, pages, pages as usize * PAGE, None).unwrap();
     assert_eq!(block.ptr, pieces[0].ptr);
     let start = block.run.start;
     block.uses.end_life();

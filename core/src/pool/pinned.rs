@@ -92,7 +92,7 @@ impl PinnedPool {
 
     /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
-        self.cache.live_block(ptr).map(|block| HostBlockInfo { base: block.ptr, bytes: block.bytes })
+        self.cache.live_block(ptr).map(|block| HostBlockInfo { base: block.ptr, bytes: block.bytes() })
     }
 
     /// Keeps the block that contains an address, if a buffer owns it. If the buffer ends in the meantime, the block is not
@@ -546,7 +546,7 @@ impl PinnedPool {
 
     /// Keeps a block in the calling thread's cache, if the cap grants it.
     fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
-        let bytes = block.bytes as u64;
+        let bytes = block.bytes() as u64;
         if !self.cache.grant(bytes) {
             return Some(block);
         }
