@@ -176,11 +176,17 @@ mod host_memory {
     }
 }
 
+/// The memory of these tests does not exist.
+mod poison {
+    pub(crate) unsafe fn fill(_ptr: crate::primitive::HostPtr, _bytes: usize) {}
+}
+
 mod host_options {
     #[derive(Debug, Clone, Copy, Default)]
     pub(crate) struct HostMemoryOptions {
         pub(crate) idle_cap_bytes: Option<u64>,
         pub(crate) idle_time: Option<std::time::Duration>,
+        pub(crate) poison: Option<bool>,
     }
 }
 
@@ -316,7 +322,7 @@ fn piece_at(page: u32) -> HostPtr {
 
 impl Rig {
     fn new(cap: Option<u64>) -> Arc<Self> {
-        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None };
+        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None, poison: None };
         let cache = HostCache::new(&options, Some(PIECE as usize * PAGE), Generation);
         Arc::new(Self { cache, model: std::sync::Mutex::default() })
     }

@@ -37,6 +37,7 @@ use super::block_uses::BlockUses;
 use super::completion_events::{CompletionEvent, Point};
 use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
+use super::poison::fill;
 use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
 use super::thread_cache::{Counts, Registry, ThreadCache};
 use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
@@ -97,6 +98,8 @@ struct State {
     clock: Option<Instant>,
     /// The time of the last release of old memory.
     swept: u64,
+    /// True if free memory has the pattern of `poison.rs`.
+    is_poisoned: bool,
     ranges: Ranges,
     /// By first page.
     pieces: BTreeMap<u32, Held>,
@@ -189,7 +192,10 @@ impl HostCache {
             cap: options.idle_cap_bytes.unwrap_or(NO_CAP),
             idle_time: options.idle_time,
             is_reserved: piece_bytes.is_some(),
-            state: Mutex::new(State::new(piece_pages, options.idle_time.map(|_| Instant::now()))),
+            state: Mutex::new(State {
+                is_poisoned: options.poison == Some(true),
+                ..State::new(piece_pages, options.idle_time.map(|_| Instant::now()))
+            }),
             registry: Mutex::new(Registry::default()),
             growing: Mutex::new(false),
             grown: Condvar::new(),
@@ -623,6 +629,7 @@ impl State {
         Self {
             clock,
             swept: 0,
+            is_poisoned: false,
             ranges: Ranges::new(piece_pages),
             pieces: BTreeMap::new(),
             holes: BTreeMap::new(),
@@ -727,6 +734,10 @@ impl State {
             // The plan has left room for the pages.
             let Some(start) = start else { continue };
             let used = self.now();
+            if self.is_poisoned {
+                // SAFETY: New memory, which no code uses.
+                unsafe { fill(piece.ptr, piece.bytes) };
+            }
             self.pieces.insert(start, Held { piece: *piece, used });
             self.allocations += 1;
             self.held_bytes += piece.bytes as u64;
@@ -752,6 +763,10 @@ impl State {
             self.waiting_bytes += block.bytes() as u64;
             self.waiting.insert((point, self.filed), block);
         } else {
+            if self.is_poisoned {
+                // SAFETY: No buffer, no graph and no stream uses it.
+                unsafe { fill(block.ptr, block.bytes()) };
+            }
             self.merge(&block);
         }
     }

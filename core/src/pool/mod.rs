@@ -27,6 +27,9 @@ mod lazy_box;
 #[cfg(test)]
 mod model_tests;
 pub(crate) mod pinned;
+mod poison;
+#[cfg(test)]
+mod poison_tests;
 mod ranges;
 #[cfg(test)]
 mod statistics_tests;

@@ -14,6 +14,7 @@ use super::completion_events::CompletionEvent;
 use super::host::{Found, HostCache, Leaving, Reason};
 use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
+use super::poison::{Poison, fill};
 use super::ranges::PAGE;
 use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
@@ -24,16 +25,20 @@ use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
 /// Maximum number of pages of a request: more than the pool can count.
 const MOST_PAGES: usize = 1 << 31;
 
+/// The id of no cache.
+const NO_CACHE: u64 = u64::MAX;
+
 /// The page-locked memory of a runtime.
 pub(crate) struct PinnedPool {
     /// The generation of the services, copied here for the hit path.
     pub(crate) generation: Generation,
-    /// The id of the cache, copied here for the hit path.
+    /// The id of the cache, copied here for the hit path. [`NO_CACHE`] sends every request and every drop to the slow path.
     id: u64,
     cache: Arc<HostCache>,
     /// The most that may be held.
     cap_bytes: Option<u64>,
     memory: HostMemory,
+    poison: Option<Poison>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: ActiveTrims,
     services: Arc<Services>,
@@ -68,10 +73,12 @@ impl PinnedPool {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
         let memory =
             HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
+        let poison = options.poison.filter(|is_on| *is_on).map(|_| Poison::default());
         let cache = HostCache::new(options, memory.piece_bytes(), services.generation);
         Arc::new(Self {
             generation: services.generation,
-            id: cache.id,
+            id: if poison.is_some() { NO_CACHE } else { cache.id },
+            poison,
             cache,
             cap_bytes: options.cap_bytes,
             memory,
@@ -137,6 +144,28 @@ impl PinnedPool {
 
     #[cold]
     fn take_slow(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
+        let block = self.find_or_make(bytes, pages)?;
+        let Some(poison) = &self.poison else { return Ok(block) };
+        let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
+        match poison.check(&block, is_passed) {
+            Ok(()) => Ok(block),
+            Err(error) => {
+                block.uses.unmarked.store(true, Ordering::Relaxed);
+                // SAFETY: As the end of a buffer that nobody saw. The runtime is borrowed, so the pool lives on.
+                unsafe { Self::give_back(self.reference(), block) };
+                Err(error)
+            }
+        }
+    }
+
+    /// Notes that a stream uses a block up to a completion event, for the tests of the pool's own record.
+    pub(crate) fn watch_use(&self, block: &Block, completion: &Arc<CompletionEvent>) {
+        if let Some(poison) = &self.poison {
+            poison.note(block, completion);
+        }
+    }
+
+    fn find_or_make(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
         self.services.check("pinned")?;
         let own = enlist(&self.cache);
         if let Some(own) = &own {
@@ -460,6 +489,7 @@ impl PinnedPool {
             let statistics = self.statistics();
             assert_eq!(statistics.broken_law(), None, "a law of the pool does not hold: {statistics:?}");
         }
+        self.poison.iter().for_each(Poison::clear);
         self.cache.merge_all();
         let mut below = u32::MAX;
         let pieces: Vec<_> = std::iter::from_fn(|| self.cache.take_piece(&mut below)).collect();
@@ -531,7 +561,16 @@ impl PinnedPool {
         if is_free {
             let home = block.as_ref().and_then(|block| block.home.clone());
             let is_own = |home: &Arc<ThreadCache>| own.is_some_and(|own| Arc::ptr_eq(own, home));
+            if let (Some(_), Some(block)) = (&self.poison, &block) {
+                // SAFETY: No buffer, no graph and no stream uses it.
+                unsafe { fill(block.ptr, block.bytes()) };
+            }
             block = match (home, self.cache.has_cap()) {
+                // The cache has not been tried yet.
+                (Some(home), false) if is_own(&home) && self.id == NO_CACHE => {
+                    // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+                    block.and_then(|block| unsafe { home.cached.own(|cached| cached.keep(block)) })
+                }
                 (Some(home), false) if !is_own(&home) => block.and_then(|block| home.send(block)),
                 (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
                 _ => block,
@@ -574,6 +613,11 @@ fn too_large(bytes: usize) -> Error {
 
 #[cfg(test)]
 impl PinnedPool {
+    /// Collects every waiting block as if its streams were done.
+    pub(crate) fn collect_too_early(&self) {
+        self.cache.collect(|_| true, usize::MAX, || false);
+    }
+
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((self.cache.hold_locks(), self.active_trims.hold_lock()))
     }
