@@ -152,7 +152,9 @@ impl Stream {
         match completion.and_then(|mut completion| core.record(&mut submission, &mut completion).map(|()| completion)) {
             Ok(completion) => {
                 drop(submission);
-                if kept.uses.note(Arc::new(completion), writes) {
+                let completion = Arc::new(completion);
+                inner.pinned.watch_use(kept, &completion);
+                if kept.uses.note(completion, writes) {
                     inner.pinned.forget_passed(&kept.uses);
                 }
                 Ok(())

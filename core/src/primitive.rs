@@ -4,7 +4,7 @@
 //! loom's types, and `tests/shuttle.rs` those of the host cache over shuttle's.
 
 pub(crate) use std::sync::Arc;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 pub(crate) use highwater_hal::HostPtr;
 pub(crate) use highwater_hal::fork::Generation;

@@ -11,8 +11,8 @@ mod primitive {
 
     pub(crate) use loom::cell::UnsafeCell;
     pub(crate) use loom::sync::Arc;
-    pub(crate) use loom::sync::atomic::Ordering;
     use loom::sync::atomic::fence;
+    pub(crate) use loom::sync::atomic::{AtomicPtr, Ordering};
 
     pub(crate) fn light_fence() {
         fence(Ordering::SeqCst);
@@ -61,6 +61,7 @@ mod primitive {
     }
 
     atomic!(AtomicBool, bool);
+    atomic!(AtomicU16, u16);
     atomic!(AtomicU32, u32);
 
     impl AtomicU32 {
@@ -150,9 +151,12 @@ mod completion_events {
 mod biased_lock;
 #[path = "../src/pool/block_uses.rs"]
 mod block_uses;
+#[path = "../src/pool/lazy_box.rs"]
+mod lazy_box;
 
 use biased_lock::BiasedLock;
 use block_uses::BlockUses;
+use lazy_box::LazyBox;
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
@@ -248,6 +252,30 @@ fn a_panic_inside_ends_the_access() {
         assert_eq!(other.join().unwrap(), 1);
         // SAFETY: As above.
         assert_eq!(unsafe { lock.own(add) }, 2);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------ the lazy box
+
+/// Threads that use a box at once get one value, complete, and no other stays.
+#[test]
+fn threads_that_use_a_lazy_box_at_once_get_the_same_value() {
+    loom::model(|| {
+        let (lazy, token) = (Arc::new(LazyBox::new()), std::sync::Arc::new(()));
+        let make = |lazy: &LazyBox<_>, token: &std::sync::Arc<()>| {
+            let value: &(u32, _) = lazy.get_or_make(|| (7, std::sync::Arc::clone(token)));
+            assert_eq!(value.0, 7);
+            std::ptr::from_ref(value).addr()
+        };
+        let other = {
+            let (lazy, token) = (Arc::clone(&lazy), std::sync::Arc::clone(&token));
+            thread::spawn(move || make(&lazy, &token))
+        };
+        let own = make(&lazy, &token);
+        assert_eq!(own, other.join().unwrap());
+        assert_eq!(std::sync::Arc::strong_count(&token), 2);
+        drop(lazy);
+        assert_eq!(std::sync::Arc::strong_count(&token), 1);
     });
 }
 

@@ -12,7 +12,7 @@ mod primitive {
     pub(crate) use std::sync::Arc;
 
     pub(crate) use highwater_core::HostPtr;
-    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, Ordering};
 
     /// Shuttle's schedules are sequentially consistent.
     pub(crate) fn light_fence() {}
@@ -176,11 +176,17 @@ mod host_memory {
     }
 }
 
+/// The memory of these tests does not exist.
+mod poison {
+    pub(crate) unsafe fn fill(_ptr: crate::primitive::HostPtr, _bytes: usize) {}
+}
+
 mod host_options {
     #[derive(Debug, Clone, Copy, Default)]
     pub(crate) struct HostMemoryOptions {
         pub(crate) idle_cap_bytes: Option<u64>,
         pub(crate) idle_time: Option<std::time::Duration>,
+        pub(crate) poison: Option<bool>,
     }
 }
 
@@ -201,10 +207,14 @@ macro_rules! thread_local {
 mod biased_lock;
 #[path = "../src/pool/block.rs"]
 mod block;
+#[path = "../src/pool/block_table.rs"]
+mod block_table;
 #[path = "../src/pool/block_uses.rs"]
 mod block_uses;
 #[path = "../src/pool/host.rs"]
 mod host;
+#[path = "../src/pool/lazy_box.rs"]
+mod lazy_box;
 #[path = "../src/pool/ranges.rs"]
 mod ranges;
 #[path = "../src/pool/thread_cache.rs"]
@@ -215,7 +225,7 @@ use std::ptr::NonNull;
 
 use block::{Block, KeptBlock, OwnedBlock};
 use completion_events::CompletionEvent;
-use host::{HostCache, Leaving};
+use host::{HostCache, Leaving, Reason};
 use host_memory::{Growth, Piece};
 use host_options::HostMemoryOptions;
 use primitive::{Arc, Generation, HostPtr, Mutex};
@@ -253,7 +263,7 @@ struct Model {
 
 /// The pages of a block, counted by addresses. The pool's own numbers have no gap where the addresses have one.
 fn pages_of(block: &Block) -> Run {
-    place(block.ptr, block.bytes)
+    place(block.ptr, block.bytes())
 }
 
 fn place(ptr: HostPtr, bytes: usize) -> Run {
@@ -293,6 +303,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         let rig = &self.0;
         assert!(rig.model().owned.is_empty(), "the runtime ends while a buffer is alive");
+        assert_eq!(rig.cache.statistics().broken_law(), None);
         rig.cache.merge_all();
         let mut below = u32::MAX;
         while let Some(leaving) = rig.cache.take_piece(&mut below) {
@@ -311,7 +322,7 @@ fn piece_at(page: u32) -> HostPtr {
 
 impl Rig {
     fn new(cap: Option<u64>) -> Arc<Self> {
-        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None };
+        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None, poison: None };
         let cache = HostCache::new(&options, Some(PIECE as usize * PAGE), Generation);
         Arc::new(Self { cache, model: std::sync::Mutex::default() })
     }
@@ -323,7 +334,9 @@ impl Rig {
     /// As `PinnedPool::take`.
     fn take(&self, pages: u32) -> OwnedBlock {
         // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
-        let found = with_mine(self.cache.id, |mine| unsafe { mine?.cached.own(|cached| cached.find(pages, 1)) });
+        let found = with_mine(self.cache.id, |mine| unsafe {
+            mine?.cached.own(|cached| cached.find(pages, pages as usize * PAGE))
+        });
         let block = found.unwrap_or_else(|| self.take_slow(pages));
         self.model().take(pages_of(&block));
         block
@@ -337,9 +350,10 @@ impl Rig {
             let (surplus, found) = unsafe {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
-                    let found = cached.find(pages, 1);
-                    if found.is_none() {
-                        surplus.append(&mut cached.note_miss(pages));
+                    let found = cached.find(pages, pages as usize * PAGE);
+                    match found {
+                        Some(_) => cached.counts.inbox_hits += 1,
+                        None => surplus.append(&mut cached.note_miss(pages)),
                     }
                     (surplus, found)
                 })
@@ -355,7 +369,7 @@ impl Rig {
     }
 
     fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let look = || self.cache.take(pages, 1, home);
+        let look = || self.cache.take(pages, pages as usize * PAGE, home);
         let mut found = look();
         if found.is_none() {
             self.cache.collect(CompletionEvent::is_passed, usize::MAX, || {
@@ -374,7 +388,7 @@ impl Rig {
     }
 
     fn grow(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let turn = match self.cache.begin_growth(pages, 1, home) {
+        let turn = match self.cache.begin_growth(pages, pages as usize * PAGE, home) {
             Ok(block) => return block,
             Err(turn) => turn,
         };
@@ -397,7 +411,7 @@ impl Rig {
                 model.pieces.push(run);
             }
             let growth = Growth { pieces, is_reserved: true, refused: None };
-            if let Some(block) = self.cache.add(&growth, &plan, pages, 1, home) {
+            if let Some(block) = self.cache.add(&growth, &plan, pages, pages as usize * PAGE, home) {
                 return block;
             }
         }
@@ -473,7 +487,7 @@ impl Rig {
     }
 
     fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
-        let bytes = block.bytes as u64;
+        let bytes = block.bytes() as u64;
         if !self.cache.grant(bytes) {
             return Some(block);
         }
@@ -525,7 +539,7 @@ impl Rig {
         }
         // The time of a release.
         thread::yield_now();
-        self.cache.has_left(leaving, false);
+        self.cache.has_left(leaving, false, Reason::Trim);
         true
     }
 

@@ -225,6 +225,7 @@ impl Recorded {
         drop(submission);
         let completion = Arc::new(completion);
         let settle = |(begun, recorded): (BegunUse<'_>, &RecordedBlock)| {
+            inner.pinned.watch_use(&recorded.block, &completion);
             if begun.settle(Arc::clone(&completion)) {
                 inner.pinned.forget_passed(&recorded.block.uses);
             }
@@ -283,6 +284,7 @@ impl Parts {
         match waited.and_then(|()| stream.completion()) {
             Ok(completion) => {
                 for RecordedBlock { block, writes, .. } in self.pinned.values() {
+                    inner.pinned.watch_use(block, &completion);
                     if block.uses.note(Arc::clone(&completion), *writes > 0) {
                         inner.pinned.forget_passed(&block.uses);
                     }

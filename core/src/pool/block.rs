@@ -3,20 +3,15 @@
 use std::ops::Range;
 
 use super::block_uses::BlockUses;
-use super::ranges::Run;
+use super::ranges::{PAGE, Run};
 use super::thread_cache::ThreadCache;
-use crate::primitive::{Arc, AtomicUsize, HostPtr, Ordering};
+use crate::primitive::{Arc, HostPtr, Ordering};
 
 /// A block. A buffer, a thread cache, the pool's lists and keepers share it; `uses` says who may use the memory.
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) ptr: HostPtr,
-    pub(crate) bytes: usize,
     pub(crate) run: Run,
-    /// Bytes that the buffer requested. Relaxed: only statistics read it.
-    requested: AtomicUsize,
-    /// Offsets of the registrations that begin inside the block, if any do.
-    borders: Option<Arc<[usize]>>,
     pub(crate) uses: BlockUses,
     /// The thread cache that the block returns to.
     pub(crate) home: Option<Arc<ThreadCache>>,
@@ -25,35 +20,36 @@ pub(crate) struct Block {
 pub(crate) type OwnedBlock = Arc<Block>;
 
 impl Block {
-    pub(crate) fn new(
-        ptr: HostPtr,
-        bytes: usize,
-        run: Run,
-        borders: Option<Arc<[usize]>>,
-        home: Option<Arc<ThreadCache>>,
-    ) -> OwnedBlock {
-        Arc::new(Self { ptr, bytes, run, requested: AtomicUsize::new(0), borders, uses: BlockUses::new(), home })
+    pub(crate) fn new(ptr: HostPtr, run: Run, borders: Vec<usize>, home: Option<Arc<ThreadCache>>) -> OwnedBlock {
+        Arc::new(Self { ptr, run, uses: BlockUses::with_borders(borders), home })
+    }
+
+    #[inline]
+    pub(crate) fn bytes(&self) -> usize {
+        self.run.pages as usize * PAGE
     }
 
     /// Begins the life of a buffer that requested so many bytes.
     #[inline]
     pub(crate) fn begin_life(&self, requested: usize) {
-        self.requested.store(requested, Ordering::Relaxed);
+        // At most a page, which an empty buffer has.
+        debug_assert!(self.bytes() - requested <= PAGE);
+        self.uses.rounding.store((self.bytes() - requested) as u16, Ordering::Relaxed);
         self.uses.begin_life();
     }
 
     pub(crate) fn requested(&self) -> usize {
-        self.requested.load(Ordering::Relaxed)
+        self.bytes() - usize::from(self.uses.rounding.load(Ordering::Relaxed))
     }
 
     /// Splits a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
     /// one part.
     pub(crate) fn cut(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let borders = self.borders.clone();
+        let borders: Box<[usize]> = self.uses.borders().into();
         let mut rest = Some(range);
         std::iter::from_fn(move || {
             let Range { start, end } = rest.take()?;
-            let border = borders.iter().flat_map(|borders| borders.iter()).copied().find(|border| *border > start);
+            let border = borders.iter().copied().find(|border| *border > start);
             let border = border.filter(|border| *border < end);
             if let Some(border) = border {
                 rest = Some(border..end);

@@ -26,8 +26,9 @@
 //!   lock, and no holder of a submission lock waits here. So there is no cycle of waiting threads.
 
 use super::completion_events::{CompletionEvent, Point};
+use super::lazy_box::LazyBox;
 use crate::primitive::Generation;
-use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
+use crate::primitive::{Arc, AtomicBool, AtomicU16, AtomicU32, Condvar, Mutex, Ordering};
 
 /// Length of the list at the first check for streams that are done.
 const LONG: usize = 8;
@@ -52,19 +53,29 @@ impl StreamUse {
 
 #[derive(Debug)]
 pub(crate) struct BlockUses {
+    /// What a block needs only once it is used.
+    rest: LazyBox<Rest>,
+    /// Number of captures, graphs and notes that keep the block.
+    keepers: AtomicU32,
+    /// True if a buffer owns the block. See *Kept* above for the order of this and the number of keepers.
+    live: AtomicBool,
+    /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
+    /// block.
+    pub(crate) unmarked: AtomicBool,
+    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. It is here because here is room.
+    pub(super) rounding: AtomicU16,
+}
+
+#[derive(Debug)]
+struct Rest {
+    /// Offsets of the registrations that begin inside the block.
+    borders: Vec<usize>,
     state: Mutex<State>,
     /// Wakes the threads that wait for operations that are being enqueued.
     settled: Condvar,
     /// True if the list may not be empty. A release that reads `false` does not lock the list. Always relaxed: it is written
     /// under the list's lock, and the release of the block comes after all uses of the buffer.
     any: AtomicBool,
-    /// True if a buffer owns the block. See *Kept* above for the order of this and the next.
-    live: AtomicBool,
-    /// Number of captures, graphs and notes that keep the block.
-    keepers: AtomicU32,
-    /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
-    /// block.
-    pub(crate) unmarked: AtomicBool,
     /// Operations that read the block in open captures and live graphs, and operations that write it.
     recorded_reads: AtomicU32,
     recorded_writes: AtomicU32,
@@ -109,19 +120,30 @@ pub(crate) struct InCpuAccess;
 
 impl BlockUses {
     pub(crate) fn new() -> Self {
-        let state =
-            State { list: Vec::new(), notes: 0, enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
         Self {
-            state: Mutex::new(state),
-            settled: Condvar::new(),
-            any: AtomicBool::new(false),
-            live: AtomicBool::new(false),
+            rest: LazyBox::new(),
             keepers: AtomicU32::new(0),
+            live: AtomicBool::new(false),
             unmarked: AtomicBool::new(false),
-            recorded_reads: AtomicU32::new(0),
-            recorded_writes: AtomicU32::new(0),
-            recording: AtomicU32::new(0),
+            rounding: AtomicU16::new(0),
         }
+    }
+
+    /// The record of a block in which registrations begin at these offsets.
+    pub(crate) fn with_borders(borders: Vec<usize>) -> Self {
+        let uses = Self::new();
+        if !borders.is_empty() {
+            uses.rest.get_or_make(|| Rest::new(borders));
+        }
+        uses
+    }
+
+    pub(crate) fn borders(&self) -> &[usize] {
+        self.rest.get().map_or(&[], |rest| &rest.borders)
+    }
+
+    fn rest(&self) -> &Rest {
+        self.rest.get_or_make(|| Rest::new(Vec::new()))
     }
 
     // ---------------------------------------------------------------- owners and keepers
@@ -167,27 +189,29 @@ impl BlockUses {
     /// Returns whether every stream is known to have passed its last use.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        !self.any.load(Ordering::Relaxed)
+        self.rest.get().is_none_or(|rest| !rest.any.load(Ordering::Relaxed))
     }
 
     /// Returns the completion events of the streams that use the block; with `writes_only`, of those that write it.
     pub(crate) fn completions(&self, writes_only: bool) -> Vec<Arc<CompletionEvent>> {
-        let state = self.state.lock();
+        let Some(rest) = self.rest.get() else { return Vec::new() };
+        let state = rest.state.lock();
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
     }
 
     /// Returns the point of a stream that the block waits for first.
     pub(crate) fn first(&self) -> Option<Point> {
-        self.state.lock().list.first().map(|use_| use_.after.point())
+        self.rest.get()?.state.lock().list.first().map(|use_| use_.after.point())
     }
 
     /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true if the caller should now
     /// check which uses are over.
     #[must_use]
     pub(crate) fn note(&self, after: Arc<CompletionEvent>, writes: bool) -> bool {
-        let mut state = self.state.lock();
+        let rest = self.rest();
+        let mut state = rest.state.lock();
         let is_long = state.note(after, writes);
-        self.any.store(true, Ordering::Relaxed);
+        rest.any.store(true, Ordering::Relaxed);
         is_long
     }
 
@@ -195,15 +219,17 @@ impl BlockUses {
     pub(crate) fn forget(&self, completion: &Arc<CompletionEvent>) {
         // Compares completion events, not their backend events: while the caller holds the completion event, its backend event
         // cannot be reused.
-        let mut state = self.state.lock();
+        let Some(rest) = self.rest.get() else { return };
+        let mut state = rest.state.lock();
         state.list.retain(|use_| !Arc::ptr_eq(&use_.after, completion));
-        self.any.store(!state.list.is_empty(), Ordering::Relaxed);
+        rest.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
     /// Removes uses that are over, up to the first that is not. Calls `is_passed` without a lock. Returns true if no use is
     /// left.
     pub(crate) fn are_over(&self, is_passed: impl Fn(&CompletionEvent) -> bool) -> bool {
-        let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
+        let Some(rest) = self.rest.get() else { return true };
+        let first = || rest.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
         while let Some(completion) = first() {
             if !is_passed(&completion) {
                 return false;
@@ -224,7 +250,8 @@ impl BlockUses {
 
     /// Begins an operation of `stream`, once no conflicting operation is being enqueued.
     pub(crate) fn begin(&self, stream: u64, writes: bool) -> Result<BegunUse<'_>, InCpuAccess> {
-        let mut state = self.state.lock();
+        let rest = self.rest();
+        let mut state = rest.state.lock();
         loop {
             if state.cpu_writes > 0 || (writes && state.cpu_reads > 0) {
                 return Err(InCpuAccess);
@@ -232,7 +259,7 @@ impl BlockUses {
             if state.enqueuing_writes == 0 && (!writes || state.enqueuing_reads == 0) {
                 break;
             }
-            self.settled.wait(&mut state);
+            rest.settled.wait(&mut state);
         }
         *state.enqueuing(writes) += 1;
         let races = |use_: &&StreamUse| use_.stream() != stream && (writes || use_.writes);
@@ -248,9 +275,10 @@ impl BlockUses {
         writes: bool,
         generation: Generation,
     ) -> Result<CpuAccess<'_>, Vec<Arc<CompletionEvent>>> {
-        let mut state = self.state.lock();
+        let rest = self.rest();
+        let mut state = rest.state.lock();
         while state.enqueuing_writes > 0 || (writes && state.enqueuing_reads > 0) {
-            self.settled.wait(&mut state);
+            rest.settled.wait(&mut state);
         }
         let conflicts = |use_: &&StreamUse| writes || use_.writes;
         let completions: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
@@ -267,34 +295,53 @@ impl BlockUses {
 
     /// Returns whether a capture or a graph could race with a slice of the values.
     pub(crate) fn is_recorded(&self, for_writing: bool) -> bool {
-        self.recorded_writes.load(Ordering::Acquire) > 0
-            || (for_writing && self.recorded_reads.load(Ordering::Acquire) > 0)
+        self.rest.get().is_some_and(|rest| {
+            rest.recorded_writes.load(Ordering::Acquire) > 0
+                || (for_writing && rest.recorded_reads.load(Ordering::Acquire) > 0)
+        })
     }
 
     /// Returns whether an open capture uses the block.
     pub(crate) fn is_recording(&self) -> bool {
-        self.recording.load(Ordering::Acquire) > 0
+        self.rest.get().is_some_and(|rest| rest.recording.load(Ordering::Acquire) > 0)
     }
 
     /// Counts a stream that uses the block in a capture, until the capture ends.
     pub(crate) fn recording_began(&self) {
-        self.recording.fetch_add(1, Ordering::Relaxed);
+        self.rest().recording.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn recording_ended(&self) {
-        self.recording.fetch_sub(1, Ordering::Release);
+        self.rest().recording.fetch_sub(1, Ordering::Release);
     }
 
     /// Counts a recorded operation.
     pub(crate) fn count_recorded(&self, writes: bool) {
-        let count = if writes { &self.recorded_writes } else { &self.recorded_reads };
+        let rest = self.rest();
+        let count = if writes { &rest.recorded_writes } else { &rest.recorded_reads };
         count.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Removes the recorded operations of a graph; its launches have left their completion events.
     pub(crate) fn forget_recorded(&self, reads: u32, writes: u32) {
-        self.recorded_reads.fetch_sub(reads, Ordering::Release);
-        self.recorded_writes.fetch_sub(writes, Ordering::Release);
+        self.rest().recorded_reads.fetch_sub(reads, Ordering::Release);
+        self.rest().recorded_writes.fetch_sub(writes, Ordering::Release);
+    }
+}
+
+impl Rest {
+    fn new(borders: Vec<usize>) -> Self {
+        let state =
+            State { list: Vec::new(), notes: 0, enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
+        Self {
+            borders,
+            state: Mutex::new(state),
+            settled: Condvar::new(),
+            any: AtomicBool::new(false),
+            recorded_reads: AtomicU32::new(0),
+            recorded_writes: AtomicU32::new(0),
+            recording: AtomicU32::new(0),
+        }
     }
 }
 
@@ -332,22 +379,24 @@ impl BegunUse<'_> {
     /// Returns true if the caller should now check which uses are over.
     #[must_use]
     pub(crate) fn settle(self, after: Arc<CompletionEvent>) -> bool {
-        let mut state = self.uses.state.lock();
+        let rest = self.uses.rest();
+        let mut state = rest.state.lock();
         if self.writes {
             // A write races with every other stream, so its completion event covers all notes from before it began.
             let stream = after.point().stream;
             state.list.retain(|use_| use_.noted > self.notes || use_.stream() == stream);
         }
         let is_long = state.note(after, self.writes);
-        self.uses.any.store(true, Ordering::Relaxed);
+        rest.any.store(true, Ordering::Relaxed);
         is_long
     }
 }
 
 impl Drop for BegunUse<'_> {
     fn drop(&mut self) {
-        *self.uses.state.lock().enqueuing(self.writes) -= 1;
-        self.uses.settled.notify_all();
+        let rest = self.uses.rest();
+        *rest.state.lock().enqueuing(self.writes) -= 1;
+        rest.settled.notify_all();
     }
 }
 
@@ -355,7 +404,7 @@ impl Drop for CpuAccess<'_> {
     fn drop(&mut self) {
         // In a child forked inside the closure, a thread that does not exist may hold the lock.
         if self.generation.is_current() {
-            *self.uses.state.lock().cpu(self.writes) -= 1;
+            *self.uses.rest().state.lock().cpu(self.writes) -= 1;
         }
     }
 }

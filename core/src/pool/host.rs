@@ -32,10 +32,12 @@ use std::sync::atomic::AtomicU64 as StdAtomicU64;
 use std::time::{Duration, Instant};
 
 use super::block::{Block, KeptBlock, OwnedBlock};
+use super::block_table::BlockTable;
 use super::block_uses::BlockUses;
 use super::completion_events::{CompletionEvent, Point};
 use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
+use super::poison::fill;
 use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
 use super::thread_cache::{Counts, Registry, ThreadCache};
 use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
@@ -56,6 +58,32 @@ pub(crate) struct Hole {
     pub(crate) ptr: HostPtr,
 }
 
+/// Where a request that missed its thread cache found its block, without a growth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// In free pages.
+    Free,
+    /// In free pages, after waiting blocks were collected.
+    Waiting,
+    /// In free pages, after all thread caches were emptied.
+    ThreadCaches,
+}
+
+/// Why a piece is released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// The program asked for it.
+    Trim,
+    IdleCap,
+    IdleTime,
+    /// The backend, the machine or the cap had no room for a growth.
+    Exhaustion,
+    /// Its growth failed.
+    FailedGrowth,
+    /// The runtime ends.
+    End,
+}
+
 /// A piece of the pool.
 #[derive(Debug, Clone, Copy)]
 struct Held {
@@ -70,6 +98,8 @@ struct State {
     clock: Option<Instant>,
     /// The time of the last release of old memory.
     swept: u64,
+    /// True if free memory has the pattern of `poison.rs`.
+    is_poisoned: bool,
     ranges: Ranges,
     /// By first page.
     pieces: BTreeMap<u32, Held>,
@@ -79,7 +109,7 @@ struct State {
     /// Pieces that are unregistered, and whose pages the system did not take back.
     remnants: BTreeMap<u32, Piece>,
     /// Every block, by address.
-    blocks: BTreeMap<usize, OwnedBlock>,
+    blocks: BlockTable,
     /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
     waiting: BTreeMap<(Point, u64), OwnedBlock>,
     /// The number of blocks put there so far.
@@ -91,13 +121,16 @@ struct State {
     held_bytes: u64,
     /// What the cap has granted to thread caches.
     granted_bytes: u64,
-    /// Requests that the free pages served, and those that grew the pool.
-    hits: u64,
+    /// Requests that the free pages served, by [`Found`], and those that grew the pool.
+    hits: [u64; 3],
     misses: u64,
     allocations: u64,
-    frees: u64,
-    cap_evictions: u64,
+    /// By [`Reason`].
+    frees: [u64; 6],
     peak_held_bytes: u64,
+    /// Bytes of the blocks of buffers, thread caches and inboxes. A hit of a thread cache does not change the sum.
+    out_bytes: u64,
+    peak_out_bytes: u64,
 }
 
 /// The pool's memory and its bookkeeping. It makes no call of the backend.
@@ -159,7 +192,10 @@ impl HostCache {
             cap: options.idle_cap_bytes.unwrap_or(NO_CAP),
             idle_time: options.idle_time,
             is_reserved: piece_bytes.is_some(),
-            state: Mutex::new(State::new(piece_pages, options.idle_time.map(|_| Instant::now()))),
+            state: Mutex::new(State {
+                is_poisoned: options.poison == Some(true),
+                ..State::new(piece_pages, options.idle_time.map(|_| Instant::now()))
+            }),
             registry: Mutex::new(Registry::default()),
             growing: Mutex::new(false),
             grown: Condvar::new(),
@@ -178,10 +214,21 @@ impl HostCache {
 
     /// Makes a block of free pages, if a run fits.
     pub(crate) fn take(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        self.take_found(Found::Free, pages, requested, home)
+    }
+
+    /// As [`HostCache::take`], after the pool has done what `found` says.
+    pub(crate) fn take_found(
+        &self,
+        found: Found,
+        pages: u32,
+        requested: usize,
+        home: Option<&Arc<ThreadCache>>,
+    ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
         let block = state.take(pages, home)?;
         block.begin_life(requested);
-        state.hits += 1;
+        state.hits[found as usize] += 1;
         Some(block)
     }
 
@@ -257,6 +304,7 @@ impl HostCache {
     /// Takes a block back whose buffer is gone. Returns whether the cap is exceeded now.
     pub(crate) fn give_back(&self, block: OwnedBlock) -> bool {
         let mut state = self.state.lock();
+        state.out_bytes -= block.bytes() as u64;
         state.file(block);
         state.idle_bytes() > self.cap
     }
@@ -281,7 +329,10 @@ impl HostCache {
         if self.has_cap() {
             state.granted_bytes -= allowance;
         }
-        blocks.into_iter().for_each(|block| state.merge(&block));
+        for block in blocks {
+            state.out_bytes -= block.bytes() as u64;
+            state.merge(&block);
+        }
     }
 
     /// Takes the blocks back that thread caches keep, and merges them.
@@ -296,8 +347,8 @@ impl HostCache {
     /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<OwnedBlock> {
         let state = self.state.lock();
-        let (start, block) = state.blocks.range(..=ptr.address()).next_back()?;
-        (ptr.address() - start < block.bytes && block.uses.is_live()).then(|| Arc::clone(block))
+        let block = state.blocks.containing(ptr.address())?;
+        block.uses.is_live().then(|| Arc::clone(block))
     }
 
     /// Keeps the block that contains an address, if a buffer owns it.
@@ -358,7 +409,7 @@ impl HostCache {
         let start = Point { stream: from, number: 0 };
         let key = *state.waiting.range((start, 0)..).next()?.0;
         let block = state.waiting.remove(&key)?;
-        state.waiting_bytes -= block.bytes as u64;
+        state.waiting_bytes -= block.bytes() as u64;
         Some((key.0.stream, block))
     }
 
@@ -379,9 +430,7 @@ impl HostCache {
             let mut below = u32::MAX;
             while self.exceeds_cap() {
                 let Some(leaving) = self.take_piece(&mut below) else { return };
-                if free(leaving) {
-                    self.state.lock().cap_evictions += 1;
-                }
+                let _ = free(leaving);
             }
         };
         release();
@@ -468,9 +517,9 @@ impl HostCache {
     }
 
     /// Notes that a piece is gone, or a remnant.
-    pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool) {
+    pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool, reason: Reason) {
         let mut state = self.state.lock();
-        state.frees += 1;
+        state.frees[reason as usize] += 1;
         state.leaving.remove(&leaving.run.start);
         if is_remnant {
             state.remnants.insert(leaving.run.start, leaving.piece);
@@ -517,40 +566,55 @@ impl HostCache {
 
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
         let registry = self.registry.lock();
-        let Counts { live, hits } = registry.counts();
-        let (mut cached_blocks, mut cached_bytes) = (0, 0);
+        let Counts { live, hits: own_hits, inbox_hits } = registry.counts();
+        let (mut kept, mut inboxes) = ((0, 0), (0, 0));
+        let add = |sum: &mut (u64, u64), (blocks, bytes)| *sum = (sum.0 + blocks, sum.1 + bytes);
         for cache in registry.caches() {
-            for (blocks, bytes) in [cache.cached.other(|cached| cached.kept()), cache.inbox()] {
-                cached_blocks += blocks;
-                cached_bytes += bytes;
-            }
+            add(&mut kept, cache.cached.other(|cached| cached.kept()));
+            add(&mut inboxes, cache.inbox());
         }
         let state = self.state.lock();
-        let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes as u64).sum::<u64>();
-        let live_blocks = || state.blocks.values().filter(|block| block.uses.is_live());
+        let [free_hits, waiting_hits, merged_hits] = state.hits;
+        let freed = |reason: Reason| state.frees[reason as usize];
+        let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes() as u64).sum::<u64>();
+        let live_blocks = || state.blocks.iter().filter(|block| block.uses.is_live());
         HostCacheStatistics {
             requested_bytes: live_blocks().map(|block| block.requested() as u64).sum(),
+            rounding_bytes: live_blocks().map(|block| (block.bytes() - block.requested()) as u64).sum(),
             held_bytes: state.held_bytes,
             peak_held_bytes: state.peak_held_bytes,
+            peak_live_bytes: state.peak_out_bytes,
             pieces: state.pieces.len() as u64,
             live_blocks: live as u64,
             live_bytes: sum(&mut live_blocks()),
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),
             free_bytes: bytes_of(state.ranges.free_pages()) as u64,
-            cached_blocks,
-            cached_bytes,
+            cached_blocks: kept.0 + inboxes.0,
+            cached_bytes: kept.1 + inboxes.1,
+            inbox_blocks: inboxes.0,
+            inbox_bytes: inboxes.1,
             waiting_blocks: state.waiting.len() as u64,
             waiting_bytes: state.waiting_bytes,
             unmarked_blocks: state.unmarked.len() as u64,
             unmarked_bytes: sum(&mut state.unmarked.iter()),
             remnant_blocks: state.remnants.len() as u64,
             remnant_bytes: state.remnants.values().map(|piece| piece.bytes as u64).sum(),
-            hits: state.hits + hits,
+            hits: own_hits + state.hits.iter().sum::<u64>(),
+            // The thread cache found them after it had emptied its inbox.
+            cache_hits: own_hits - inbox_hits,
+            inbox_hits,
+            free_hits,
+            waiting_hits,
+            merged_hits,
             misses: state.misses,
             allocations: state.allocations,
-            frees: state.frees,
-            cap_evictions: state.cap_evictions,
+            frees: state.frees.iter().sum(),
+            trim_frees: freed(Reason::Trim),
+            cap_evictions: freed(Reason::IdleCap),
+            idle_time_frees: freed(Reason::IdleTime),
+            exhaustion_frees: freed(Reason::Exhaustion),
+            failed_growth_frees: freed(Reason::FailedGrowth),
         }
     }
 }
@@ -565,12 +629,13 @@ impl State {
         Self {
             clock,
             swept: 0,
+            is_poisoned: false,
             ranges: Ranges::new(piece_pages),
             pieces: BTreeMap::new(),
             holes: BTreeMap::new(),
             leaving: BTreeMap::new(),
             remnants: BTreeMap::new(),
-            blocks: BTreeMap::new(),
+            blocks: BlockTable::default(),
             waiting: BTreeMap::new(),
             filed: 0,
             kept: BTreeMap::new(),
@@ -578,12 +643,13 @@ impl State {
             waiting_bytes: 0,
             held_bytes: 0,
             granted_bytes: 0,
-            hits: 0,
+            hits: [0; 3],
             misses: 0,
             allocations: 0,
-            frees: 0,
-            cap_evictions: 0,
+            frees: [0; 6],
             peak_held_bytes: 0,
+            out_bytes: 0,
+            peak_out_bytes: 0,
         }
     }
 
@@ -617,9 +683,10 @@ impl State {
         self.note_use(run);
         let ptr = piece.ptr.offset(bytes_of(run.start - first));
         let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
-        let borders = (!borders.is_empty()).then(|| Arc::from(borders));
-        let block = Block::new(ptr, bytes_of(pages), run, borders, home.cloned());
-        self.blocks.insert(ptr.address(), Arc::clone(&block));
+        let block = Block::new(ptr, run, borders, home.cloned());
+        self.blocks.insert(Arc::clone(&block));
+        self.out_bytes += block.bytes() as u64;
+        self.peak_out_bytes = self.peak_out_bytes.max(self.out_bytes);
         Some(block)
     }
 
@@ -667,6 +734,10 @@ impl State {
             // The plan has left room for the pages.
             let Some(start) = start else { continue };
             let used = self.now();
+            if self.is_poisoned {
+                // SAFETY: New memory, which no code uses.
+                unsafe { fill(piece.ptr, piece.bytes) };
+            }
             self.pieces.insert(start, Held { piece: *piece, used });
             self.allocations += 1;
             self.held_bytes += piece.bytes as u64;
@@ -689,16 +760,20 @@ impl State {
             self.unmarked.push(block);
         } else if let Some(point) = uses.first() {
             self.filed += 1;
-            self.waiting_bytes += block.bytes as u64;
+            self.waiting_bytes += block.bytes() as u64;
             self.waiting.insert((point, self.filed), block);
         } else {
+            if self.is_poisoned {
+                // SAFETY: No buffer, no graph and no stream uses it.
+                unsafe { fill(block.ptr, block.bytes()) };
+            }
             self.merge(&block);
         }
     }
 
     /// Frees the pages of a block.
     fn merge(&mut self, block: &Block) {
-        self.blocks.remove(&block.ptr.address());
+        self.blocks.remove(block.ptr.address());
         self.note_use(block.run);
         self.ranges.free(block.run);
     }
@@ -736,20 +811,33 @@ impl State {
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
 ///   free_bytes`.
-/// - No more is requested than is live: `requested_bytes <= live_bytes`.
+/// - Requests are rounded up to pages: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 *
+///   live_blocks`.
+/// - What is in inboxes is counted as cached too: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
+/// - Every hit was found somewhere: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
 /// - No piece is lost: `pieces = allocations - frees`.
-/// - The pool grows only for requests: `misses <= allocations`, except for pieces of a growth that failed.
-/// - Every eviction was a free: `cap_evictions <= frees`.
-/// - `held_bytes <= peak_held_bytes`.
+/// - The pool grows only for requests: `misses <= allocations`.
+/// - Every free has a reason: `frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees`.
+/// - `held_bytes <= peak_held_bytes` and `live_bytes + cached_bytes <= peak_live_bytes <= peak_held_bytes`.
+///
+/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation),
+/// `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and `waiting_bytes`, `graph_bytes` and `unmarked_bytes` (work of
+/// streams).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
     /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
+    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages.
+    pub rounding_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
     /// Maximum of `held_bytes` so far.
     pub peak_held_bytes: u64,
+    /// Maximum of `live_bytes + cached_bytes` so far, as a bound of the maximum of `live_bytes`. The bound is too large by at most
+    /// the `cached_bytes` of the time of that maximum. It is found on slow paths, because a hit of a thread cache does not
+    /// change the sum.
+    pub peak_live_bytes: u64,
     /// Pieces held: memory that the backend registered, or allocated, in one call.
     pub pieces: u64,
     /// Blocks that buffers own.
@@ -766,6 +854,10 @@ pub struct HostCacheStatistics {
     pub cached_blocks: u64,
     /// Bytes of those.
     pub cached_bytes: u64,
+    /// Those among them that other threads dropped and that wait in the inbox of their thread.
+    pub inbox_blocks: u64,
+    /// Bytes of those.
+    pub inbox_bytes: u64,
     /// Blocks whose streams may not have passed their last use.
     pub waiting_blocks: u64,
     /// Bytes of those.
@@ -781,14 +873,32 @@ pub struct HostCacheStatistics {
     pub remnant_bytes: u64,
     /// Requests served without a growth.
     pub hits: u64,
+    /// Of those, requests that the cache of the thread served.
+    pub cache_hits: u64,
+    /// Of those, requests that a block from the inbox of the thread served.
+    pub inbox_hits: u64,
+    /// Of those, requests that free pages served.
+    pub free_hits: u64,
+    /// Of those, requests that free pages served after waiting blocks had been collected.
+    pub waiting_hits: u64,
+    /// Of those, requests that free pages served after all thread caches had been emptied and their blocks merged.
+    pub merged_hits: u64,
     /// Requests for which the pool grew.
     pub misses: u64,
     /// Pieces that the backend registered or allocated.
     pub allocations: u64,
     /// Pieces that were released, for any reason, including remnants.
     pub frees: u64,
-    /// Pieces that were released because of the cap.
+    /// Pieces that [`Runtime::trim`](crate::Runtime::trim) released.
+    pub trim_frees: u64,
+    /// Pieces that were released because of the cap on idle memory.
     pub cap_evictions: u64,
+    /// Pieces that were released because no request had used them for the idle time.
+    pub idle_time_frees: u64,
+    /// Pieces that were released because a growth had no room: in the cap, on the machine or in the backend.
+    pub exhaustion_frees: u64,
+    /// Pieces that were released because a later piece of the same growth failed.
+    pub failed_growth_frees: u64,
 }
 
 impl HostCacheStatistics {
@@ -802,16 +912,37 @@ impl HostCacheStatistics {
             + self.unmarked_bytes
             + self.cached_bytes
             + self.free_bytes;
+        let hits = self.cache_hits + self.inbox_hits + self.free_hits + self.waiting_hits + self.merged_hits;
+        let frees = self.trim_frees
+            + self.cap_evictions
+            + self.idle_time_frees
+            + self.exhaustion_frees
+            + self.failed_growth_frees;
         let laws = [
             (
                 self.held_bytes == bytes,
                 "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes",
             ),
-            (self.requested_bytes <= self.live_bytes, "requested_bytes <= live_bytes"),
+            (
+                self.live_bytes == self.requested_bytes + self.rounding_bytes,
+                "live_bytes = requested_bytes + rounding_bytes",
+            ),
+            (self.rounding_bytes <= self.live_blocks * PAGE as u64, "rounding_bytes <= 4096 * live_blocks"),
+            (self.inbox_bytes <= self.cached_bytes, "inbox_bytes <= cached_bytes"),
+            (self.inbox_blocks <= self.cached_blocks, "inbox_blocks <= cached_blocks"),
+            (self.hits == hits, "hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits"),
             (self.pieces + self.frees == self.allocations, "pieces = allocations - frees"),
             (self.misses <= self.allocations, "misses <= allocations"),
-            (self.cap_evictions <= self.frees, "cap_evictions <= frees"),
+            (
+                self.frees == frees,
+                "frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees",
+            ),
             (self.held_bytes <= self.peak_held_bytes, "held_bytes <= peak_held_bytes"),
+            (
+                self.live_bytes + self.cached_bytes <= self.peak_live_bytes,
+                "live_bytes + cached_bytes <= peak_live_bytes",
+            ),
+            (self.peak_live_bytes <= self.peak_held_bytes, "peak_live_bytes <= peak_held_bytes"),
         ];
         laws.into_iter().find(|(holds, _)| !holds).map(|(_, law)| law)
     }

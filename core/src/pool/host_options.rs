@@ -12,7 +12,7 @@ const VARIABLE: &str = "HIGHWATER_HOST_MEMORY";
 const OPERATION: &str = "host memory options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
-const KEYS: [(&str, &str, Set); 4] = [
+const KEYS: [(&str, &str, Set); 5] = [
     ("cap", SIZE, |options, value| Some(options.with_cap_bytes(bytes(value)?))),
     ("idle-cap", SIZE, |options, value| Some(options.with_idle_cap_bytes(bytes(value)?))),
     ("idle-seconds", "a whole number of seconds", |options, value| {
@@ -21,6 +21,9 @@ const KEYS: [(&str, &str, Set); 4] = [
     ("huge-pages", "`transparent` or `off`", |options, value| {
         let names = [HugePages::Transparent, HugePages::Off].map(|pages| (pages.as_str(), pages));
         Some(options.with_huge_pages(named(value, &names)?))
+    }),
+    ("poison", "`on` or `off`", |options, value| {
+        Some(options.with_poison(named(value, &[("on", true), ("off", false)])?))
     }),
 ];
 const SIZE: &str = "a whole number of bytes, KiB, MiB, GiB or TiB, such as `512MiB`";
@@ -65,13 +68,15 @@ pub struct HostMemoryOptions {
     pub idle_time: Option<Duration>,
     /// The huge pages that may be used (`huge-pages`).
     pub huge_pages: Option<HugePages>,
+    /// Whether free memory is checked for writes; off by default (`poison`).
+    pub poison: Option<bool>,
 }
 
 impl HostMemoryOptions {
     /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
-        Self { cap_bytes: None, idle_cap_bytes: None, idle_time: None, huge_pages: None }
+        Self { cap_bytes: None, idle_cap_bytes: None, idle_time: None, huge_pages: None, poison: None }
     }
 
     /// Returns the options with a cap on the page-locked memory that the runtime holds. A request that does not fit below the
@@ -107,6 +112,16 @@ impl HostMemoryOptions {
         self
     }
 
+    /// Returns the options with a test mode on or off. In the mode, the pool fills memory with a pattern once its last use is
+    /// complete, and checks the pattern when it reuses the memory. A request for memory that was written after its buffer was
+    /// dropped, or that a stream still uses, returns `InvalidState` with the address and the offset. The memory is then not
+    /// used before the runtime ends. Every request and every drop touches all bytes of the buffer.
+    #[must_use]
+    pub const fn with_poison(mut self, is_on: bool) -> Self {
+        self.poison = Some(is_on);
+        self
+    }
+
     /// Returns these options, and those of `others` that are not set here.
     #[must_use]
     pub(crate) fn or(self, others: Self) -> Self {
@@ -115,6 +130,7 @@ impl HostMemoryOptions {
             idle_cap_bytes: self.idle_cap_bytes.or(others.idle_cap_bytes),
             idle_time: self.idle_time.or(others.idle_time),
             huge_pages: self.huge_pages.or(others.huge_pages),
+            poison: self.poison.or(others.poison),
         }
     }
 
@@ -164,6 +180,7 @@ impl fmt::Display for HostMemoryOptions {
             ("idle-cap", self.idle_cap_bytes.map(size)),
             ("idle-seconds", self.idle_time.map(|time| time.as_secs().to_string())),
             ("huge-pages", self.huge_pages.map(|pages| pages.as_str().to_owned())),
+            ("poison", self.poison.map(|is_on| if is_on { "on" } else { "off" }.to_owned())),
         ];
         let set = pairs.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?)));
         f.write_str(&set.collect::<Vec<_>>().join(","))
@@ -217,8 +234,9 @@ mod tests {
             .with_cap_bytes(8 << 30)
             .with_idle_cap_bytes(512 << 20)
             .with_idle_time(Duration::from_secs(60))
-            .with_huge_pages(HugePages::Transparent);
-        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent";
+            .with_huge_pages(HugePages::Transparent)
+            .with_poison(true);
+        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent,poison=on";
         assert_eq!(parse(text).unwrap(), options);
         assert_eq!(options.to_string(), text);
         assert_eq!(parse(" huge-pages = off , cap=1 ").unwrap().to_string(), "cap=1,huge-pages=off");
@@ -267,9 +285,16 @@ mod tests {
 
     #[test]
     fn a_bad_value_is_answered_with_the_form_of_its_key() {
-        for text in
-            ["cap=", "cap=all", "idle-cap=1.5GiB", "idle-seconds=1.5", "idle-seconds=-1", "huge-pages=on", "cap=1=2"]
-        {
+        for text in [
+            "cap=",
+            "cap=all",
+            "idle-cap=1.5GiB",
+            "idle-seconds=1.5",
+            "idle-seconds=-1",
+            "huge-pages=on",
+            "cap=1=2",
+            "poison=1",
+        ] {
             let error = parse(text).unwrap_err();
             let (key, value) = text.split_once('=').unwrap();
             assert!(error.message().ends_with(&format!("`{value}` is not a value of `{key}`")), "{error}");
@@ -297,9 +322,12 @@ mod tests {
         let bytes =
             || of(prop_oneof![any::<u64>(), (0..1_u64 << 20, 0..44_u32).prop_map(|(number, shift)| number << shift)]);
         let pages = select(&[HugePages::Transparent, HugePages::Off][..]);
-        (bytes(), bytes(), of(any::<u64>()), of(pages)).prop_map(|(cap_bytes, idle_cap_bytes, seconds, huge_pages)| {
-            HostMemoryOptions { cap_bytes, idle_cap_bytes, idle_time: seconds.map(Duration::from_secs), huge_pages }
-        })
+        (bytes(), bytes(), of(any::<u64>()), of(pages), of(any::<bool>())).prop_map(
+            |(cap_bytes, idle_cap_bytes, seconds, huge_pages, poison)| HostMemoryOptions {
+                idle_time: seconds.map(Duration::from_secs),
+                ..HostMemoryOptions { cap_bytes, idle_cap_bytes, huge_pages, poison, ..HostMemoryOptions::new() }
+            },
+        )
     }
 
     proptest! {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use highwater_mock::Operation;
 
-use super::host::HostCache;
+use super::host::{HostCache, Reason};
 use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
 use super::ranges::PAGE;
@@ -293,10 +293,10 @@ fn piece(number: usize) -> Piece {
 /// Grows by these pieces for a request of as much. Returns the first page of its block.
 fn grow(cache: &HostCache, pieces: &[Piece]) -> u32 {
     let pages = (pieces.len() * PIECE / PAGE) as u32;
-    let turn = cache.begin_growth(pages, 1, None).expect_err("nothing is free");
+    let turn = cache.begin_growth(pages, pages as usize * PAGE, None).expect_err("nothing is free");
     let plan = cache.plan_growth(pages, &turn).unwrap();
     let growth = Growth { pieces: pieces.to_vec(), is_reserved: true, refused: None };
-    let block = cache.add(&growth, &plan, pages, 1, None).unwrap();
+    let block = cache.add(&growth, &plan, pages, pages as usize * PAGE, None).unwrap();
     assert_eq!(block.ptr, pieces[0].ptr);
     let start = block.run.start;
     block.uses.end_life();
@@ -314,7 +314,7 @@ fn nothing_is_placed_over_a_remnant_until_it_is_gone() {
     assert_eq!(leaving.len(), 3);
     // From the last to the first: the middle one is a remnant.
     for (index, leaving) in leaving.into_iter().enumerate() {
-        cache.has_left(leaving, index == 1);
+        cache.has_left(leaving, index == 1, Reason::Trim);
     }
     // The counts of buffers are the pool's, which is not here.
     let statistics = cache.statistics();
@@ -632,15 +632,22 @@ fn nothing_is_given_back_for_the_cap_in_a_capture_but_after_it() {
 
 #[test]
 fn broken_laws_are_named() {
-    let held = HostCacheStatistics { held_bytes: 1, live_bytes: 1, peak_held_bytes: 1, ..Default::default() };
+    let held = HostCacheStatistics { held_bytes: 1, live_bytes: 1, requested_bytes: 1, ..Default::default() };
+    let held = HostCacheStatistics { live_blocks: 1, peak_held_bytes: 1, peak_live_bytes: 1, ..held };
     let sound = HostCacheStatistics { pieces: 1, allocations: 1, misses: 1, ..held };
     assert_eq!(sound.broken_law(), None);
     let broken = [
         HostCacheStatistics { requested_bytes: 2, ..sound },
-        HostCacheStatistics { frees: 1, ..sound },
+        HostCacheStatistics { rounding_bytes: 1, requested_bytes: 0, live_blocks: 0, ..sound },
+        HostCacheStatistics { inbox_bytes: 1, ..sound },
+        HostCacheStatistics { inbox_blocks: 1, ..sound },
+        HostCacheStatistics { inbox_hits: 1, ..sound },
+        HostCacheStatistics { allocations: 2, ..sound },
         HostCacheStatistics { misses: 2, ..sound },
-        HostCacheStatistics { cap_evictions: 1, ..sound },
+        HostCacheStatistics { exhaustion_frees: 1, ..sound },
         HostCacheStatistics { peak_held_bytes: 0, ..sound },
+        HostCacheStatistics { peak_live_bytes: 0, ..sound },
+        HostCacheStatistics { peak_live_bytes: 2, ..sound },
         HostCacheStatistics { held_bytes: 0, ..sound },
     ];
     // Every state counts.

@@ -7,6 +7,7 @@ mod active_trims;
 mod biased_lock;
 pub(crate) mod blas_handles;
 pub(crate) mod block;
+mod block_table;
 pub(crate) mod block_uses;
 mod budget;
 pub(crate) mod completion_events;
@@ -22,10 +23,16 @@ mod host_memory;
 mod host_options;
 #[cfg(test)]
 mod host_tests;
+mod lazy_box;
 #[cfg(test)]
 mod model_tests;
 pub(crate) mod pinned;
+mod poison;
+#[cfg(test)]
+mod poison_tests;
 mod ranges;
+#[cfg(test)]
+mod statistics_tests;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;

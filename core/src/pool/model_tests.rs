@@ -332,12 +332,12 @@ fn cap() -> impl Strategy<Value = Option<u64>> {
 /// itself panics when memory is freed while a stream or a graph uses it, and when it is called under a lock. The model knows
 /// every page: which of them may be given out, when the pool may grow and by how much, what a trim releases, and what every
 /// buffer contains.
-fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>, registers: bool) {
+fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>, registers: bool, poisons: bool) {
     let backend = ManualBackend::with_capabilities(|can| {
         can.host_register = registers;
         can.register_piece_bytes = PIECE;
     });
-    let host_memory = HostMemoryOptions { idle_cap_bytes: cap, ..HostMemoryOptions::new() };
+    let host_memory = HostMemoryOptions { idle_cap_bytes: cap, ..HostMemoryOptions::new().with_poison(poisons) };
     let options = RuntimeOptions::new().with_host_memory(host_memory);
     let runtime = Runtime::with_options(backend.clone(), &options).unwrap();
     backend.watch_locks_of(&runtime);
@@ -528,9 +528,9 @@ proptest! {
 
     #[test]
     fn memory_is_used_again_only_after_its_streams_and_given_back_in_the_end(
-        operations in vec(memory_operation(), OPERATIONS), cap in cap(), registers in any::<bool>()
+        operations in vec(memory_operation(), OPERATIONS), cap in cap(), registers in any::<bool>(), poisons in any::<bool>()
     ) {
-        run_memory_sequence(&operations, cap, registers);
+        run_memory_sequence(&operations, cap, registers, poisons);
     }
 }
 

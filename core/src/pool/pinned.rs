@@ -11,9 +11,10 @@ use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::CompletionEvent;
-use super::host::{HostCache, Leaving};
+use super::host::{Found, HostCache, Leaving, Reason};
 use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
+use super::poison::{Poison, fill};
 use super::ranges::PAGE;
 use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
@@ -24,16 +25,20 @@ use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
 /// Maximum number of pages of a request: more than the pool can count.
 const MOST_PAGES: usize = 1 << 31;
 
+/// The id of no cache.
+const NO_CACHE: u64 = u64::MAX;
+
 /// The page-locked memory of a runtime.
 pub(crate) struct PinnedPool {
     /// The generation of the services, copied here for the hit path.
     pub(crate) generation: Generation,
-    /// The id of the cache, copied here for the hit path.
+    /// The id of the cache, copied here for the hit path. [`NO_CACHE`] sends every request and every drop to the slow path.
     id: u64,
     cache: Arc<HostCache>,
     /// The most that may be held.
     cap_bytes: Option<u64>,
     memory: HostMemory,
+    poison: Option<Poison>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: ActiveTrims,
     services: Arc<Services>,
@@ -68,10 +73,12 @@ impl PinnedPool {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
         let memory =
             HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
+        let poison = options.poison.filter(|is_on| *is_on).map(|_| Poison::default());
         let cache = HostCache::new(options, memory.piece_bytes(), services.generation);
         Arc::new(Self {
             generation: services.generation,
-            id: cache.id,
+            id: if poison.is_some() { NO_CACHE } else { cache.id },
+            poison,
             cache,
             cap_bytes: options.cap_bytes,
             memory,
@@ -92,7 +99,7 @@ impl PinnedPool {
 
     /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
-        self.cache.live_block(ptr).map(|block| HostBlockInfo { base: block.ptr, bytes: block.bytes })
+        self.cache.live_block(ptr).map(|block| HostBlockInfo { base: block.ptr, bytes: block.bytes() })
     }
 
     /// Keeps the block that contains an address, if a buffer owns it. If the buffer ends in the meantime, the block is not
@@ -107,7 +114,7 @@ impl PinnedPool {
             self.keep_to_cap();
         }
         if !in_capture() {
-            self.cache.release_old(|leaving| drop(self.free(leaving)));
+            self.cache.release_old(|leaving| drop(self.free(leaving, Reason::IdleTime)));
         }
     }
 
@@ -137,6 +144,28 @@ impl PinnedPool {
 
     #[cold]
     fn take_slow(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
+        let block = self.find_or_make(bytes, pages)?;
+        let Some(poison) = &self.poison else { return Ok(block) };
+        let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
+        match poison.check(&block, is_passed) {
+            Ok(()) => Ok(block),
+            Err(error) => {
+                block.uses.unmarked.store(true, Ordering::Relaxed);
+                // SAFETY: As the end of a buffer that nobody saw. The runtime is borrowed, so the pool lives on.
+                unsafe { Self::give_back(self.reference(), block) };
+                Err(error)
+            }
+        }
+    }
+
+    /// Notes that a stream uses a block up to a completion event, for the tests of the pool's own record.
+    pub(crate) fn watch_use(&self, block: &Block, completion: &Arc<CompletionEvent>) {
+        if let Some(poison) = &self.poison {
+            poison.note(block, completion);
+        }
+    }
+
+    fn find_or_make(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
         self.services.check("pinned")?;
         let own = enlist(&self.cache);
         if let Some(own) = &own {
@@ -146,8 +175,9 @@ impl PinnedPool {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
                     let found = cached.find(pages, bytes);
-                    if found.is_none() {
-                        surplus.append(&mut cached.note_miss(pages));
+                    match found {
+                        Some(_) => cached.counts.inbox_hits += 1,
+                        None => surplus.append(&mut cached.note_miss(pages)),
                     }
                     (surplus, found)
                 })
@@ -166,8 +196,8 @@ impl PinnedPool {
 
     /// Makes a block, in the order of the costs.
     fn take_shared(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
-        let look = || self.cache.take(pages, requested, home);
-        if let Some(block) = look() {
+        let look = |found| self.cache.take_found(found, pages, requested, home);
+        if let Some(block) = look(Found::Free) {
             return Ok(block);
         }
         let mut found = None;
@@ -175,7 +205,7 @@ impl PinnedPool {
             |completion| self.services.is_surely_passed(completion),
             usize::MAX,
             || {
-                found = look();
+                found = look(Found::Waiting);
                 found.is_some()
             },
         );
@@ -183,7 +213,7 @@ impl PinnedPool {
             return Ok(block);
         }
         self.cache.empty_thread_caches();
-        if let Some(block) = look() {
+        if let Some(block) = look(Found::ThreadCaches) {
             return Ok(block);
         }
         // While this thread held blocks, other threads may have seen less idle memory than there is.
@@ -192,12 +222,12 @@ impl PinnedPool {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
-                if let Err(error) = self.trim() {
+                if let Err(error) = self.trim_for(Reason::Exhaustion) {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
                 self.active_trims.wait();
-                look().map_or_else(|| self.grow(pages, requested, home), Ok)
+                look(Found::Free).map_or_else(|| self.grow(pages, requested, home), Ok)
             }
             result => result,
         }
@@ -234,7 +264,7 @@ impl PinnedPool {
         if !in_capture() {
             for leaving in pieces.iter().rev().filter_map(|piece| self.cache.take_piece_at(piece.ptr)) {
                 // A refusal is counted, and the piece stays in the pool.
-                let _ = self.free(leaving);
+                let _ = self.free(leaving, Reason::FailedGrowth);
             }
         }
     }
@@ -246,7 +276,7 @@ impl PinnedPool {
         let room = || budget.room(self.cache.shortfall(pages) as u64, self.cache.held_bytes(), self.cap_bytes);
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
-            if let Err(error) = self.trim() {
+            if let Err(error) = self.trim_for(Reason::Exhaustion) {
                 tracing::debug!("not everything could be given back: {error}");
             }
         }
@@ -322,7 +352,8 @@ impl PinnedPool {
         if in_capture() || self.services.backend.is_exiting() {
             return;
         }
-        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), |leaving| self.free(leaving).0);
+        let free = |leaving| self.free(leaving, Reason::IdleCap).0;
+        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), free);
     }
 
     /// Refuses a block whose end of use is unknown.
@@ -389,13 +420,17 @@ impl PinnedPool {
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
+        self.trim_for(Reason::Trim)
+    }
+
+    fn trim_for(&self, reason: Reason) -> Result<()> {
         // First, because pieces that become remnants below have just been tried.
         let mut result = self.release_remnants();
         self.cache.empty_thread_caches();
         self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, || false);
         let mut below = u32::MAX;
         while let Some(leaving) = self.cache.take_piece(&mut below) {
-            let (_, freed) = self.free(leaving);
+            let (_, freed) = self.free(leaving, reason);
             result = std::mem::replace(&mut result, Ok(())).and(freed);
         }
         result
@@ -403,15 +438,15 @@ impl PinnedPool {
 
     /// Releases a piece that was taken out of the pool. Returns whether it is gone, and the backend's refusal, which is
     /// counted.
-    fn free(&self, leaving: Leaving) -> (bool, Result<()>) {
+    fn free(&self, leaving: Leaving, reason: Reason) -> (bool, Result<()>) {
         // SAFETY: The piece came from this memory. All of it was free, and it was taken out, so no code and no stream uses it.
         let (is_gone, refused) = match unsafe { self.memory.release(leaving.piece) } {
             Freed::Whole => {
-                self.cache.has_left(leaving, false);
+                self.cache.has_left(leaving, false, reason);
                 (true, Ok(()))
             }
             Freed::InPart(error) => {
-                self.cache.has_left(leaving, true);
+                self.cache.has_left(leaving, true, reason);
                 (true, Err(error))
             }
             Freed::Refused(error) => {
@@ -449,12 +484,18 @@ impl PinnedPool {
     /// # Safety
     /// The devices must have executed everything, and no buffer may own a block.
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
+        // Every test with a runtime checks the laws here.
+        if cfg!(debug_assertions) && !std::thread::panicking() {
+            let statistics = self.statistics();
+            assert_eq!(statistics.broken_law(), None, "a law of the pool does not hold: {statistics:?}");
+        }
+        self.poison.iter().for_each(Poison::clear);
         self.cache.merge_all();
         let mut below = u32::MAX;
         let pieces: Vec<_> = std::iter::from_fn(|| self.cache.take_piece(&mut below)).collect();
         let mut in_part = Ok(());
         let mut result = twice(pieces, |leaving| {
-            let (is_gone, freed) = self.free(*leaving);
+            let (is_gone, freed) = self.free(*leaving, Reason::End);
             if is_gone {
                 // The rest of it is a remnant, which is released below.
                 in_part = std::mem::replace(&mut in_part, Ok(())).and(freed);
@@ -520,7 +561,16 @@ impl PinnedPool {
         if is_free {
             let home = block.as_ref().and_then(|block| block.home.clone());
             let is_own = |home: &Arc<ThreadCache>| own.is_some_and(|own| Arc::ptr_eq(own, home));
+            if let (Some(_), Some(block)) = (&self.poison, &block) {
+                // SAFETY: No buffer, no graph and no stream uses it.
+                unsafe { fill(block.ptr, block.bytes()) };
+            }
             block = match (home, self.cache.has_cap()) {
+                // The cache has not been tried yet.
+                (Some(home), false) if is_own(&home) && self.id == NO_CACHE => {
+                    // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+                    block.and_then(|block| unsafe { home.cached.own(|cached| cached.keep(block)) })
+                }
                 (Some(home), false) if !is_own(&home) => block.and_then(|block| home.send(block)),
                 (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
                 _ => block,
@@ -535,7 +585,7 @@ impl PinnedPool {
 
     /// Keeps a block in the calling thread's cache, if the cap grants it.
     fn keep_with_allowance(&self, own: &ThreadCache, block: OwnedBlock) -> Option<OwnedBlock> {
-        let bytes = block.bytes as u64;
+        let bytes = block.bytes() as u64;
         if !self.cache.grant(bytes) {
             return Some(block);
         }
@@ -563,6 +613,11 @@ fn too_large(bytes: usize) -> Error {
 
 #[cfg(test)]
 impl PinnedPool {
+    /// Collects every waiting block as if its streams were done.
+    pub(crate) fn collect_too_early(&self) {
+        self.cache.collect(|_| true, usize::MAX, || false);
+    }
+
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((self.cache.hold_locks(), self.active_trims.hold_lock()))
     }

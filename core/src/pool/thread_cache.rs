@@ -37,12 +37,15 @@ pub(crate) struct Counts {
     pub(crate) live: i64,
     /// Requests that its own cache served.
     pub(crate) hits: u64,
+    /// Those among them that found a block from the inbox.
+    pub(crate) inbox_hits: u64,
 }
 
 impl Counts {
     pub(crate) fn add(&mut self, other: Self) {
         self.live += other.live;
         self.hits += other.hits;
+        self.inbox_hits += other.inbox_hits;
     }
 }
 
@@ -105,7 +108,7 @@ impl Cached {
         let index = self.list_of(pages)?;
         let block = self.lists[index].blocks.pop()?;
         self.last = index;
-        self.bytes -= block.bytes as u64;
+        self.bytes -= block.bytes() as u64;
         self.counts.live += 1;
         self.counts.hits += 1;
         block.begin_life(requested);
@@ -120,7 +123,7 @@ impl Cached {
         let is_small = pages <= SMALL_PAGES;
         let list = &mut self.lists[index];
         let has_room = list.blocks.len() < if is_small { MOST_SMALL } else { MOST_LARGE };
-        let bytes = self.bytes + block.bytes as u64;
+        let bytes = self.bytes + block.bytes() as u64;
         if !has_room || bytes > self.allowance || !(is_small || list.is_repeated) {
             return Some(block);
         }
@@ -144,7 +147,7 @@ impl Cached {
 
     fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
         let blocks = std::mem::take(&mut self.lists[index].blocks);
-        self.bytes -= blocks.iter().map(|block| block.bytes as u64).sum::<u64>();
+        self.bytes -= blocks.iter().map(|block| block.bytes() as u64).sum::<u64>();
         blocks
     }
 
@@ -190,7 +193,7 @@ impl ThreadCache {
     pub(crate) fn inbox(&self) -> (u64, u64) {
         let inbox = self.inbox.0.lock();
         let blocks = inbox.iter().flatten();
-        blocks.fold((0, 0), |(count, bytes), block| (count + 1, bytes + block.bytes as u64))
+        blocks.fold((0, 0), |(count, bytes), block| (count + 1, bytes + block.bytes() as u64))
     }
 
     /// Takes out every block, in any thread. Returns also what the cap allowed the cache to keep.

@@ -107,17 +107,23 @@ impl fmt::Display for HandlePoolStatistics {
 impl fmt::Display for HostCacheStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} held in {} pieces, ", Bytes(self.held_bytes), self.pieces)?;
-        write!(f, "{} at most: ", Bytes(self.peak_held_bytes))?;
+        write!(f, "{} at most ({} live): ", Bytes(self.peak_held_bytes), Bytes(self.peak_live_bytes))?;
         write!(f, "{} live ({}, ", self.live_blocks, Bytes(self.live_bytes))?;
         write!(f, "of which {} requested), ", Bytes(self.requested_bytes))?;
         write!(f, "{} free, ", Bytes(self.free_bytes))?;
-        write!(f, "{} in thread caches ({}), ", self.cached_blocks, Bytes(self.cached_bytes))?;
+        write!(f, "{} in thread caches ({}, ", self.cached_blocks, Bytes(self.cached_bytes))?;
+        write!(f, "of which {} in inboxes), ", Bytes(self.inbox_bytes))?;
         write!(f, "{} in graphs ({}), ", self.graph_blocks, Bytes(self.graph_bytes))?;
         write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
         write!(f, "{} unmarked ({}), ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
         write!(f, "{} remnants ({}); ", self.remnant_blocks, Bytes(self.remnant_bytes))?;
-        write!(f, "{} hits, {} misses, {} allocations, ", self.hits, self.misses, self.allocations)?;
-        write!(f, "{} frees ({} by the cap)", self.frees, self.cap_evictions)
+        write!(f, "{} hits ({} in thread caches, {} in inboxes, ", self.hits, self.cache_hits, self.inbox_hits)?;
+        write!(f, "{} in free pages, {} in waiting blocks, ", self.free_hits, self.waiting_hits)?;
+        write!(f, "{} in other thread caches), ", self.merged_hits)?;
+        write!(f, "{} misses, {} allocations, ", self.misses, self.allocations)?;
+        write!(f, "{} frees ({} by trims, {} by the cap, ", self.frees, self.trim_frees, self.cap_evictions)?;
+        write!(f, "{} by the idle time, {} by exhaustion, ", self.idle_time_frees, self.exhaustion_frees)?;
+        write!(f, "{} of failed growths)", self.failed_growth_frees)
     }
 }
 

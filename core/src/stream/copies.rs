@@ -290,7 +290,9 @@ impl Stream {
             return waited.and(enqueued);
         }
         drop(submission);
-        if begun.settle(Arc::new(completion)) {
+        let completion = Arc::new(completion);
+        inner.pinned.watch_use(block, &completion);
+        if begun.settle(completion) {
             inner.pinned.forget_passed(&block.uses);
         }
         enqueued
