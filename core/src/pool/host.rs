@@ -117,6 +117,15 @@ pub(crate) struct HostCache {
     grown: Condvar,
 }
 
+/// What a buffer needs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Request {
+    pub(crate) pages: u32,
+    /// Bytes that the program requested.
+    pub(crate) bytes: usize,
+    pub(crate) borders: Borders,
+}
+
 /// What a growth needs, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
@@ -127,6 +136,8 @@ pub(crate) struct Plan {
     /// What the request needs if the new memory continues the last piece, and otherwise.
     pub(crate) more: usize,
     pub(crate) whole: usize,
+    /// True if the request needs one piece, which may be larger than others.
+    pub(crate) is_undivided: bool,
 }
 
 /// A piece that is about to be released.
@@ -177,10 +188,10 @@ impl HostCache {
     // ---------------------------------------------------------------- requests
 
     /// Makes a block of free pages, if a run fits.
-    pub(crate) fn take(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+    pub(crate) fn take(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
-        let block = state.take(pages, home)?;
-        block.begin_life(requested);
+        let block = state.take(request, home)?;
+        block.begin_life(request.bytes);
         state.hits += 1;
         Some(block)
     }
@@ -188,15 +199,14 @@ impl HostCache {
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the turn to grow.
     pub(crate) fn begin_growth(
         &self,
-        pages: u32,
-        requested: usize,
+        request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Result<OwnedBlock, GrowthTurn<'_>> {
         let mut growing = self.growing.lock();
         while *growing {
             self.grown.wait(&mut growing);
         }
-        if let Some(block) = self.take(pages, requested, home) {
+        if let Some(block) = self.take(request, home) {
             return Ok(block);
         }
         *growing = true;
@@ -204,21 +214,23 @@ impl HostCache {
     }
 
     /// Returns the bytes by which the pool grows for a request, unless the growth begins a new range.
-    pub(crate) fn shortfall(&self, pages: u32) -> usize {
+    pub(crate) fn shortfall(&self, request: Request) -> usize {
+        let Request { pages, borders, .. } = request;
         let state = self.state.lock();
         let whole = pages.next_multiple_of(GRANULE_PAGES);
         let continues = self.is_reserved && !state.holes.values().any(|hole| hole.pages >= whole);
-        let shortfall = if continues { state.ranges.shortfall(pages, Borders::Allowed) } else { pages };
+        let shortfall = if continues { state.ranges.shortfall(pages, borders) } else { pages };
         bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
     }
 
     /// Returns what a growth for a request needs. `None` if the pool cannot count so many pages. The caller must pass the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
-    pub(crate) fn plan_growth(&self, pages: u32, _turn: &GrowthTurn<'_>) -> Option<Plan> {
+    pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
+        let Request { pages, borders, .. } = request;
         let mut state = self.state.lock();
         let granules = |pages: u32| pages.checked_next_multiple_of(GRANULE_PAGES);
         let whole = granules(pages)?;
-        let more = granules(state.ranges.shortfall(pages, Borders::Allowed))?;
+        let more = granules(state.ranges.shortfall(pages, borders))?;
         state.ranges.pages().checked_add(whole).filter(|pages| *pages < 1 << 31)?;
         let hole = state.holes.iter().find(|(_, hole)| hole.pages >= whole).map(|(page, hole)| (*page, *hole));
         if let Some((page, _)) = hole {
@@ -229,6 +241,7 @@ impl HostCache {
             last: state.last_placed().map(|(_, last)| last),
             more: bytes_of(more),
             whole: bytes_of(whole),
+            is_undivided: borders == Borders::None,
         })
     }
 
@@ -237,8 +250,7 @@ impl HostCache {
         &self,
         growth: &Growth,
         plan: &Plan,
-        pages: u32,
-        requested: usize,
+        request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
@@ -246,8 +258,8 @@ impl HostCache {
         if growth.refused.is_some() {
             return None;
         }
-        let block = state.take(pages, home)?;
-        block.begin_life(requested);
+        let block = state.take(request, home)?;
+        block.begin_life(request.bytes);
         state.misses += 1;
         Some(block)
     }
@@ -611,8 +623,9 @@ impl State {
     }
 
     /// Makes a block of free pages.
-    fn take(&mut self, pages: u32, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
-        let run = Run { start: self.ranges.take(pages, Borders::Allowed)?, pages };
+    fn take(&mut self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let pages = request.pages;
+        let run = Run { start: self.ranges.take(pages, request.borders)?, pages };
         let (first, piece) = self.piece_of(run.start)?;
         self.note_use(run);
         let ptr = piece.ptr.offset(bytes_of(run.start - first));

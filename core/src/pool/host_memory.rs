@@ -12,7 +12,8 @@
 //! from one into the other.
 //!
 //! *Pieces.* A growth is divided into pieces of at most 64 MiB and at most the backend's capability `register_piece_bytes`,
-//! rounded to whole huge pages. Each is one registration. A copy must not cross from one registration into another, so copies
+//! rounded to whole huge pages. Each is one registration. A request that must not be divided gets a larger one, up to that
+//! capability. A copy must not cross from one registration into another, so copies
 //! are split at the borders ([`Block::cut`](super::block::Block::cut)).
 //!
 //! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners. A
@@ -63,6 +64,8 @@ pub(crate) struct HostMemory {
     allocator: Arc<dyn HostAllocator>,
     /// Maximum size of a piece. `None` if the backend allocates the pieces, of any size.
     piece_bytes: Option<NonZeroUsize>,
+    /// Maximum size of a piece that a request needs undivided.
+    most_undivided_bytes: usize,
     huge_pages: HugePages,
     reservations: Mutex<Vec<Reservation>>,
 }
@@ -113,10 +116,22 @@ impl HostMemory {
     ) -> Self {
         let piece_of = |device: &Capabilities| if device.host_register { device.register_piece_bytes } else { 0 };
         let least = devices.into_iter().map(piece_of).min().and_then(NonZeroUsize::new);
-        let whole_pages = |bytes: NonZeroUsize| {
-            NonZeroUsize::new(bytes.get().min(MOST_PIECE_BYTES).checked_next_multiple_of(HUGE_PAGE)?)
+        let most = |limit: usize| {
+            let bytes = least.map_or(limit, NonZeroUsize::get).min(limit);
+            bytes.checked_next_multiple_of(HUGE_PAGE).unwrap_or(limit)
         };
-        Self { allocator, piece_bytes: least.and_then(whole_pages), huge_pages, reservations: Mutex::default() }
+        Self {
+            allocator,
+            piece_bytes: least.and_then(|_| NonZeroUsize::new(most(MOST_PIECE_BYTES))),
+            most_undivided_bytes: most(usize::MAX),
+            huge_pages,
+            reservations: Mutex::default(),
+        }
+    }
+
+    /// Returns the most bytes that a block in one registration can have.
+    pub(crate) fn most_undivided_bytes(&self) -> usize {
+        self.most_undivided_bytes
     }
 
     /// Returns the size of the largest piece, if it has a limit.
@@ -148,6 +163,8 @@ impl HostMemory {
         if let Err(error) = commit(ptr, bytes, self.huge_pages) {
             return refused(error);
         }
+        let whole = NonZeroUsize::new(bytes).filter(|_| plan.is_undivided);
+        let piece_bytes = whole.map_or(piece_bytes, |whole| whole.max(piece_bytes));
         let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: 0 };
         let refused = mapped.touch_and_register(&*self.allocator).err();
         let pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
@@ -503,7 +520,7 @@ mod tests {
     }
 
     fn plan(whole: usize) -> Plan {
-        Plan { hole: None, last: None, more: whole, whole }
+        Plan { hole: None, last: None, more: whole, whole, is_undivided: false }
     }
 
     #[test]
