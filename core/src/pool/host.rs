@@ -443,9 +443,9 @@ impl HostCache {
         state.take_piece(&leaving).then_some(leaving)
     }
 
-    /// Releases the free pieces with `free` that no request has used for the set time. Does nothing in the first half of that
-    /// time after the last call.
-    pub(crate) fn release_old(&self, mut free: impl FnMut(Leaving)) {
+    /// Releases the free pieces with `free` that no request has used for the set time, until `is_enough`. Does nothing in the
+    /// first half of that time after the last call.
+    pub(crate) fn release_old(&self, is_enough: impl Fn() -> bool, mut free: impl FnMut(Leaving)) {
         let Some(idle_time) = self.idle_time else { return };
         let idle = u64::try_from(idle_time.as_millis()).unwrap_or(u64::MAX);
         let now = {
@@ -459,7 +459,9 @@ impl HostCache {
         };
         self.empty_thread_caches();
         let mut below = u32::MAX;
-        while let Some(leaving) = self.take_piece_used_before(&mut below, now.saturating_sub(idle)) {
+        while !is_enough()
+            && let Some(leaving) = self.take_piece_used_before(&mut below, now.saturating_sub(idle))
+        {
             free(leaving);
         }
     }

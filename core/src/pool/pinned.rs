@@ -2,11 +2,12 @@
 
 use std::any::Any;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
+use super::background::Background;
 use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BlockUses, CpuAccess};
 use super::budget::Budget;
@@ -36,6 +37,8 @@ pub(crate) struct PinnedPool {
     memory: HostMemory,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: ActiveTrims,
+    /// If the program asked for it.
+    background: OnceLock<Background>,
     services: Arc<Services>,
 }
 
@@ -76,6 +79,7 @@ impl PinnedPool {
             cap_bytes: options.cap_bytes,
             memory,
             active_trims: ActiveTrims::default(),
+            background: OnceLock::new(),
             services,
         })
     }
@@ -107,8 +111,36 @@ impl PinnedPool {
             self.keep_to_cap();
         }
         if !in_capture() {
-            self.cache.release_old(|leaving| drop(self.free(leaving)));
+            self.cache.release_old(|| false, |leaving| drop(self.free(leaving)));
         }
+    }
+
+    // ---------------------------------------------------------------- the background thread
+
+    /// Starts the background thread if the options ask for it.
+    pub(crate) fn start_background(self: &Arc<Self>, options: &HostMemoryOptions) -> Result<()> {
+        if let Some(idle_time) = options.background_time()? {
+            let pool = Arc::downgrade(self);
+            let _ = self.background.set(Background::start(pool, idle_time, self.generation)?);
+        }
+        Ok(())
+    }
+
+    /// Ends the background thread, and waits for its end unless the process is exiting.
+    pub(crate) fn stop_background(&self) {
+        if let Some(background) = self.background.get() {
+            background.stop(!self.services.backend.is_exiting());
+        }
+    }
+
+    /// Releases memory that was idle for the set time, in the background thread. Returns false if the process is exiting.
+    pub(super) fn release_idle(&self, is_stopping: impl Fn() -> bool) -> bool {
+        let may_call = || self.services.check("pinned").is_ok();
+        let is_enough = || is_stopping() || !may_call();
+        // No later request may come that collects them.
+        self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, is_enough);
+        self.cache.release_old(is_enough, |leaving| drop(self.free(leaving)));
+        may_call()
     }
 
     // ---------------------------------------------------------------- requests
