@@ -31,7 +31,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 use parking_lot::{Condvar, Mutex};
@@ -40,14 +40,13 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use super::host::Plan;
 use super::host_options::HugePages;
+use super::pages::{self, PageSource, System};
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
 /// The page size that the kernel uses for a mapping if it can, and the unit of growth.
 const HUGE_PAGE: usize = 2 << 20;
-/// The smallest page size of any machine.
-const PAGE: usize = 4 << 10;
 /// The bytes that a thread touches at a time: about half a millisecond of work.
 const GRAIN: usize = 2 * HUGE_PAGE;
 /// Maximum number of threads that touch memory. At most three of four processors do: the others stay free for the registering
@@ -67,6 +66,9 @@ pub(crate) struct HostMemory {
     /// Maximum size of a piece that a request needs undivided.
     most_undivided_bytes: usize,
     huge_pages: HugePages,
+    source: Box<dyn PageSource>,
+    /// True once a growth found no reserved huge pages.
+    has_lacked_pages: AtomicBool,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -104,6 +106,8 @@ struct Mapped {
     ptr: HostPtr,
     bytes: usize,
     piece_bytes: NonZeroUsize,
+    /// The first bytes, in whole pieces, that have reserved huge pages.
+    reserved_bytes: usize,
     registered: usize,
 }
 
@@ -125,6 +129,8 @@ impl HostMemory {
             piece_bytes: least.and_then(|_| NonZeroUsize::new(most(MOST_PIECE_BYTES))),
             most_undivided_bytes: most(usize::MAX),
             huge_pages,
+            source: Box::new(System),
+            has_lacked_pages: AtomicBool::new(false),
             reservations: Mutex::default(),
         }
     }
@@ -160,23 +166,76 @@ impl HostMemory {
             Ok(placed) => placed,
             Err(error) => return refused(error),
         };
-        if let Err(error) = commit(ptr, bytes, self.huge_pages) {
-            return refused(error);
-        }
         let whole = NonZeroUsize::new(bytes).filter(|_| plan.is_undivided);
         let piece_bytes = whole.map_or(piece_bytes, |whole| whole.max(piece_bytes));
-        let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: 0 };
-        let refused = mapped.touch_and_register(&*self.allocator).err();
-        let pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
+        let (pieces, refused) = self.make(ptr, bytes, piece_bytes, self.huge_pages);
+        Growth { pieces, is_reserved, refused }
+    }
+
+    /// Makes pieces at an address. Returns the error of the first that could not be made.
+    fn make(
+        &self,
+        ptr: HostPtr,
+        bytes: usize,
+        piece_bytes: NonZeroUsize,
+        huge_pages: HugePages,
+    ) -> (Vec<Piece>, Option<Error>) {
+        let mut mapped = Mapped { ptr, bytes, piece_bytes, reserved_bytes: 0, registered: 0 };
+        if huge_pages == HugePages::Reserved {
+            mapped.reserved_bytes = self.map_reserved(&mapped);
+        }
+        let rest = bytes - mapped.reserved_bytes;
+        let committed = if rest > 0 { commit(ptr.offset(mapped.reserved_bytes), rest, huge_pages) } else { Ok(()) };
+        let refused = match committed {
+            Ok(()) => mapped.touch_and_register(&*self.allocator, &*self.source).err(),
+            Err(error) => Some(NotMade::Refused(error)),
+        };
+        let mut pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
         let made: usize = pieces.iter().map(|piece| piece.bytes).sum();
         if made < bytes
-            // SAFETY: Committed above, not registered, and known to no other code.
+            // SAFETY: Inside a reservation, not registered, and known to no other code.
             && let Err(error) = unsafe { decommit(ptr.offset(made), bytes - made) }
         {
             // The next growth at this address uses the pages again.
             tracing::warn!("memory that is not page-locked stays resident: {error}");
         }
-        Growth { pieces, is_reserved, refused }
+        match refused {
+            None => (pieces, None),
+            Some(NotMade::Refused(error)) => (pieces, Some(error)),
+            Some(NotMade::LacksPages(error)) => {
+                self.note_lack(error);
+                let (mut rest, refused) =
+                    self.make(ptr.offset(made), bytes - made, piece_bytes, HugePages::Transparent);
+                pieces.append(&mut rest);
+                (pieces, refused)
+            }
+        }
+    }
+
+    /// Maps reserved huge pages for the first pieces, as far as there are any. Returns their bytes.
+    fn map_reserved(&self, mapped: &Mapped) -> usize {
+        let mut bytes = 0;
+        for piece in (0..mapped.pieces()).map(|index| mapped.piece(index)) {
+            // SAFETY: A part of the reservation in whole huge pages, which no code uses.
+            if let Err(error) = unsafe { self.source.map_reserved(piece.ptr, piece.bytes) } {
+                self.note_lack(error);
+                break;
+            }
+            bytes += piece.bytes;
+        }
+        bytes
+    }
+
+    fn note_lack(&self, error: Errno) {
+        // Relaxed: orders nothing.
+        if !self.has_lacked_pages.swap(true, Ordering::Relaxed) {
+            tracing::warn!("page-locked memory uses transparent huge pages, for lack of reserved ones: {error}");
+        }
+    }
+
+    /// Returns whether a growth by so many bytes takes no other memory than reserved huge pages.
+    pub(crate) fn has_reserved(&self, bytes: usize) -> bool {
+        self.piece_bytes.is_some() && self.huge_pages == HugePages::Reserved && pages::are_reserved(bytes)
     }
 
     /// Releases a piece.
@@ -240,8 +299,12 @@ impl Mapped {
     }
 
     /// Touches every page and registers every piece, at the same time.
-    fn touch_and_register(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
-        let touching = Touching::new(self);
+    fn touch_and_register(
+        &mut self,
+        allocator: &dyn HostAllocator,
+        source: &dyn PageSource,
+    ) -> std::result::Result<(), NotMade> {
+        let touching = Touching::new(self, source);
         thread::scope(|scope| {
             let processors = thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let most = (processors * 3 / 4).clamp(1, MOST_THREADS);
@@ -258,11 +321,11 @@ impl Mapped {
             // Even if the backend panics: the scope waits for the threads.
             let _stop = StopOnDrop(&touching);
             (0..self.pieces()).try_for_each(|index| {
-                touching.wait_for(index);
+                touching.wait_for(index).map_err(NotMade::LacksPages)?;
                 let Piece { ptr, bytes } = self.piece(index);
                 // SAFETY: The range is committed, readable and writable, and is decommitted only once it is unregistered.
                 let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
-                registered.map_err(|error| self.not_registered(&error))?;
+                registered.map_err(|error| NotMade::Refused(self.not_registered(&error)))?;
                 self.registered += 1;
                 Ok(())
             })
@@ -287,32 +350,53 @@ impl Mapped {
     }
 }
 
+/// Why a piece was not made.
+#[derive(Debug)]
+enum NotMade {
+    /// The system or the backend refused it.
+    Refused(Error),
+    /// Its reserved huge pages could not be touched.
+    LacksPages(Errno),
+}
+
 /// A mapping that several threads touch at once, in grains that are assigned in the order of addresses, so that the first piece
 /// is ready first.
 #[derive(Debug)]
-struct Touching {
+struct Touching<'t> {
+    source: &'t dyn PageSource,
     ptr: HostPtr,
     bytes: usize,
     piece_bytes: usize,
+    reserved_bytes: usize,
     grains_of_piece: usize,
     grains: usize,
     /// The next grain to assign. Relaxed: it orders nothing.
     next: AtomicUsize,
-    /// Grains of each piece that are not yet touched.
-    left: Mutex<Vec<usize>>,
+    left: Mutex<Vec<Left>>,
     is_ready: Condvar,
 }
 
-impl Touching {
-    fn new(mapped: &Mapped) -> Self {
+/// What is left to do for a piece.
+#[derive(Debug)]
+struct Left {
+    /// Grains that are not yet touched.
+    grains: usize,
+    failed: Option<Errno>,
+}
+
+impl<'t> Touching<'t> {
+    fn new(mapped: &Mapped, source: &'t dyn PageSource) -> Self {
         let piece_bytes = mapped.piece_bytes.get();
-        let left: Vec<_> = (0..mapped.pieces()).map(|index| mapped.piece(index).bytes.div_ceil(GRAIN)).collect();
+        let left = |index| Left { grains: mapped.piece(index).bytes.div_ceil(GRAIN), failed: None };
+        let left: Vec<_> = (0..mapped.pieces()).map(left).collect();
         Self {
+            source,
             ptr: mapped.ptr,
             bytes: mapped.bytes,
             piece_bytes,
             grains_of_piece: piece_bytes.div_ceil(GRAIN),
-            grains: left.iter().sum(),
+            grains: left.iter().map(|left| left.grains).sum(),
+            reserved_bytes: mapped.reserved_bytes,
             next: AtomicUsize::new(0),
             left: Mutex::new(left),
             is_ready: Condvar::new(),
@@ -330,30 +414,32 @@ impl Touching {
             let (piece, of_piece) = (grain / self.grains_of_piece, grain % self.grains_of_piece);
             let start = piece * self.piece_bytes + of_piece * GRAIN;
             let end = self.bytes.min((piece + 1) * self.piece_bytes).min(start + GRAIN);
-            for offset in (start..end).step_by(PAGE) {
-                // SAFETY: Inside the mapping, which is writable, zeroed and lives until all threads are done. No other code
-                // writes there: grains do not overlap, and the backend locks only pages whose grains are done.
-                unsafe { self.ptr.as_ptr().add(offset).write_volatile(0) };
-            }
+            let is_reserved = start < self.reserved_bytes;
+            // SAFETY: Inside the mapping, which is writable, zeroed and lives until all threads are done. No other code writes
+            // there: grains do not overlap, and the backend locks only pages whose grains are done.
+            let touched = unsafe { self.source.touch(self.ptr.offset(start), end - start, is_reserved) };
             let mut left = self.left.lock();
-            left[piece] -= 1;
-            if left[piece] == 0 {
+            let left = &mut left[piece];
+            left.grains -= 1;
+            left.failed = left.failed.or(touched.err());
+            if left.grains == 0 {
                 self.is_ready.notify_one();
             }
         }
     }
 
-    /// Waits until a piece is touched.
-    fn wait_for(&self, piece: usize) {
+    /// Waits until a piece is touched. Returns an error if some of its pages could not be.
+    fn wait_for(&self, piece: usize) -> Result<(), Errno> {
         let mut left = self.left.lock();
-        while left[piece] > 0 {
+        while left[piece].grains > 0 {
             self.is_ready.wait(&mut left);
         }
+        left[piece].failed.map_or(Ok(()), Err)
     }
 }
 
 /// Stops the threads from taking further grains.
-struct StopOnDrop<'t>(&'t Touching);
+struct StopOnDrop<'t>(&'t Touching<'t>);
 
 impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
@@ -442,7 +528,7 @@ fn commit(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<()> {
     unsafe { rustix::mm::mprotect(ptr, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
         .map_err(|error| system_error(bytes, "mapped", error))?;
     // A kernel without huge pages refuses, which only costs speed.
-    if huge_pages == HugePages::Transparent
+    if huge_pages != HugePages::Off
         // SAFETY: As above; the advice changes no contents.
         && let Err(error) = unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxHugepage) }
     {
@@ -473,7 +559,9 @@ unsafe fn decommit(start: HostPtr, bytes: usize) -> Result<()> {
 mod tests {
     use super::*;
     use crate::pool::host::Hole;
+    use crate::pool::ranges::PAGE;
     use highwater_hal::DevicePtr;
+    use std::time::Duration;
 
     /// Registers nothing. Records the calls, and whether the memory had been touched by then.
     #[derive(Debug, Default)]
@@ -508,6 +596,49 @@ mod tests {
         }
         fn device_address(&self, ptr: HostPtr, _: u32) -> Result<DevicePtr> {
             Ok(DevicePtr::new(ptr.address() as u64))
+        }
+    }
+
+    /// Has small pages for reserved ones, of which some cannot be touched.
+    #[derive(Debug)]
+    struct FewReserved {
+        mapped_bytes: AtomicUsize,
+        touched: AtomicUsize,
+        touchable: usize,
+    }
+
+    impl PageSource for FewReserved {
+        unsafe fn map_reserved(&self, target: HostPtr, bytes: usize) -> Result<(), Errno> {
+            if self.mapped_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > 4 * HUGE_PAGE {
+                return Err(Errno::NOMEM);
+            }
+            commit(target, bytes, HugePages::Off).map_err(|_| Errno::INVAL)
+        }
+        unsafe fn touch(&self, start: HostPtr, bytes: usize, is_reserved: bool) -> Result<Duration, Errno> {
+            if is_reserved && self.touched.fetch_add(1, Ordering::Relaxed) >= self.touchable {
+                return Err(Errno::FAULT);
+            }
+            // SAFETY: As the caller promises.
+            unsafe { System.touch(start, bytes, false) }
+        }
+    }
+
+    #[test]
+    fn pages_that_are_reserved_but_missing_at_the_touch_are_replaced() {
+        // Of six pieces, four are mapped from reserved pages.
+        for touchable in [4, 2, 0] {
+            let (register, mut memory) = open(HUGE_PAGE);
+            memory.huge_pages = HugePages::Reserved;
+            memory.source =
+                Box::new(FewReserved { mapped_bytes: AtomicUsize::new(0), touched: AtomicUsize::new(0), touchable });
+            let growth = memory.grow(&plan(6 * HUGE_PAGE));
+            assert!(growth.refused.is_none(), "{growth:?}");
+            let start = growth.pieces[0].ptr;
+            let expected = (0..6).map(|piece| Piece { ptr: start.offset(piece * HUGE_PAGE), bytes: HUGE_PAGE });
+            assert!(growth.pieces.iter().copied().eq(expected), "{growth:?}");
+            assert_eq!(register.untouched_pages.load(Ordering::Relaxed), 0);
+            assert_eq!(register.registered.lock().len(), 6);
+            assert!(memory.has_lacked_pages.load(Ordering::Relaxed));
         }
     }
 

@@ -19,8 +19,8 @@ const KEYS: [(&str, &str, Set); 5] = [
         Some(options.with_idle_time(Duration::from_secs(digits(value)?)))
     }),
     ("background", "`on` or `off`", |options, value| Some(options.with_background(named(value, &SWITCH)?))),
-    ("huge-pages", "`transparent` or `off`", |options, value| {
-        let names = [HugePages::Transparent, HugePages::Off].map(|pages| (pages.as_str(), pages));
+    ("huge-pages", "`transparent`, `reserved` or `off`", |options, value| {
+        let names = [HugePages::Transparent, HugePages::Reserved, HugePages::Off].map(|pages| (pages.as_str(), pages));
         Some(options.with_huge_pages(named(value, &names)?))
     }),
 ];
@@ -38,6 +38,9 @@ pub enum HugePages {
     /// Transparent huge pages, where the kernel has them.
     #[default]
     Transparent,
+    /// Huge pages that the user reserved (`vm.nr_hugepages`), where some of 2 MiB are free; otherwise transparent ones. They do
+    /// not count against the memory that the machine and the control group have left.
+    Reserved,
     /// Small pages only.
     Off,
 }
@@ -46,6 +49,7 @@ impl HugePages {
     const fn as_str(self) -> &'static str {
         match self {
             Self::Transparent => "transparent",
+            Self::Reserved => "reserved",
             Self::Off => "off",
         }
     }
@@ -336,7 +340,7 @@ mod tests {
     fn options() -> impl Strategy<Value = HostMemoryOptions> {
         let bytes =
             || of(prop_oneof![any::<u64>(), (0..1_u64 << 20, 0..44_u32).prop_map(|(number, shift)| number << shift)]);
-        let pages = select(&[HugePages::Transparent, HugePages::Off][..]);
+        let pages = select(&[HugePages::Transparent, HugePages::Reserved, HugePages::Off][..]);
         (bytes(), bytes(), of(any::<u64>()), of(any::<bool>()), of(pages)).prop_map(
             |(cap_bytes, idle_cap_bytes, seconds, background, huge_pages)| HostMemoryOptions {
                 cap_bytes,

@@ -25,6 +25,7 @@ mod host_options;
 mod host_tests;
 #[cfg(test)]
 mod model_tests;
+mod pages;
 pub(crate) mod pinned;
 mod ranges;
 mod thread_cache;

@@ -298,7 +298,13 @@ impl PinnedPool {
     fn check_room(&self, request: Request) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
-        let room = || budget.room(self.cache.shortfall(request) as u64, self.cache.held_bytes(), self.cap_bytes);
+        let room = || {
+            let (shortfall, held) = (self.cache.shortfall(request), self.cache.held_bytes());
+            if self.memory.has_reserved(shortfall) {
+                return budget.room_below_cap(shortfall as u64, held, self.cap_bytes);
+            }
+            budget.room(shortfall as u64, held, self.cap_bytes)
+        };
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
             if let Err(error) = self.trim() {
