@@ -33,6 +33,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
@@ -69,6 +70,8 @@ pub(crate) struct HostMemory {
     source: Box<dyn PageSource>,
     /// True once a growth found no reserved huge pages.
     has_lacked_pages: AtomicBool,
+    /// True once the touching of huge pages was slow. Then new pieces have small pages.
+    is_slow: AtomicBool,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -131,6 +134,7 @@ impl HostMemory {
             huge_pages,
             source: Box::new(System),
             has_lacked_pages: AtomicBool::new(false),
+            is_slow: AtomicBool::new(false),
             reservations: Mutex::default(),
         }
     }
@@ -184,10 +188,16 @@ impl HostMemory {
         if huge_pages == HugePages::Reserved {
             mapped.reserved_bytes = self.map_reserved(&mapped);
         }
+        // Relaxed: orders nothing.
+        let huge_pages = if self.is_slow.load(Ordering::Relaxed) { HugePages::Off } else { huge_pages };
         let rest = bytes - mapped.reserved_bytes;
         let committed = if rest > 0 { commit(ptr.offset(mapped.reserved_bytes), rest, huge_pages) } else { Ok(()) };
         let refused = match committed {
-            Ok(()) => mapped.touch_and_register(&*self.allocator, &*self.source).err(),
+            Ok(()) => {
+                let is_slow = (huge_pages != HugePages::Off).then_some(&self.is_slow);
+                let touching = Touching::new(&mapped, &*self.source, is_slow);
+                mapped.touch_and_register(&*self.allocator, &touching).err()
+            }
             Err(error) => Some(NotMade::Refused(error)),
         };
         let mut pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
@@ -302,9 +312,8 @@ impl Mapped {
     fn touch_and_register(
         &mut self,
         allocator: &dyn HostAllocator,
-        source: &dyn PageSource,
+        touching: &Touching<'_>,
     ) -> std::result::Result<(), NotMade> {
-        let touching = Touching::new(self, source);
         thread::scope(|scope| {
             let processors = thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let most = (processors * 3 / 4).clamp(1, MOST_THREADS);
@@ -319,7 +328,7 @@ impl Mapped {
                 touching.work();
             }
             // Even if the backend panics: the scope waits for the threads.
-            let _stop = StopOnDrop(&touching);
+            let _stop = StopOnDrop(touching);
             (0..self.pieces()).try_for_each(|index| {
                 touching.wait_for(index).map_err(NotMade::LacksPages)?;
                 let Piece { ptr, bytes } = self.piece(index);
@@ -364,6 +373,8 @@ enum NotMade {
 #[derive(Debug)]
 struct Touching<'t> {
     source: &'t dyn PageSource,
+    /// Set when the touching of a piece was slow. `None` if there is nothing to change then.
+    is_slow: Option<&'t AtomicBool>,
     ptr: HostPtr,
     bytes: usize,
     piece_bytes: usize,
@@ -381,16 +392,20 @@ struct Touching<'t> {
 struct Left {
     /// Grains that are not yet touched.
     grains: usize,
+    /// The time that threads spent on the others.
+    time: Duration,
     failed: Option<Errno>,
 }
 
 impl<'t> Touching<'t> {
-    fn new(mapped: &Mapped, source: &'t dyn PageSource) -> Self {
+    fn new(mapped: &Mapped, source: &'t dyn PageSource, is_slow: Option<&'t AtomicBool>) -> Self {
         let piece_bytes = mapped.piece_bytes.get();
-        let left = |index| Left { grains: mapped.piece(index).bytes.div_ceil(GRAIN), failed: None };
+        let left =
+            |index| Left { grains: mapped.piece(index).bytes.div_ceil(GRAIN), time: Duration::ZERO, failed: None };
         let left: Vec<_> = (0..mapped.pieces()).map(left).collect();
         Self {
             source,
+            is_slow,
             ptr: mapped.ptr,
             bytes: mapped.bytes,
             piece_bytes,
@@ -421,10 +436,34 @@ impl<'t> Touching<'t> {
             let mut left = self.left.lock();
             let left = &mut left[piece];
             left.grains -= 1;
-            left.failed = left.failed.or(touched.err());
+            match touched {
+                Ok(time) => left.time += time,
+                Err(error) => left.failed = left.failed.or(Some(error)),
+            }
             if left.grains == 0 {
+                if !is_reserved {
+                    self.judge(piece, left.time);
+                }
                 self.is_ready.notify_one();
             }
+        }
+    }
+
+    /// If the touching of a piece was slow, continues with small pages.
+    fn judge(&self, piece: usize, time: Duration) {
+        let start = piece * self.piece_bytes;
+        let end = self.bytes.min(start + self.piece_bytes);
+        let Some(is_slow) = self.is_slow.filter(|_| pages::is_slow(end - start, time)) else { return };
+        // Relaxed: orders nothing.
+        if is_slow.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        tracing::warn!("touching {} bytes in huge pages took {time:?}; new memory has small pages", end - start);
+        if end < self.bytes
+            // SAFETY: The rest of the mapping, which lives until all threads are done; the advice changes no contents.
+            && let Err(error) = unsafe { advise(self.ptr.offset(end), self.bytes - end, HugePages::Off) }
+        {
+            tracing::debug!("the kernel keeps its choice of pages: {error}");
         }
     }
 
@@ -528,15 +567,23 @@ fn commit(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<()> {
     unsafe { rustix::mm::mprotect(ptr, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
         .map_err(|error| system_error(bytes, "mapped", error))?;
     // A kernel without huge pages refuses, which only costs speed.
-    if huge_pages != HugePages::Off
-        // SAFETY: As above; the advice changes no contents.
-        && let Err(error) = unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxHugepage) }
-    {
-        tracing::debug!("no huge pages for page-locked memory: {error}");
+    // SAFETY: As above.
+    if let Err(error) = unsafe { advise(start, bytes, huge_pages) } {
+        tracing::debug!("the kernel keeps its choice of pages for page-locked memory: {error}");
     }
     // SAFETY: As above; the advice changes no contents.
     unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxDontFork) }
         .map_err(|error| system_error(bytes, "kept out of children", error))
+}
+
+/// Tells the kernel whether memory may have huge pages.
+///
+/// # Safety
+/// The memory must be mapped.
+unsafe fn advise(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<(), Errno> {
+    let advice = if huge_pages == HugePages::Off { Advice::LinuxNoHugepage } else { Advice::LinuxHugepage };
+    // SAFETY: As the caller promises; the advice changes no contents.
+    unsafe { rustix::mm::madvise(start.as_ptr().cast(), bytes, advice) }
 }
 
 /// Gives the pages of a part of a reservation back to the system. The addresses stay reserved.
@@ -561,7 +608,6 @@ mod tests {
     use crate::pool::host::Hole;
     use crate::pool::ranges::PAGE;
     use highwater_hal::DevicePtr;
-    use std::time::Duration;
 
     /// Registers nothing. Records the calls, and whether the memory had been touched by then.
     #[derive(Debug, Default)]
@@ -697,11 +743,8 @@ mod tests {
         assert_eq!(unsafe { second.ptr.as_ptr().read_volatile() }, 0, "new pages");
     }
 
-    #[test]
-    fn the_memory_is_aligned_and_the_kernel_knows_what_it_is_for() {
-        let (_register, memory) = open(4 * HUGE_PAGE);
-        let Piece { ptr, bytes } = memory.grow(&plan(HUGE_PAGE)).pieces[0];
-        assert!(ptr.address().is_multiple_of(HUGE_PAGE));
+    /// The flags that the kernel states for the mapping of a piece.
+    fn flags_of(Piece { ptr, bytes }: Piece) -> String {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         // The kernel may have merged it with a neighbor of the same kind.
         let contains = |line: &str| {
@@ -712,11 +755,75 @@ mod tests {
             ends.is_some_and(|ends| ends.start <= ptr.address() && ptr.address() + bytes <= ends.end)
         };
         let flags = smaps.lines().skip_while(|line| !contains(line)).find(|line| line.starts_with("VmFlags:"));
-        let flags = flags.expect("it is mapped");
+        flags.expect("it is mapped").to_owned()
+    }
+
+    #[test]
+    fn the_memory_is_aligned_and_the_kernel_knows_what_it_is_for() {
+        let (_register, memory) = open(4 * HUGE_PAGE);
+        let Piece { ptr, bytes } = memory.grow(&plan(HUGE_PAGE)).pieces[0];
+        assert!(ptr.address().is_multiple_of(HUGE_PAGE));
+        let flags = flags_of(Piece { ptr, bytes });
         assert!(flags.contains(" dc"), "kept out of children: {flags}");
         if std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             assert!(flags.contains(" hg"), "huge pages: {flags}");
         }
+    }
+
+    /// Touches nothing. The memory is slow whose first byte lies in one of these huge pages, counted from the first touch.
+    #[derive(Debug)]
+    struct Slow {
+        first: Mutex<Option<usize>>,
+        slow: std::ops::Range<usize>,
+        time: Duration,
+    }
+
+    impl PageSource for Slow {
+        unsafe fn map_reserved(&self, _: HostPtr, _: usize) -> Result<(), Errno> {
+            Err(Errno::NOMEM)
+        }
+        unsafe fn touch(&self, start: HostPtr, _: usize, _: bool) -> Result<Duration, Errno> {
+            let first = *self.first.lock().get_or_insert(start.address());
+            let page = start.address().wrapping_sub(first) / HUGE_PAGE;
+            Ok(if self.slow.contains(&page) { self.time } else { Duration::from_millis(1) })
+        }
+    }
+
+    #[test]
+    fn after_a_piece_whose_touching_was_slow_the_pages_are_small() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            return println!("skipped: the kernel has no transparent huge pages");
+        }
+        let is_huge = |piece: &Piece| flags_of(*piece).contains(" hg");
+        let is_small = |piece: &Piece| flags_of(*piece).contains(" nh");
+        for huge_pages in [HugePages::Transparent, HugePages::Reserved] {
+            let (_register, mut memory) = open(2 * HUGE_PAGE);
+            memory.huge_pages = huge_pages;
+            // The fourth of six pieces.
+            memory.source = Box::new(Slow { first: Mutex::default(), slow: 6..8, time: Duration::from_millis(100) });
+            // The first touch is that of the first piece.
+            let first = memory.grow(&plan(2 * HUGE_PAGE)).pieces[0];
+            let behind = Plan { last: Some(first), more: 10 * HUGE_PAGE, ..plan(10 * HUGE_PAGE) };
+            let growth = memory.grow(&behind);
+            assert!(growth.refused.is_none() && growth.pieces.len() == 5, "{growth:?}");
+            let pieces = &growth.pieces;
+            assert!(is_huge(&first) && pieces[..3].iter().all(is_huge) && pieces[3..].iter().all(is_small));
+            // Later growths too.
+            let last = Plan { last: Some(pieces[4]), more: HUGE_PAGE, ..plan(HUGE_PAGE) };
+            assert!(memory.grow(&last).pieces.iter().all(is_small));
+        }
+        // A thread that waited for a processor, or a machine that is slow for all pages alike.
+        for (piece, time) in [(1, 99), (8, 159)] {
+            let (_register, mut memory) = open(piece * HUGE_PAGE);
+            // A grain has two huge pages.
+            let of_grain = Duration::from_millis(time) / piece.div_ceil(2) as u32;
+            memory.source = Box::new(Slow { first: Mutex::default(), slow: 0..64, time: of_grain });
+            let growth = memory.grow(&plan(2 * piece * HUGE_PAGE));
+            assert!(growth.pieces.iter().all(is_huge), "{piece} {time}");
+        }
+        let (_register, mut memory) = open(HUGE_PAGE);
+        memory.huge_pages = HugePages::Off;
+        assert!(memory.grow(&plan(2 * HUGE_PAGE)).pieces.iter().all(is_small));
     }
 
     #[test]

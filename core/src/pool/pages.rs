@@ -7,6 +7,12 @@
 //!
 //! Pages may still be missing at the first touch: a control group limits them, or the memory policy names a node without any.
 //! So the touch asks the kernel to populate the range, which returns an error instead of SIGBUS.
+//!
+//! *Slow touching.* On a fragmented host, the kernel compacts memory to find each huge page, for minutes in all. To zero a huge
+//! page takes 0.1 to 2 ms, and to touch the same memory in small pages 1 ms more at most. A virtual machine whose host has not
+//! backed the memory yet took up to 9 ms in a test. So a piece is slow if its threads spent 20 ms on each of
+//! its huge pages on average. They must also have spent 100 ms in all, because a thread that waits for a processor loses some
+//! time too. After a slow piece, the pool uses small pages.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -69,6 +75,16 @@ impl PageSource for System {
         }
         Ok(begun.elapsed())
     }
+}
+
+/// The least time that threads spend on a slow piece, for each huge page and in all.
+const SLOW_PAGE: Duration = Duration::from_millis(20);
+const SLOW_PIECE: Duration = Duration::from_millis(100);
+
+/// Returns whether the touching of a piece of whole huge pages was slow. `time` is the sum over all threads.
+pub(super) fn is_slow(bytes: usize, time: Duration) -> bool {
+    let huge_pages = u32::try_from(bytes / HUGE_PAGE).unwrap_or(u32::MAX);
+    time >= SLOW_PIECE.max(SLOW_PAGE.saturating_mul(huge_pages))
 }
 
 /// Returns whether so many bytes of reserved huge pages are free.
