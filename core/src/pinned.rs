@@ -23,6 +23,31 @@ impl Runtime {
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(&self.inner.pinned, len)
     }
+
+    /// As [`Runtime::pinned`], for memory in one registration. Code that cannot split copies at the borders of
+    /// [`PinnedBuffer::registrations`] needs such memory, for example a library that gets the address.
+    ///
+    /// A registration has at most [`Capabilities::register_piece_bytes`](crate::Capabilities::register_piece_bytes) bytes,
+    /// rounded up to 2 MiB. It has no limit if the backend allocates the memory. Other requests may use the memory later.
+    ///
+    /// ```
+    /// use highwater_core::{ErrorKind, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// const MIB: usize = 1 << 20;
+    /// let options = MockOptions::new().with_capabilities(|can| can.register_piece_bytes = 16 * MIB);
+    /// let runtime = Runtime::new(MockGpu::open(options)?)?;
+    /// assert_eq!(runtime.pinned_undivided::<u8>(16 * MIB)?.registrations().count(), 1);
+    /// let error = runtime.pinned_undivided::<u8>(17 * MIB).unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Runtime::pinned`]; `InvalidArgument` if the size exceeds the limit of a registration.
+    pub fn pinned_undivided<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::with(&self.inner.pinned, len, PinnedPool::take_undivided)
+    }
 }
 
 /// `len` values of `T` in page-locked host memory, which devices copy from and to at full speed.
@@ -99,8 +124,17 @@ impl<T: Element> PinnedBuffer<T> {
 
     #[inline]
     pub(crate) fn new(pool: &PinnedPool, len: usize) -> Result<Self> {
+        Self::with(pool, len, PinnedPool::take)
+    }
+
+    #[inline]
+    fn with(
+        pool: &PinnedPool,
+        len: usize,
+        take: impl FnOnce(&PinnedPool, usize) -> Result<OwnedBlock>,
+    ) -> Result<Self> {
         let () = Self::ALIGNED;
-        let block = pool.take(size_in_bytes::<T>("pinned", len)?)?;
+        let block = take(pool, size_in_bytes::<T>("pinned", len)?)?;
         Ok(Self { pool: pool.reference(), block: Some(block), len, elements: PhantomData })
     }
 

@@ -167,6 +167,80 @@ fn more_than_the_system_or_the_backend_has_is_an_error_and_costs_nothing() {
     end(&gpu, runtime);
 }
 
+// ------------------------------------------------------------------------------------------------ one registration
+
+#[test]
+fn an_undivided_block_may_be_larger_than_a_piece_and_its_memory_serves_others_afterward() {
+    let (gpu, runtime) = open(options(usize::MAX));
+    let large = runtime.pinned_undivided::<u8>(65 * MIB).unwrap();
+    assert!(large.registrations().eq(std::iter::once(0..65 * MIB)));
+    assert_eq!((gpu.calls(Operation::HostRegister), host(&runtime).held_bytes), (1, 66 * MIB as u64));
+    drop(large);
+    // Others divide the piece, and the next one gets it again.
+    let small = [MIB, 5 * MIB, 30 * MIB].map(|bytes| runtime.pinned::<u8>(bytes).unwrap());
+    assert!(small.iter().all(|block| block.registrations().count() == 1));
+    drop(small);
+    let again = runtime.pinned_undivided::<u8>(64 * MIB).unwrap();
+    assert_eq!((gpu.calls(Operation::HostRegister), again.registrations().count()), (1, 1));
+    drop(again);
+    runtime.trim().unwrap();
+    assert_eq!((gpu.calls(Operation::HostUnregister), registered(&gpu)), (1, 0));
+    end(&gpu, runtime);
+}
+
+#[test]
+fn an_undivided_block_is_not_served_by_memory_that_has_borders() {
+    let (gpu, runtime) = open(options(8 * MIB));
+    drop(runtime.pinned::<u8>(16 * MIB).unwrap());
+    // Several times, so that the thread keeps blocks of this size.
+    for _ in 0..3 {
+        let pair = [(); 2].map(|()| runtime.pinned::<u8>(6 * MIB).unwrap());
+        assert_eq!(pair.iter().map(|block| block.registrations().count()).max(), Some(2));
+    }
+    assert!(host(&runtime).cached_blocks > 0);
+    for _ in 0..3 {
+        let pair = [(); 2].map(|()| runtime.pinned_undivided::<u8>(6 * MIB).unwrap());
+        assert!(pair.iter().all(|block| block.registrations().count() == 1));
+    }
+    // Of one size, and each request gets its kind from the thread's own blocks.
+    let calls = (gpu.calls(Operation::HostRegister), host(&runtime).misses);
+    for _ in 0..20 {
+        let undivided = runtime.pinned_undivided::<u8>(6 * MIB).unwrap();
+        let any = runtime.pinned::<u8>(6 * MIB).unwrap();
+        assert_eq!(undivided.registrations().count(), 1);
+        drop((undivided, any));
+    }
+    assert_eq!((gpu.calls(Operation::HostRegister), host(&runtime).misses), calls);
+    end(&gpu, runtime);
+}
+
+#[test]
+fn a_registration_has_the_limit_of_the_backend_and_none_if_the_backend_allocates() {
+    let (gpu, runtime) = open(options(3 * MIB));
+    assert_eq!(runtime.pinned_undivided::<u8>(4 * MIB).unwrap().registrations().count(), 1);
+    let error = refused(runtime.pinned_undivided::<u8>(4 * MIB + 1));
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("4194305") && error.message().contains("at most 4194304 bytes"), "{error}");
+    assert!(error.hint().contains("registrations"), "{error}");
+    end(&gpu, runtime);
+    let (gpu, runtime) = open(options(3 * MIB).with_capabilities(|can| can.host_register = false));
+    assert_eq!(runtime.pinned_undivided::<u8>(70 * MIB).unwrap().registrations().count(), 1);
+    end(&gpu, runtime);
+}
+
+#[test]
+fn an_undivided_block_that_cannot_be_registered_leaves_nothing() {
+    let (gpu, runtime) = open(options(usize::MAX));
+    let first = runtime.pinned::<u8>(MIB).unwrap();
+    gpu.fail_call(Operation::HostRegister, 1, ErrorKind::Vendor).unwrap();
+    assert_eq!(refused(runtime.pinned_undivided::<u8>(80 * MIB)).kind(), ErrorKind::Vendor);
+    assert_eq!((registered(&gpu), host(&runtime).held_bytes), (1, PIECE as u64));
+    let large = runtime.pinned_undivided::<u8>(80 * MIB).unwrap();
+    assert_eq!(large.ptr(), first.ptr().offset(PIECE), "behind the last piece");
+    drop((first, large));
+    end(&gpu, runtime);
+}
+
 // ------------------------------------------------------------------------------------------------ refusals
 
 #[test]

@@ -225,11 +225,11 @@ use std::ptr::NonNull;
 
 use block::{Block, KeptBlock, OwnedBlock};
 use completion_events::CompletionEvent;
-use host::{HostCache, Leaving, Reason};
+use host::{HostCache, Leaving, Reason, Request};
 use host_memory::{Growth, Piece};
 use host_options::HostMemoryOptions;
 use primitive::{Arc, Generation, HostPtr, Mutex};
-use ranges::{PAGE, Run};
+use ranges::{Borders, PAGE, Run};
 use shuttle::thread;
 use thread_cache::{ThreadCache, enlist, with_mine};
 
@@ -369,7 +369,8 @@ impl Rig {
     }
 
     fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let look = || self.cache.take(pages, pages as usize * PAGE, home);
+        let request = Request { pages, bytes: pages as usize * PAGE, borders: Borders::Allowed };
+        let look = || self.cache.take(request, home);
         let mut found = look();
         if found.is_none() {
             self.cache.collect(CompletionEvent::is_passed, usize::MAX, || {
@@ -383,17 +384,17 @@ impl Rig {
         }
         found.unwrap_or_else(|| {
             self.keep_to_cap();
-            self.grow(pages, home)
+            self.grow(request, home)
         })
     }
 
-    fn grow(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let turn = match self.cache.begin_growth(pages, pages as usize * PAGE, home) {
+    fn grow(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
+        let turn = match self.cache.begin_growth(request, home) {
             Ok(block) => return block,
             Err(turn) => turn,
         };
         loop {
-            let plan = self.cache.plan_growth(pages, &turn).unwrap();
+            let plan = self.cache.plan_growth(request, &turn).unwrap();
             let (ptr, bytes) = match (plan.hole, plan.last) {
                 (Some((_, hole)), _) => (hole.ptr, plan.whole),
                 (None, Some(last)) => (last.ptr.offset(last.bytes), plan.more),
@@ -411,7 +412,7 @@ impl Rig {
                 model.pieces.push(run);
             }
             let growth = Growth { pieces, is_reserved: true, refused: None };
-            if let Some(block) = self.cache.add(&growth, &plan, pages, pages as usize * PAGE, home) {
+            if let Some(block) = self.cache.add(&growth, &plan, request, home) {
                 return block;
             }
         }

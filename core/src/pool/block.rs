@@ -42,6 +42,11 @@ impl Block {
         self.bytes() - usize::from(self.uses.rounding.load(Ordering::Relaxed))
     }
 
+    /// Returns whether the block lies in one registration.
+    pub(crate) fn is_undivided(&self) -> bool {
+        self.uses.borders().is_empty()
+    }
+
     /// Splits a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
     /// one part.
     pub(crate) fn cut(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {

@@ -150,6 +150,15 @@ pub(crate) struct HostCache {
     grown: Condvar,
 }
 
+/// What a buffer needs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Request {
+    pub(crate) pages: u32,
+    /// Bytes that the program requested.
+    pub(crate) bytes: usize,
+    pub(crate) borders: Borders,
+}
+
 /// What a growth needs, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
@@ -160,6 +169,8 @@ pub(crate) struct Plan {
     /// What the request needs if the new memory continues the last piece, and otherwise.
     pub(crate) more: usize,
     pub(crate) whole: usize,
+    /// True if the request needs one piece, which may be larger than others.
+    pub(crate) is_undivided: bool,
 }
 
 /// A piece that is about to be released.
@@ -213,21 +224,20 @@ impl HostCache {
     // ---------------------------------------------------------------- requests
 
     /// Makes a block of free pages, if a run fits.
-    pub(crate) fn take(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
-        self.take_found(Found::Free, pages, requested, home)
+    pub(crate) fn take(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        self.take_found(Found::Free, request, home)
     }
 
     /// As [`HostCache::take`], after the pool has done what `found` says.
     pub(crate) fn take_found(
         &self,
         found: Found,
-        pages: u32,
-        requested: usize,
+        request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
-        let block = state.take(pages, home)?;
-        block.begin_life(requested);
+        let block = state.take(request, home)?;
+        block.begin_life(request.bytes);
         state.hits[found as usize] += 1;
         Some(block)
     }
@@ -235,15 +245,14 @@ impl HostCache {
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the turn to grow.
     pub(crate) fn begin_growth(
         &self,
-        pages: u32,
-        requested: usize,
+        request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Result<OwnedBlock, GrowthTurn<'_>> {
         let mut growing = self.growing.lock();
         while *growing {
             self.grown.wait(&mut growing);
         }
-        if let Some(block) = self.take(pages, requested, home) {
+        if let Some(block) = self.take(request, home) {
             return Ok(block);
         }
         *growing = true;
@@ -251,21 +260,23 @@ impl HostCache {
     }
 
     /// Returns the bytes by which the pool grows for a request, unless the growth begins a new range.
-    pub(crate) fn shortfall(&self, pages: u32) -> usize {
+    pub(crate) fn shortfall(&self, request: Request) -> usize {
+        let Request { pages, borders, .. } = request;
         let state = self.state.lock();
         let whole = pages.next_multiple_of(GRANULE_PAGES);
         let continues = self.is_reserved && !state.holes.values().any(|hole| hole.pages >= whole);
-        let shortfall = if continues { state.ranges.shortfall(pages, Borders::Allowed) } else { pages };
+        let shortfall = if continues { state.ranges.shortfall(pages, borders) } else { pages };
         bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
     }
 
     /// Returns what a growth for a request needs. `None` if the pool cannot count so many pages. The caller must pass the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
-    pub(crate) fn plan_growth(&self, pages: u32, _turn: &GrowthTurn<'_>) -> Option<Plan> {
+    pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
+        let Request { pages, borders, .. } = request;
         let mut state = self.state.lock();
         let granules = |pages: u32| pages.checked_next_multiple_of(GRANULE_PAGES);
         let whole = granules(pages)?;
-        let more = granules(state.ranges.shortfall(pages, Borders::Allowed))?;
+        let more = granules(state.ranges.shortfall(pages, borders))?;
         state.ranges.pages().checked_add(whole).filter(|pages| *pages < 1 << 31)?;
         let hole = state.holes.iter().find(|(_, hole)| hole.pages >= whole).map(|(page, hole)| (*page, *hole));
         if let Some((page, _)) = hole {
@@ -276,6 +287,7 @@ impl HostCache {
             last: state.last_placed().map(|(_, last)| last),
             more: bytes_of(more),
             whole: bytes_of(whole),
+            is_undivided: borders == Borders::None,
         })
     }
 
@@ -284,8 +296,7 @@ impl HostCache {
         &self,
         growth: &Growth,
         plan: &Plan,
-        pages: u32,
-        requested: usize,
+        request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
@@ -293,8 +304,8 @@ impl HostCache {
         if growth.refused.is_some() {
             return None;
         }
-        let block = state.take(pages, home)?;
-        block.begin_life(requested);
+        let block = state.take(request, home)?;
+        block.begin_life(request.bytes);
         state.misses += 1;
         Some(block)
     }
@@ -480,9 +491,9 @@ impl HostCache {
         state.take_piece(&leaving).then_some(leaving)
     }
 
-    /// Releases the free pieces with `free` that no request has used for the set time. Does nothing in the first half of that
-    /// time after the last call.
-    pub(crate) fn release_old(&self, mut free: impl FnMut(Leaving)) {
+    /// Releases the free pieces with `free` that no request has used for the set time, until `is_enough`. Does nothing in the
+    /// first half of that time after the last call.
+    pub(crate) fn release_old(&self, is_enough: impl Fn() -> bool, mut free: impl FnMut(Leaving)) {
         let Some(idle_time) = self.idle_time else { return };
         let idle = u64::try_from(idle_time.as_millis()).unwrap_or(u64::MAX);
         let now = {
@@ -496,7 +507,9 @@ impl HostCache {
         };
         self.empty_thread_caches();
         let mut below = u32::MAX;
-        while let Some(leaving) = self.take_piece_used_before(&mut below, now.saturating_sub(idle)) {
+        while !is_enough()
+            && let Some(leaving) = self.take_piece_used_before(&mut below, now.saturating_sub(idle))
+        {
             free(leaving);
         }
     }
@@ -677,8 +690,9 @@ impl State {
     }
 
     /// Makes a block of free pages.
-    fn take(&mut self, pages: u32, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
-        let run = Run { start: self.ranges.take(pages, Borders::Allowed)?, pages };
+    fn take(&mut self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let pages = request.pages;
+        let run = Run { start: self.ranges.take(pages, request.borders)?, pages };
         let (first, piece) = self.piece_of(run.start)?;
         self.note_use(run);
         let ptr = piece.ptr.offset(bytes_of(run.start - first));

@@ -12,7 +12,8 @@
 //! from one into the other.
 //!
 //! *Pieces.* A growth is divided into pieces of at most 64 MiB and at most the backend's capability `register_piece_bytes`,
-//! rounded to whole huge pages. Each is one registration. A copy must not cross from one registration into another, so copies
+//! rounded to whole huge pages. Each is one registration. A request that must not be divided gets a larger one, up to that
+//! capability. A copy must not cross from one registration into another, so copies
 //! are split at the borders ([`Block::cut`](super::block::Block::cut)).
 //!
 //! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners. A
@@ -30,8 +31,9 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
@@ -39,14 +41,13 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use super::host::Plan;
 use super::host_options::HugePages;
+use super::pages::{self, PageSource, System};
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
 /// The page size that the kernel uses for a mapping if it can, and the unit of growth.
 const HUGE_PAGE: usize = 2 << 20;
-/// The smallest page size of any machine.
-const PAGE: usize = 4 << 10;
 /// The bytes that a thread touches at a time: about half a millisecond of work.
 const GRAIN: usize = 2 * HUGE_PAGE;
 /// Maximum number of threads that touch memory. At most three of four processors do: the others stay free for the registering
@@ -63,7 +64,14 @@ pub(crate) struct HostMemory {
     allocator: Arc<dyn HostAllocator>,
     /// Maximum size of a piece. `None` if the backend allocates the pieces, of any size.
     piece_bytes: Option<NonZeroUsize>,
+    /// Maximum size of a piece that a request needs undivided.
+    most_undivided_bytes: usize,
     huge_pages: HugePages,
+    source: Box<dyn PageSource>,
+    /// True once a growth found no reserved huge pages.
+    has_lacked_pages: AtomicBool,
+    /// True once the touching of huge pages was slow. Then new pieces have small pages.
+    is_slow: AtomicBool,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -101,6 +109,8 @@ struct Mapped {
     ptr: HostPtr,
     bytes: usize,
     piece_bytes: NonZeroUsize,
+    /// The first bytes, in whole pieces, that have reserved huge pages.
+    reserved_bytes: usize,
     registered: usize,
 }
 
@@ -113,10 +123,25 @@ impl HostMemory {
     ) -> Self {
         let piece_of = |device: &Capabilities| if device.host_register { device.register_piece_bytes } else { 0 };
         let least = devices.into_iter().map(piece_of).min().and_then(NonZeroUsize::new);
-        let whole_pages = |bytes: NonZeroUsize| {
-            NonZeroUsize::new(bytes.get().min(MOST_PIECE_BYTES).checked_next_multiple_of(HUGE_PAGE)?)
+        let most = |limit: usize| {
+            let bytes = least.map_or(limit, NonZeroUsize::get).min(limit);
+            bytes.checked_next_multiple_of(HUGE_PAGE).unwrap_or(limit)
         };
-        Self { allocator, piece_bytes: least.and_then(whole_pages), huge_pages, reservations: Mutex::default() }
+        Self {
+            allocator,
+            piece_bytes: least.and_then(|_| NonZeroUsize::new(most(MOST_PIECE_BYTES))),
+            most_undivided_bytes: most(usize::MAX),
+            huge_pages,
+            source: Box::new(System),
+            has_lacked_pages: AtomicBool::new(false),
+            is_slow: AtomicBool::new(false),
+            reservations: Mutex::default(),
+        }
+    }
+
+    /// Returns the most bytes that a block in one registration can have.
+    pub(crate) fn most_undivided_bytes(&self) -> usize {
+        self.most_undivided_bytes
     }
 
     /// Returns the size of the largest piece, if it has a limit.
@@ -145,21 +170,82 @@ impl HostMemory {
             Ok(placed) => placed,
             Err(error) => return refused(error),
         };
-        if let Err(error) = commit(ptr, bytes, self.huge_pages) {
-            return refused(error);
+        let whole = NonZeroUsize::new(bytes).filter(|_| plan.is_undivided);
+        let piece_bytes = whole.map_or(piece_bytes, |whole| whole.max(piece_bytes));
+        let (pieces, refused) = self.make(ptr, bytes, piece_bytes, self.huge_pages);
+        Growth { pieces, is_reserved, refused }
+    }
+
+    /// Makes pieces at an address. Returns the error of the first that could not be made.
+    fn make(
+        &self,
+        ptr: HostPtr,
+        bytes: usize,
+        piece_bytes: NonZeroUsize,
+        huge_pages: HugePages,
+    ) -> (Vec<Piece>, Option<Error>) {
+        let mut mapped = Mapped { ptr, bytes, piece_bytes, reserved_bytes: 0, registered: 0 };
+        if huge_pages == HugePages::Reserved {
+            mapped.reserved_bytes = self.map_reserved(&mapped);
         }
-        let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: 0 };
-        let refused = mapped.touch_and_register(&*self.allocator).err();
-        let pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
+        // Relaxed: orders nothing.
+        let huge_pages = if self.is_slow.load(Ordering::Relaxed) { HugePages::Off } else { huge_pages };
+        let rest = bytes - mapped.reserved_bytes;
+        let committed = if rest > 0 { commit(ptr.offset(mapped.reserved_bytes), rest, huge_pages) } else { Ok(()) };
+        let refused = match committed {
+            Ok(()) => {
+                let is_slow = (huge_pages != HugePages::Off).then_some(&self.is_slow);
+                let touching = Touching::new(&mapped, &*self.source, is_slow);
+                mapped.touch_and_register(&*self.allocator, &touching).err()
+            }
+            Err(error) => Some(NotMade::Refused(error)),
+        };
+        let mut pieces: Vec<_> = (0..mapped.registered).map(|index| mapped.piece(index)).collect();
         let made: usize = pieces.iter().map(|piece| piece.bytes).sum();
         if made < bytes
-            // SAFETY: Committed above, not registered, and known to no other code.
+            // SAFETY: Inside a reservation, not registered, and known to no other code.
             && let Err(error) = unsafe { decommit(ptr.offset(made), bytes - made) }
         {
             // The next growth at this address uses the pages again.
             tracing::warn!("memory that is not page-locked stays resident: {error}");
         }
-        Growth { pieces, is_reserved, refused }
+        match refused {
+            None => (pieces, None),
+            Some(NotMade::Refused(error)) => (pieces, Some(error)),
+            Some(NotMade::LacksPages(error)) => {
+                self.note_lack(error);
+                let (mut rest, refused) =
+                    self.make(ptr.offset(made), bytes - made, piece_bytes, HugePages::Transparent);
+                pieces.append(&mut rest);
+                (pieces, refused)
+            }
+        }
+    }
+
+    /// Maps reserved huge pages for the first pieces, as far as there are any. Returns their bytes.
+    fn map_reserved(&self, mapped: &Mapped) -> usize {
+        let mut bytes = 0;
+        for piece in (0..mapped.pieces()).map(|index| mapped.piece(index)) {
+            // SAFETY: A part of the reservation in whole huge pages, which no code uses.
+            if let Err(error) = unsafe { self.source.map_reserved(piece.ptr, piece.bytes) } {
+                self.note_lack(error);
+                break;
+            }
+            bytes += piece.bytes;
+        }
+        bytes
+    }
+
+    fn note_lack(&self, error: Errno) {
+        // Relaxed: orders nothing.
+        if !self.has_lacked_pages.swap(true, Ordering::Relaxed) {
+            tracing::warn!("page-locked memory uses transparent huge pages, for lack of reserved ones: {error}");
+        }
+    }
+
+    /// Returns whether a growth by so many bytes takes no other memory than reserved huge pages.
+    pub(crate) fn has_reserved(&self, bytes: usize) -> bool {
+        self.piece_bytes.is_some() && self.huge_pages == HugePages::Reserved && pages::are_reserved(bytes)
     }
 
     /// Releases a piece.
@@ -223,8 +309,11 @@ impl Mapped {
     }
 
     /// Touches every page and registers every piece, at the same time.
-    fn touch_and_register(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
-        let touching = Touching::new(self);
+    fn touch_and_register(
+        &mut self,
+        allocator: &dyn HostAllocator,
+        touching: &Touching<'_>,
+    ) -> std::result::Result<(), NotMade> {
         thread::scope(|scope| {
             let processors = thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let most = (processors * 3 / 4).clamp(1, MOST_THREADS);
@@ -239,13 +328,13 @@ impl Mapped {
                 touching.work();
             }
             // Even if the backend panics: the scope waits for the threads.
-            let _stop = StopOnDrop(&touching);
+            let _stop = StopOnDrop(touching);
             (0..self.pieces()).try_for_each(|index| {
-                touching.wait_for(index);
+                touching.wait_for(index).map_err(NotMade::LacksPages)?;
                 let Piece { ptr, bytes } = self.piece(index);
                 // SAFETY: The range is committed, readable and writable, and is decommitted only once it is unregistered.
                 let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
-                registered.map_err(|error| self.not_registered(&error))?;
+                registered.map_err(|error| NotMade::Refused(self.not_registered(&error)))?;
                 self.registered += 1;
                 Ok(())
             })
@@ -270,32 +359,59 @@ impl Mapped {
     }
 }
 
+/// Why a piece was not made.
+#[derive(Debug)]
+enum NotMade {
+    /// The system or the backend refused it.
+    Refused(Error),
+    /// Its reserved huge pages could not be touched.
+    LacksPages(Errno),
+}
+
 /// A mapping that several threads touch at once, in grains that are assigned in the order of addresses, so that the first piece
 /// is ready first.
 #[derive(Debug)]
-struct Touching {
+struct Touching<'t> {
+    source: &'t dyn PageSource,
+    /// Set when the touching of a piece was slow. `None` if there is nothing to change then.
+    is_slow: Option<&'t AtomicBool>,
     ptr: HostPtr,
     bytes: usize,
     piece_bytes: usize,
+    reserved_bytes: usize,
     grains_of_piece: usize,
     grains: usize,
     /// The next grain to assign. Relaxed: it orders nothing.
     next: AtomicUsize,
-    /// Grains of each piece that are not yet touched.
-    left: Mutex<Vec<usize>>,
+    left: Mutex<Vec<Left>>,
     is_ready: Condvar,
 }
 
-impl Touching {
-    fn new(mapped: &Mapped) -> Self {
+/// What is left to do for a piece.
+#[derive(Debug)]
+struct Left {
+    /// Grains that are not yet touched.
+    grains: usize,
+    /// The time that threads spent on the others.
+    time: Duration,
+    failed: Option<Errno>,
+}
+
+impl<'t> Touching<'t> {
+    fn new(mapped: &Mapped, source: &'t dyn PageSource, is_slow: Option<&'t AtomicBool>) -> Self {
         let piece_bytes = mapped.piece_bytes.get();
-        let left: Vec<_> = (0..mapped.pieces()).map(|index| mapped.piece(index).bytes.div_ceil(GRAIN)).collect();
+        let left =
+            |index| Left { grains: mapped.piece(index).bytes.div_ceil(GRAIN), time: Duration::ZERO, failed: None };
+        let left: Vec<_> = (0..mapped.pieces()).map(left).collect();
         Self {
+            source,
+            is_slow,
             ptr: mapped.ptr,
             bytes: mapped.bytes,
             piece_bytes,
             grains_of_piece: piece_bytes.div_ceil(GRAIN),
-            grains: left.iter().sum(),
+            grains: left.iter().map(|left| left.grains).sum(),
+            reserved_bytes: mapped.reserved_bytes,
             next: AtomicUsize::new(0),
             left: Mutex::new(left),
             is_ready: Condvar::new(),
@@ -313,30 +429,56 @@ impl Touching {
             let (piece, of_piece) = (grain / self.grains_of_piece, grain % self.grains_of_piece);
             let start = piece * self.piece_bytes + of_piece * GRAIN;
             let end = self.bytes.min((piece + 1) * self.piece_bytes).min(start + GRAIN);
-            for offset in (start..end).step_by(PAGE) {
-                // SAFETY: Inside the mapping, which is writable, zeroed and lives until all threads are done. No other code
-                // writes there: grains do not overlap, and the backend locks only pages whose grains are done.
-                unsafe { self.ptr.as_ptr().add(offset).write_volatile(0) };
-            }
+            let is_reserved = start < self.reserved_bytes;
+            // SAFETY: Inside the mapping, which is writable, zeroed and lives until all threads are done. No other code writes
+            // there: grains do not overlap, and the backend locks only pages whose grains are done.
+            let touched = unsafe { self.source.touch(self.ptr.offset(start), end - start, is_reserved) };
             let mut left = self.left.lock();
-            left[piece] -= 1;
-            if left[piece] == 0 {
+            let left = &mut left[piece];
+            left.grains -= 1;
+            match touched {
+                Ok(time) => left.time += time,
+                Err(error) => left.failed = left.failed.or(Some(error)),
+            }
+            if left.grains == 0 {
+                if !is_reserved {
+                    self.judge(piece, left.time);
+                }
                 self.is_ready.notify_one();
             }
         }
     }
 
-    /// Waits until a piece is touched.
-    fn wait_for(&self, piece: usize) {
+    /// If the touching of a piece was slow, continues with small pages.
+    fn judge(&self, piece: usize, time: Duration) {
+        let start = piece * self.piece_bytes;
+        let end = self.bytes.min(start + self.piece_bytes);
+        let Some(is_slow) = self.is_slow.filter(|_| pages::is_slow(end - start, time)) else { return };
+        // Relaxed: orders nothing.
+        if is_slow.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        tracing::warn!("touching {} bytes in huge pages took {time:?}; new memory has small pages", end - start);
+        if end < self.bytes
+            // SAFETY: The rest of the mapping, which lives until all threads are done; the advice changes no contents.
+            && let Err(error) = unsafe { advise(self.ptr.offset(end), self.bytes - end, HugePages::Off) }
+        {
+            tracing::debug!("the kernel keeps its choice of pages: {error}");
+        }
+    }
+
+    /// Waits until a piece is touched. Returns an error if some of its pages could not be.
+    fn wait_for(&self, piece: usize) -> Result<(), Errno> {
         let mut left = self.left.lock();
-        while left[piece] > 0 {
+        while left[piece].grains > 0 {
             self.is_ready.wait(&mut left);
         }
+        left[piece].failed.map_or(Ok(()), Err)
     }
 }
 
 /// Stops the threads from taking further grains.
-struct StopOnDrop<'t>(&'t Touching);
+struct StopOnDrop<'t>(&'t Touching<'t>);
 
 impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
@@ -425,15 +567,23 @@ fn commit(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<()> {
     unsafe { rustix::mm::mprotect(ptr, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
         .map_err(|error| system_error(bytes, "mapped", error))?;
     // A kernel without huge pages refuses, which only costs speed.
-    if huge_pages == HugePages::Transparent
-        // SAFETY: As above; the advice changes no contents.
-        && let Err(error) = unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxHugepage) }
-    {
-        tracing::debug!("no huge pages for page-locked memory: {error}");
+    // SAFETY: As above.
+    if let Err(error) = unsafe { advise(start, bytes, huge_pages) } {
+        tracing::debug!("the kernel keeps its choice of pages for page-locked memory: {error}");
     }
     // SAFETY: As above; the advice changes no contents.
     unsafe { rustix::mm::madvise(ptr, bytes, Advice::LinuxDontFork) }
         .map_err(|error| system_error(bytes, "kept out of children", error))
+}
+
+/// Tells the kernel whether memory may have huge pages.
+///
+/// # Safety
+/// The memory must be mapped.
+unsafe fn advise(start: HostPtr, bytes: usize, huge_pages: HugePages) -> Result<(), Errno> {
+    let advice = if huge_pages == HugePages::Off { Advice::LinuxNoHugepage } else { Advice::LinuxHugepage };
+    // SAFETY: As the caller promises; the advice changes no contents.
+    unsafe { rustix::mm::madvise(start.as_ptr().cast(), bytes, advice) }
 }
 
 /// Gives the pages of a part of a reservation back to the system. The addresses stay reserved.
@@ -456,6 +606,7 @@ unsafe fn decommit(start: HostPtr, bytes: usize) -> Result<()> {
 mod tests {
     use super::*;
     use crate::pool::host::Hole;
+    use crate::pool::ranges::PAGE;
     use highwater_hal::DevicePtr;
 
     /// Registers nothing. Records the calls, and whether the memory had been touched by then.
@@ -494,6 +645,49 @@ mod tests {
         }
     }
 
+    /// Has small pages for reserved ones, of which some cannot be touched.
+    #[derive(Debug)]
+    struct FewReserved {
+        mapped_bytes: AtomicUsize,
+        touched: AtomicUsize,
+        touchable: usize,
+    }
+
+    impl PageSource for FewReserved {
+        unsafe fn map_reserved(&self, target: HostPtr, bytes: usize) -> Result<(), Errno> {
+            if self.mapped_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > 4 * HUGE_PAGE {
+                return Err(Errno::NOMEM);
+            }
+            commit(target, bytes, HugePages::Off).map_err(|_| Errno::INVAL)
+        }
+        unsafe fn touch(&self, start: HostPtr, bytes: usize, is_reserved: bool) -> Result<Duration, Errno> {
+            if is_reserved && self.touched.fetch_add(1, Ordering::Relaxed) >= self.touchable {
+                return Err(Errno::FAULT);
+            }
+            // SAFETY: As the caller promises.
+            unsafe { System.touch(start, bytes, false) }
+        }
+    }
+
+    #[test]
+    fn pages_that_are_reserved_but_missing_at_the_touch_are_replaced() {
+        // Of six pieces, four are mapped from reserved pages.
+        for touchable in [4, 2, 0] {
+            let (register, mut memory) = open(HUGE_PAGE);
+            memory.huge_pages = HugePages::Reserved;
+            memory.source =
+                Box::new(FewReserved { mapped_bytes: AtomicUsize::new(0), touched: AtomicUsize::new(0), touchable });
+            let growth = memory.grow(&plan(6 * HUGE_PAGE));
+            assert!(growth.refused.is_none(), "{growth:?}");
+            let start = growth.pieces[0].ptr;
+            let expected = (0..6).map(|piece| Piece { ptr: start.offset(piece * HUGE_PAGE), bytes: HUGE_PAGE });
+            assert!(growth.pieces.iter().copied().eq(expected), "{growth:?}");
+            assert_eq!(register.untouched_pages.load(Ordering::Relaxed), 0);
+            assert_eq!(register.registered.lock().len(), 6);
+            assert!(memory.has_lacked_pages.load(Ordering::Relaxed));
+        }
+    }
+
     fn open(piece_bytes: usize) -> (Arc<Register>, HostMemory) {
         let mut capabilities = Capabilities::none();
         capabilities.host_register = true;
@@ -503,7 +697,7 @@ mod tests {
     }
 
     fn plan(whole: usize) -> Plan {
-        Plan { hole: None, last: None, more: whole, whole }
+        Plan { hole: None, last: None, more: whole, whole, is_undivided: false }
     }
 
     #[test]
@@ -549,11 +743,8 @@ mod tests {
         assert_eq!(unsafe { second.ptr.as_ptr().read_volatile() }, 0, "new pages");
     }
 
-    #[test]
-    fn the_memory_is_aligned_and_the_kernel_knows_what_it_is_for() {
-        let (_register, memory) = open(4 * HUGE_PAGE);
-        let Piece { ptr, bytes } = memory.grow(&plan(HUGE_PAGE)).pieces[0];
-        assert!(ptr.address().is_multiple_of(HUGE_PAGE));
+    /// The flags that the kernel states for the mapping of a piece.
+    fn flags_of(Piece { ptr, bytes }: Piece) -> String {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         // The kernel may have merged it with a neighbor of the same kind.
         let contains = |line: &str| {
@@ -564,11 +755,75 @@ mod tests {
             ends.is_some_and(|ends| ends.start <= ptr.address() && ptr.address() + bytes <= ends.end)
         };
         let flags = smaps.lines().skip_while(|line| !contains(line)).find(|line| line.starts_with("VmFlags:"));
-        let flags = flags.expect("it is mapped");
+        flags.expect("it is mapped").to_owned()
+    }
+
+    #[test]
+    fn the_memory_is_aligned_and_the_kernel_knows_what_it_is_for() {
+        let (_register, memory) = open(4 * HUGE_PAGE);
+        let Piece { ptr, bytes } = memory.grow(&plan(HUGE_PAGE)).pieces[0];
+        assert!(ptr.address().is_multiple_of(HUGE_PAGE));
+        let flags = flags_of(Piece { ptr, bytes });
         assert!(flags.contains(" dc"), "kept out of children: {flags}");
         if std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             assert!(flags.contains(" hg"), "huge pages: {flags}");
         }
+    }
+
+    /// Touches nothing. The memory is slow whose first byte lies in one of these huge pages, counted from the first touch.
+    #[derive(Debug)]
+    struct Slow {
+        first: Mutex<Option<usize>>,
+        slow: std::ops::Range<usize>,
+        time: Duration,
+    }
+
+    impl PageSource for Slow {
+        unsafe fn map_reserved(&self, _: HostPtr, _: usize) -> Result<(), Errno> {
+            Err(Errno::NOMEM)
+        }
+        unsafe fn touch(&self, start: HostPtr, _: usize, _: bool) -> Result<Duration, Errno> {
+            let first = *self.first.lock().get_or_insert(start.address());
+            let page = start.address().wrapping_sub(first) / HUGE_PAGE;
+            Ok(if self.slow.contains(&page) { self.time } else { Duration::from_millis(1) })
+        }
+    }
+
+    #[test]
+    fn after_a_piece_whose_touching_was_slow_the_pages_are_small() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            return println!("skipped: the kernel has no transparent huge pages");
+        }
+        let is_huge = |piece: &Piece| flags_of(*piece).contains(" hg");
+        let is_small = |piece: &Piece| flags_of(*piece).contains(" nh");
+        for huge_pages in [HugePages::Transparent, HugePages::Reserved] {
+            let (_register, mut memory) = open(2 * HUGE_PAGE);
+            memory.huge_pages = huge_pages;
+            // The fourth of six pieces.
+            memory.source = Box::new(Slow { first: Mutex::default(), slow: 6..8, time: Duration::from_millis(100) });
+            // The first touch is that of the first piece.
+            let first = memory.grow(&plan(2 * HUGE_PAGE)).pieces[0];
+            let behind = Plan { last: Some(first), more: 10 * HUGE_PAGE, ..plan(10 * HUGE_PAGE) };
+            let growth = memory.grow(&behind);
+            assert!(growth.refused.is_none() && growth.pieces.len() == 5, "{growth:?}");
+            let pieces = &growth.pieces;
+            assert!(is_huge(&first) && pieces[..3].iter().all(is_huge) && pieces[3..].iter().all(is_small));
+            // Later growths too.
+            let last = Plan { last: Some(pieces[4]), more: HUGE_PAGE, ..plan(HUGE_PAGE) };
+            assert!(memory.grow(&last).pieces.iter().all(is_small));
+        }
+        // A thread that waited for a processor, or a machine that is slow for all pages alike.
+        for (piece, time) in [(1, 99), (8, 159)] {
+            let (_register, mut memory) = open(piece * HUGE_PAGE);
+            // A grain has two huge pages.
+            let of_grain = Duration::from_millis(time) / piece.div_ceil(2) as u32;
+            memory.source = Box::new(Slow { first: Mutex::default(), slow: 0..64, time: of_grain });
+            let growth = memory.grow(&plan(2 * piece * HUGE_PAGE));
+            assert!(growth.pieces.iter().all(is_huge), "{piece} {time}");
+        }
+        let (_register, mut memory) = open(HUGE_PAGE);
+        memory.huge_pages = HugePages::Off;
+        assert!(memory.grow(&plan(2 * HUGE_PAGE)).pieces.iter().all(is_small));
     }
 
     #[test]

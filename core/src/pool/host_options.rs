@@ -12,20 +12,22 @@ const VARIABLE: &str = "HIGHWATER_HOST_MEMORY";
 const OPERATION: &str = "host memory options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
-const KEYS: [(&str, &str, Set); 5] = [
+const KEYS: [(&str, &str, Set); 6] = [
     ("cap", SIZE, |options, value| Some(options.with_cap_bytes(bytes(value)?))),
     ("idle-cap", SIZE, |options, value| Some(options.with_idle_cap_bytes(bytes(value)?))),
     ("idle-seconds", "a whole number of seconds", |options, value| {
         Some(options.with_idle_time(Duration::from_secs(digits(value)?)))
     }),
-    ("huge-pages", "`transparent` or `off`", |options, value| {
-        let names = [HugePages::Transparent, HugePages::Off].map(|pages| (pages.as_str(), pages));
+    ("background", "`on` or `off`", |options, value| Some(options.with_background(named(value, &SWITCH)?))),
+    ("huge-pages", "`transparent`, `reserved` or `off`", |options, value| {
+        let names = [HugePages::Transparent, HugePages::Reserved, HugePages::Off].map(|pages| (pages.as_str(), pages));
         Some(options.with_huge_pages(named(value, &names)?))
     }),
     ("poison", "`on` or `off`", |options, value| {
         Some(options.with_poison(named(value, &[("on", true), ("off", false)])?))
     }),
 ];
+const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 const SIZE: &str = "a whole number of bytes, KiB, MiB, GiB or TiB, such as `512MiB`";
 const UNITS: [(&str, u32); 4] = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)];
 
@@ -39,6 +41,9 @@ pub enum HugePages {
     /// Transparent huge pages, where the kernel has them.
     #[default]
     Transparent,
+    /// Huge pages that the user reserved (`vm.nr_hugepages`), where some of 2 MiB are free; otherwise transparent ones. They do
+    /// not count against the memory that the machine and the control group have left.
+    Reserved,
     /// Small pages only.
     Off,
 }
@@ -47,6 +52,7 @@ impl HugePages {
     const fn as_str(self) -> &'static str {
         match self {
             Self::Transparent => "transparent",
+            Self::Reserved => "reserved",
             Self::Off => "off",
         }
     }
@@ -66,6 +72,8 @@ pub struct HostMemoryOptions {
     pub idle_cap_bytes: Option<u64>,
     /// The time after which idle memory is released; never by default (`idle-seconds`).
     pub idle_time: Option<Duration>,
+    /// Whether a thread of the runtime releases memory that is idle for that time; off by default (`background`).
+    pub background: Option<bool>,
     /// The huge pages that may be used (`huge-pages`).
     pub huge_pages: Option<HugePages>,
     /// Whether free memory is checked for writes; off by default (`poison`).
@@ -76,7 +84,14 @@ impl HostMemoryOptions {
     /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
-        Self { cap_bytes: None, idle_cap_bytes: None, idle_time: None, huge_pages: None, poison: None }
+        Self {
+            cap_bytes: None,
+            idle_cap_bytes: None,
+            idle_time: None,
+            background: None,
+            huge_pages: None,
+            poison: None,
+        }
     }
 
     /// Returns the options with a cap on the page-locked memory that the runtime holds. A request that does not fit below the
@@ -98,10 +113,21 @@ impl HostMemoryOptions {
     }
 
     /// Returns the options with a time after which idle memory is released, by a later request or a later wait for a stream. A
-    /// program that makes no more calls keeps its idle memory.
+    /// program that makes no more calls keeps its idle memory, unless it has a [background](Self::with_background) thread.
     #[must_use]
     pub const fn with_idle_time(mut self, time: Duration) -> Self {
         self.idle_time = Some(time);
+        self
+    }
+
+    /// Returns the options with a thread, or without one, that releases memory that is idle for the idle time. The thread needs
+    /// that time; it releases the memory after at most three times as long. The runtime starts the thread, and its last user ends
+    /// it. A forked child has no such thread.
+    ///
+    /// The thread calls the backend at any time. A release of a piece may delay GPU calls of other threads by some milliseconds.
+    #[must_use]
+    pub const fn with_background(mut self, is_on: bool) -> Self {
+        self.background = Some(is_on);
         self
     }
 
@@ -129,9 +155,25 @@ impl HostMemoryOptions {
             cap_bytes: self.cap_bytes.or(others.cap_bytes),
             idle_cap_bytes: self.idle_cap_bytes.or(others.idle_cap_bytes),
             idle_time: self.idle_time.or(others.idle_time),
+            background: self.background.or(others.background),
             huge_pages: self.huge_pages.or(others.huge_pages),
             poison: self.poison.or(others.poison),
         }
+    }
+
+    /// Returns the idle time of the background thread, if there is to be one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` without an idle time.
+    pub(crate) fn background_time(&self) -> Result<Option<Duration>> {
+        if self.background != Some(true) {
+            return Ok(None);
+        }
+        let invalid = || {
+            Error::new(ErrorKind::InvalidArgument, OPERATION, "a background thread is requested without an idle time")
+                .with_hint(format!("set `idle-seconds` in {VARIABLE}, or `HostMemoryOptions::with_idle_time`"))
+        };
+        self.idle_time.ok_or_else(invalid).map(Some)
     }
 
     /// Returns the options of the environment variable; the defaults if it is not set.
@@ -179,6 +221,7 @@ impl fmt::Display for HostMemoryOptions {
             ("cap", self.cap_bytes.map(size)),
             ("idle-cap", self.idle_cap_bytes.map(size)),
             ("idle-seconds", self.idle_time.map(|time| time.as_secs().to_string())),
+            ("background", self.background.map(|is_on| if is_on { "on" } else { "off" }.to_owned())),
             ("huge-pages", self.huge_pages.map(|pages| pages.as_str().to_owned())),
             ("poison", self.poison.map(|is_on| if is_on { "on" } else { "off" }.to_owned())),
         ];
@@ -234,9 +277,10 @@ mod tests {
             .with_cap_bytes(8 << 30)
             .with_idle_cap_bytes(512 << 20)
             .with_idle_time(Duration::from_secs(60))
+            .with_background(true)
             .with_huge_pages(HugePages::Transparent)
             .with_poison(true);
-        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent,poison=on";
+        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,background=on,huge-pages=transparent,poison=on";
         assert_eq!(parse(text).unwrap(), options);
         assert_eq!(options.to_string(), text);
         assert_eq!(parse(" huge-pages = off , cap=1 ").unwrap().to_string(), "cap=1,huge-pages=off");
@@ -291,6 +335,7 @@ mod tests {
             "idle-cap=1.5GiB",
             "idle-seconds=1.5",
             "idle-seconds=-1",
+            "background=yes",
             "huge-pages=on",
             "cap=1=2",
             "poison=1",
@@ -321,11 +366,15 @@ mod tests {
     fn options() -> impl Strategy<Value = HostMemoryOptions> {
         let bytes =
             || of(prop_oneof![any::<u64>(), (0..1_u64 << 20, 0..44_u32).prop_map(|(number, shift)| number << shift)]);
-        let pages = select(&[HugePages::Transparent, HugePages::Off][..]);
-        (bytes(), bytes(), of(any::<u64>()), of(pages), of(any::<bool>())).prop_map(
-            |(cap_bytes, idle_cap_bytes, seconds, huge_pages, poison)| HostMemoryOptions {
+        let pages = select(&[HugePages::Transparent, HugePages::Reserved, HugePages::Off][..]);
+        (bytes(), bytes(), of(any::<u64>()), of(any::<bool>()), of(pages), of(any::<bool>())).prop_map(
+            |(cap_bytes, idle_cap_bytes, seconds, background, huge_pages, poison)| HostMemoryOptions {
+                cap_bytes,
+                idle_cap_bytes,
                 idle_time: seconds.map(Duration::from_secs),
-                ..HostMemoryOptions { cap_bytes, idle_cap_bytes, huge_pages, poison, ..HostMemoryOptions::new() }
+                background,
+                huge_pages,
+                poison,
             },
         )
     }

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use highwater_mock::Operation;
 
-use super::host::{HostCache, Reason};
+use super::host::{HostCache, Reason, Request};
 use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
-use super::ranges::PAGE;
+use super::ranges::{Borders, PAGE};
 use crate::testing::ManualBackend;
 use crate::{Access, ErrorKind, HostCacheStatistics, HostPtr, PinnedBuffer, Runtime, RuntimeOptions, Stream};
 use highwater_hal::fork::Generation;
@@ -290,13 +290,18 @@ fn piece(number: usize) -> Piece {
     Piece { ptr: HostPtr::new(NonNull::new(address).unwrap()), bytes: PIECE }
 }
 
+fn request(pages: u32) -> Request {
+    Request { pages, bytes: pages as usize * PAGE, borders: Borders::Allowed }
+}
+
 /// Grows by these pieces for a request of as much. Returns the first page of its block.
 fn grow(cache: &HostCache, pieces: &[Piece]) -> u32 {
     let pages = (pieces.len() * PIECE / PAGE) as u32;
-    let turn = cache.begin_growth(pages, pages as usize * PAGE, None).expect_err("nothing is free");
-    let plan = cache.plan_growth(pages, &turn).unwrap();
+    let request = request(pages);
+    let turn = cache.begin_growth(request, None).expect_err("nothing is free");
+    let plan = cache.plan_growth(request, &turn).unwrap();
     let growth = Growth { pieces: pieces.to_vec(), is_reserved: true, refused: None };
-    let block = cache.add(&growth, &plan, pages, pages as usize * PAGE, None).unwrap();
+    let block = cache.add(&growth, &plan, request, None).unwrap();
     assert_eq!(block.ptr, pieces[0].ptr);
     let start = block.run.start;
     block.uses.end_life();
@@ -319,8 +324,8 @@ fn nothing_is_placed_over_a_remnant_until_it_is_gone() {
     // The counts of buffers are the pool's, which is not here.
     let statistics = cache.statistics();
     assert_eq!((statistics.held_bytes, statistics.remnant_blocks, statistics.remnant_bytes), (0, 1, PIECE as u64));
-    let turn = cache.begin_growth(PAGES, 1, None).unwrap_err();
-    let plan = cache.plan_growth(2 * PAGES, &turn).unwrap();
+    let turn = cache.begin_growth(request(PAGES), None).unwrap_err();
+    let plan = cache.plan_growth(request(2 * PAGES), &turn).unwrap();
     assert!(plan.hole.is_none(), "the places beside the remnant are one piece each: {plan:?}");
     assert_eq!(plan.last, Some(piece(1)), "behind the remnant");
     drop(turn);

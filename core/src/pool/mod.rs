@@ -4,6 +4,7 @@
 //! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
 mod active_trims;
+mod background;
 mod biased_lock;
 pub(crate) mod blas_handles;
 pub(crate) mod block;
@@ -26,6 +27,7 @@ mod host_tests;
 mod lazy_box;
 #[cfg(test)]
 mod model_tests;
+mod pages;
 pub(crate) mod pinned;
 mod poison;
 #[cfg(test)]

@@ -2,20 +2,21 @@
 
 use std::any::Any;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
+use super::background::Background;
 use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::CompletionEvent;
-use super::host::{Found, HostCache, Leaving, Reason};
+use super::host::{Found, HostCache, Leaving, Reason, Request};
 use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
-use super::ranges::PAGE;
+use super::ranges::{Borders, PAGE};
 use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
@@ -41,6 +42,8 @@ pub(crate) struct PinnedPool {
     poison: Option<Poison>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: ActiveTrims,
+    /// If the program asked for it.
+    background: OnceLock<Background>,
     services: Arc<Services>,
 }
 
@@ -83,6 +86,7 @@ impl PinnedPool {
             cap_bytes: options.cap_bytes,
             memory,
             active_trims: ActiveTrims::default(),
+            background: OnceLock::new(),
             services,
         })
     }
@@ -114,8 +118,36 @@ impl PinnedPool {
             self.keep_to_cap();
         }
         if !in_capture() {
-            self.cache.release_old(|leaving| drop(self.free(leaving, Reason::IdleTime)));
+            self.cache.release_old(|| false, |leaving| drop(self.free(leaving, Reason::IdleTime)));
         }
+    }
+
+    // ---------------------------------------------------------------- the background thread
+
+    /// Starts the background thread if the options ask for it.
+    pub(crate) fn start_background(self: &Arc<Self>, options: &HostMemoryOptions) -> Result<()> {
+        if let Some(idle_time) = options.background_time()? {
+            let pool = Arc::downgrade(self);
+            let _ = self.background.set(Background::start(pool, idle_time, self.generation)?);
+        }
+        Ok(())
+    }
+
+    /// Ends the background thread, and waits for its end unless the process is exiting.
+    pub(crate) fn stop_background(&self) {
+        if let Some(background) = self.background.get() {
+            background.stop(!self.services.backend.is_exiting());
+        }
+    }
+
+    /// Releases memory that was idle for the set time, in the background thread. Returns false if the process is exiting.
+    pub(super) fn release_idle(&self, is_stopping: impl Fn() -> bool) -> bool {
+        let may_call = || self.services.check("pinned").is_ok();
+        let is_enough = || is_stopping() || !may_call();
+        // No later request may come that collects them.
+        self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, is_enough);
+        self.cache.release_old(is_enough, |leaving| drop(self.free(leaving, Reason::IdleTime)));
+        may_call()
     }
 
     // ---------------------------------------------------------------- requests
@@ -123,6 +155,33 @@ impl PinnedPool {
     /// Returns a block of page-locked memory of at least `bytes`.
     #[inline]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
+        let request = self.request(bytes, Borders::Allowed)?;
+        let pages = request.pages;
+        let found = with_mine(self.id, |mine| {
+            // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
+            unsafe { mine?.cached.own(|cached| cached.find(pages, bytes)) }
+        });
+        match found {
+            Some(block) => Ok(block),
+            None => self.take_slow(request),
+        }
+    }
+
+    /// As [`PinnedPool::take`], for a block in one registration.
+    pub(crate) fn take_undivided(&self, bytes: usize) -> Result<OwnedBlock> {
+        let request = self.request(bytes, Borders::None)?;
+        let most = self.memory.most_undivided_bytes();
+        if bytes > most {
+            let message = format!("{bytes} bytes were requested in one registration, and one has at most {most} bytes");
+            return Err(Error::new(ErrorKind::InvalidArgument, "pinned", message).with_hint(
+                "request fewer bytes, or use `Runtime::pinned` and copy each of `PinnedBuffer::registrations`",
+            ));
+        }
+        self.take_slow(request)
+    }
+
+    #[inline]
+    fn request(&self, bytes: usize, borders: Borders) -> Result<Request> {
         // A block of the cache needs no driver, so only the slow path checks whether the driver is shutting down.
         if !self.generation.is_current() {
             return Err(Generation::error("pinned"));
@@ -131,20 +190,12 @@ impl PinnedPool {
         if pages >= MOST_PAGES {
             return Err(too_large(bytes));
         }
-        let pages = pages as u32;
-        let found = with_mine(self.id, |mine| {
-            // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
-            unsafe { mine?.cached.own(|cached| cached.find(pages, bytes)) }
-        });
-        match found {
-            Some(block) => Ok(block),
-            None => self.take_slow(bytes, pages),
-        }
+        Ok(Request { pages: pages as u32, bytes, borders })
     }
 
     #[cold]
-    fn take_slow(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
-        let block = self.find_or_make(bytes, pages)?;
+    fn take_slow(&self, request: Request) -> Result<OwnedBlock> {
+        let block = self.find_or_make(request)?;
         let Some(poison) = &self.poison else { return Ok(block) };
         let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
         match poison.check(&block, is_passed) {
@@ -165,7 +216,8 @@ impl PinnedPool {
         }
     }
 
-    fn find_or_make(&self, bytes: usize, pages: u32) -> Result<OwnedBlock> {
+    fn find_or_make(&self, request: Request) -> Result<OwnedBlock> {
+        let Request { pages, bytes, borders } = request;
         self.services.check("pinned")?;
         let own = enlist(&self.cache);
         if let Some(own) = &own {
@@ -174,7 +226,10 @@ impl PinnedPool {
             let (surplus, found) = unsafe {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
-                    let found = cached.find(pages, bytes);
+                    let found = match borders {
+                        Borders::Allowed => cached.find(pages, bytes),
+                        Borders::None => cached.find_undivided(pages, bytes),
+                    };
                     match found {
                         Some(_) => cached.counts.inbox_hits += 1,
                         None => surplus.append(&mut cached.note_miss(pages)),
@@ -189,14 +244,14 @@ impl PinnedPool {
                 return Ok(block);
             }
         }
-        let block = self.take_shared(pages, bytes, own.as_ref())?;
+        let block = self.take_shared(request, own.as_ref())?;
         count(&self.cache, own.as_deref(), 1);
         Ok(block)
     }
 
     /// Makes a block, in the order of the costs.
-    fn take_shared(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
-        let look = |found| self.cache.take_found(found, pages, requested, home);
+    fn take_shared(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
+        let look = |found| self.cache.take_found(found, request, home);
         if let Some(block) = look(Found::Free) {
             return Ok(block);
         }
@@ -218,7 +273,7 @@ impl PinnedPool {
         }
         // While this thread held blocks, other threads may have seen less idle memory than there is.
         self.trim_in_passing();
-        match self.grow(pages, requested, home) {
+        match self.grow(request, home) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
@@ -227,26 +282,26 @@ impl PinnedPool {
                 }
                 drop(round);
                 self.active_trims.wait();
-                look(Found::Free).map_or_else(|| self.grow(pages, requested, home), Ok)
+                look(Found::Free).map_or_else(|| self.grow(request, home), Ok)
             }
             result => result,
         }
     }
 
     /// Grows the pool for a request, once no other thread does.
-    fn grow(&self, pages: u32, requested: usize, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
-        let turn = match self.cache.begin_growth(pages, requested, home) {
+    fn grow(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
+        let turn = match self.cache.begin_growth(request, home) {
             Ok(block) => return Ok(block),
             Err(turn) => turn,
         };
         loop {
-            self.check_room(pages)?;
-            if let Some(block) = self.cache.take(pages, requested, home) {
+            self.check_room(request)?;
+            if let Some(block) = self.cache.take(request, home) {
                 return Ok(block);
             }
-            let plan = self.cache.plan_growth(pages, &turn).ok_or_else(|| too_large(pages as usize * PAGE))?;
+            let plan = self.cache.plan_growth(request, &turn).ok_or_else(|| too_large(request.bytes))?;
             let growth = self.memory.grow(&plan);
-            let block = self.cache.add(&growth, &plan, pages, requested, home);
+            let block = self.cache.add(&growth, &plan, request, home);
             match (block, growth.refused) {
                 (Some(block), _) => return Ok(block),
                 (None, Some(error)) => {
@@ -270,10 +325,16 @@ impl PinnedPool {
     }
 
     /// Checks that the cap and the machine leave room for a growth. Where memory is scarce, idle memory is released first.
-    fn check_room(&self, pages: u32) -> Result<()> {
+    fn check_room(&self, request: Request) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
-        let room = || budget.room(self.cache.shortfall(pages) as u64, self.cache.held_bytes(), self.cap_bytes);
+        let room = || {
+            let (shortfall, held) = (self.cache.shortfall(request), self.cache.held_bytes());
+            if self.memory.has_reserved(shortfall) {
+                return budget.room_below_cap(shortfall as u64, held, self.cap_bytes);
+            }
+            budget.room(shortfall as u64, held, self.cap_bytes)
+        };
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
             if let Err(error) = self.trim_for(Reason::Exhaustion) {

@@ -115,6 +115,17 @@ impl Cached {
         Some(block)
     }
 
+    /// As [`Cached::find`], for a block that lies in one registration.
+    pub(crate) fn find_undivided(&mut self, pages: u32, requested: usize) -> Option<OwnedBlock> {
+        let index = self.list_of(pages)?;
+        let blocks = &mut self.lists[index].blocks;
+        let place = blocks.iter().rposition(|block| block.is_undivided())?;
+        // `find` takes the last block.
+        let last = blocks.len() - 1;
+        blocks.swap(place, last);
+        self.find(pages, requested)
+    }
+
     /// Keeps a free block, or returns it.
     #[inline]
     pub(crate) fn keep(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {

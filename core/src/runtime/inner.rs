@@ -58,6 +58,7 @@ impl Drop for Users {
         {
             sharing.stop();
         }
+        self.0.pinned.stop_background();
         self.0.pinned.leave_to_buffers(Arc::<RuntimeInner>::clone(&self.0));
     }
 }

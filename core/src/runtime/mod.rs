@@ -73,7 +73,8 @@ impl Runtime {
     /// Creates a runtime over an open backend.
     ///
     /// # Errors
-    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value.
+    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, or if a
+    /// background thread is requested without an idle time; `OperatingSystem` if that thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         let host_memory = options.host_memory.or(HostMemoryOptions::from_environment()?);
         let generation = Generation::current();
@@ -103,6 +104,7 @@ impl Runtime {
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
         let inner = RuntimeInner::new(services, &host_memory);
+        inner.pinned.start_background(&host_memory)?;
         Ok(Self { inner: Arc::new(Users(inner)) })
     }
 

@@ -81,14 +81,19 @@ impl Budget {
         BUDGET.get_or_init(|| Self::new(Machine::new("/")))
     }
 
+    /// As [`Budget::room`], for a growth that takes reserved huge pages only: they are not part of what the machine has left.
+    pub(crate) fn room_below_cap(&self, request: u64, held: u64, cap: Option<u64>) -> Result<Room, Shortage> {
+        let most = cap.map_or(u64::MAX, |cap| cap.saturating_sub(held));
+        if request > most {
+            return Err(Shortage { request, held, cap, left: None });
+        }
+        Ok(Room { most, release_idle_first: false })
+    }
+
     /// Returns how the pool may grow by `request` bytes, if it holds `held` and may hold `cap`.
     pub(crate) fn room(&self, request: u64, held: u64, cap: Option<u64>) -> Result<Room, Shortage> {
         let shortage = |left| Shortage { request, held, cap, left };
-        let below_cap = cap.map_or(u64::MAX, |cap| cap.saturating_sub(held));
-        if request > below_cap {
-            return Err(shortage(None));
-        }
-        let mut room = Room { most: below_cap, release_idle_first: false };
+        let mut room = self.room_below_cap(request, held, cap)?;
         let mut tightest: Option<Left> = None;
         for left in self.machine.left(wanted(request)) {
             if request > left.grants() && tightest.as_ref().is_none_or(|other| left.grants() < other.grants()) {

@@ -1,0 +1,87 @@
+//! The thread that releases idle page-locked memory, which a program gets only on request.
+//!
+//! Without it, a program that makes no more calls keeps its idle memory. The thread wakes twice in each idle time. It refers to
+//! the pool weakly, so it keeps no runtime alive. The last user of the runtime ends it, and waits for the piece that it is
+//! releasing. A forked child has no such thread. Once the process exits, the thread makes no call.
+
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::pinned::PinnedPool;
+use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+
+/// The shortest pause, for short idle times.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
+
+/// The thread of one pool.
+#[derive(Debug)]
+pub(crate) struct Background {
+    generation: Generation,
+    signal: Arc<Signal>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Signal {
+    is_stopping: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Signal {
+    fn is_stopping(&self) -> bool {
+        *self.is_stopping.lock()
+    }
+
+    /// Waits. Returns whether the thread must end.
+    fn pause(&self, pause: Duration) -> bool {
+        let mut is_stopping = self.is_stopping.lock();
+        if !*is_stopping {
+            self.changed.wait_for(&mut is_stopping, pause);
+        }
+        *is_stopping
+    }
+}
+
+impl Background {
+    /// Starts the thread of a pool that releases memory after `idle_time`.
+    pub(crate) fn start(pool: Weak<PinnedPool>, idle_time: Duration, generation: Generation) -> Result<Self> {
+        let signal = Arc::<Signal>::default();
+        let own = Arc::clone(&signal);
+        let pause = (idle_time / 2).max(SHORTEST_PAUSE);
+        let work = move || {
+            while !own.pause(pause)
+                && let Some(pool) = pool.upgrade()
+                && pool.release_idle(|| own.is_stopping())
+            {}
+        };
+        let thread = thread::Builder::new().name("highwater-idle".to_owned()).spawn(work).map_err(|error| {
+            let message = format!("the operating system cannot create a thread: {error}");
+            Error::new(ErrorKind::OperatingSystem, "host memory options", message)
+                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
+                .with_hint("raise the limit on threads (ulimit -u), or leave `background` off")
+        })?;
+        Ok(Self { generation, signal, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Ends the thread. Waits for its end if `waits`.
+    pub(crate) fn stop(&self, waits: bool) {
+        *self.signal.is_stopping.lock() = true;
+        self.signal.changed.notify_all();
+        let thread = self.thread.lock().take().filter(|_| waits);
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::warn!("the thread that releases idle memory has panicked");
+        }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if !self.generation.is_current() {
+            // The thread does not exist in this child, so its handle must not be touched.
+            std::mem::forget(self.thread.get_mut().take());
+        }
+    }
+}
