@@ -5,8 +5,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::buffer::{check_range, size_in_bytes};
+use crate::device::Device;
 use crate::pool::block::OwnedBlock;
 use crate::pool::pinned::{PinnedPool, PoolRef};
+use crate::pool::pinned_pools::PinnedPools;
 use crate::runtime::Runtime;
 use highwater_hal::{Element, HostPtr, Result};
 
@@ -21,7 +23,23 @@ impl Runtime {
     /// released.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
-        PinnedBuffer::new(&self.inner.pinned, len)
+        PinnedBuffer::new(self.inner.pinned.of_runtime(), len)
+    }
+}
+
+impl Device {
+    /// Returns page-locked host memory for `len` values of `T` on the NUMA node of the device. The contents are unspecified.
+    ///
+    /// On a machine with one node, or if the node is unknown ([`DeviceInfo::numa_node`](highwater_hal::DeviceInfo::numa_node)) or
+    /// has no memory, this is [`Runtime::pinned`]; also if the backend cannot register memory. Each node has memory of its own,
+    /// under the limits of the runtime. The buffer can be copied from and to any device. A full node is no error: the system then
+    /// takes pages of another node.
+    ///
+    /// # Errors
+    /// As [`Runtime::pinned`].
+    #[inline]
+    pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::new(self.runtime().inner.pinned.of_device(self.ordinal()), len)
     }
 }
 
@@ -262,9 +280,9 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         self.buffer.block()
     }
 
-    /// Returns whether the memory belongs to a pool.
-    pub(crate) fn is_of(&self, pool: &PinnedPool) -> bool {
-        self.buffer.pool.is(pool)
+    /// Returns whether the memory belongs to one of the pools of a runtime.
+    pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
+        pools.contain(self.buffer.pool)
     }
 
     /// Returns the range of bytes that the values occupy in the block.

@@ -36,6 +36,8 @@ pub(crate) struct ManualBackend {
     captured: Mutex<HashSet<AnyId>>,
     /// The page-locked memory: address and bytes of each registration and allocation.
     pieces: Mutex<BTreeMap<usize, usize>>,
+    /// The NUMA nodes of the devices; unknown for devices after the last.
+    nodes: Mutex<Vec<u32>>,
 }
 
 impl std::fmt::Debug for ManualBackend {
@@ -71,7 +73,13 @@ impl ManualBackend {
             scratch: OnceLock::new(),
             captured: Mutex::default(),
             pieces: Mutex::default(),
+            nodes: Mutex::default(),
         })
+    }
+
+    /// Attaches the first devices to these NUMA nodes.
+    pub(crate) fn attach(&self, nodes: &[u32]) {
+        *self.nodes.lock() = nodes.to_vec();
     }
 
     /// Panics from here on when the runtime calls while it holds one of its locks. For tests of one thread.
@@ -174,6 +182,11 @@ unsafe impl BackendLayer for ManualBackend {
             }
             forward(&*self.gpu)
         })
+    }
+    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
+        let mut info = self.gpu.device_info(device)?;
+        info.numa_node = self.nodes.lock().get(device as usize).copied();
+        Ok(info)
     }
     fn live_objects(&self) -> LiveObjects {
         let mut live = self.watch("live_objects", || Ok(self.gpu.live_objects())).unwrap();

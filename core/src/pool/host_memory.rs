@@ -5,7 +5,7 @@
 //! this module creates it. It requests huge pages, and touches the pages with several threads at once. The caller registers
 //! it piece by piece while later pieces are still being touched. That blocks other threads for one piece at a time, a few
 //! milliseconds. The touching threads have the affinity and the memory policy of the caller, so `numactl` decides where the
-//! pages are.
+//! pages are, unless the memory belongs to a device's NUMA node (`nodes.rs`).
 //!
 //! *Addresses.* Pieces lie in a reserved range of addresses, one after another, so that a block may extend over several. A
 //! reservation costs no memory. If it is full, or the system refuses so large a range, another follows, and no block extends
@@ -39,6 +39,7 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use super::host::Plan;
 use super::host_options::HugePages;
+use super::nodes::prefer_node;
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
@@ -64,6 +65,8 @@ pub(crate) struct HostMemory {
     /// Maximum size of a piece. `None` if the backend allocates the pieces, of any size.
     piece_bytes: Option<NonZeroUsize>,
     huge_pages: HugePages,
+    /// The NUMA node of the pages. `None` leaves the choice to the system.
+    node: Option<u32>,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -116,7 +119,18 @@ impl HostMemory {
         let whole_pages = |bytes: NonZeroUsize| {
             NonZeroUsize::new(bytes.get().min(MOST_PIECE_BYTES).checked_next_multiple_of(HUGE_PAGE)?)
         };
-        Self { allocator, piece_bytes: least.and_then(whole_pages), huge_pages, reservations: Mutex::default() }
+        Self {
+            allocator,
+            piece_bytes: least.and_then(whole_pages),
+            huge_pages,
+            node: None,
+            reservations: Mutex::default(),
+        }
+    }
+
+    /// Returns the memory with its pages on a NUMA node. Memory that the backend allocates lies where the backend decides.
+    pub(crate) fn on_node(self, node: Option<u32>) -> Self {
+        Self { node, ..self }
     }
 
     /// Returns the size of the largest piece, if it has a limit.
@@ -147,6 +161,12 @@ impl HostMemory {
         };
         if let Err(error) = commit(ptr, bytes, self.huge_pages) {
             return refused(error);
+        }
+        if let Some(node) = self.node
+            // SAFETY: Committed above, and known to no other code.
+            && let Err(error) = unsafe { prefer_node(ptr, bytes, node) }
+        {
+            tracing::debug!("page-locked memory is not bound to node {node}: {error}");
         }
         let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: 0 };
         let refused = mapped.touch_and_register(&*self.allocator).err();

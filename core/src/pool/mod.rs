@@ -24,7 +24,11 @@ mod host_options;
 mod host_tests;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod node_tests;
+mod nodes;
 pub(crate) mod pinned;
+pub(crate) mod pinned_pools;
 mod ranges;
 mod thread_cache;
 #[cfg(test)]
@@ -34,3 +38,4 @@ pub(crate) mod workspaces;
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};
+pub(crate) use nodes::Nodes;

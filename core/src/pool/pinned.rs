@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
@@ -35,7 +35,9 @@ pub(crate) struct PinnedPool {
     cap_bytes: Option<u64>,
     memory: HostMemory,
     /// Threads that free page-locked memory. They never wait for a stream.
-    active_trims: ActiveTrims,
+    active_trims: Arc<ActiveTrims>,
+    /// The other pools of the runtime.
+    others: OnceLock<Box<[Weak<Self>]>>,
     services: Arc<Services>,
 }
 
@@ -64,20 +66,55 @@ impl PoolRef {
 }
 
 impl PinnedPool {
-    pub(crate) fn new(services: Arc<Services>, options: &HostMemoryOptions) -> Arc<Self> {
+    /// Returns the first pool of a runtime, or a pool for a NUMA node beside the first.
+    pub(crate) fn new(services: Arc<Services>, options: &HostMemoryOptions, beside: Option<(&Self, u32)>) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
         let memory =
-            HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
-        let cache = HostCache::new(options, memory.piece_bytes(), services.generation);
+            HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default())
+                .on_node(beside.map(|(_, node)| node));
+        let first = beside.map(|(first, _)| first);
+        let cache = match first {
+            Some(first) => HostCache::beside(&first.cache, options, memory.piece_bytes()),
+            None => HostCache::new(options, memory.piece_bytes(), services.generation),
+        };
         Arc::new(Self {
             generation: services.generation,
             id: cache.id,
             cache,
             cap_bytes: options.cap_bytes,
             memory,
-            active_trims: ActiveTrims::default(),
+            active_trims: first.map_or_else(Arc::default, |first| Arc::clone(&first.active_trims)),
+            others: OnceLock::new(),
             services,
         })
+    }
+
+    /// Makes the pools of a runtime known to each other, once.
+    pub(crate) fn unite(pools: &[&Arc<Self>]) {
+        HostCache::unite(&pools.iter().map(|pool| &pool.cache).collect::<Vec<_>>());
+        for pool in pools {
+            let others = pools.iter().filter(|other| !Arc::ptr_eq(other, pool));
+            let _ = pool.others.set(others.map(|other| Arc::downgrade(other)).collect());
+        }
+    }
+
+    fn others(&self) -> impl Iterator<Item = Arc<Self>> + '_ {
+        self.others.get().into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
+    /// Returns whether the pool divides memory that it registers. Otherwise it cannot choose a node.
+    pub(crate) fn registers(&self) -> bool {
+        self.memory.piece_bytes().is_some()
+    }
+
+    /// Returns whether a block of the pool begins at an address, in any state.
+    pub(crate) fn has_block(&self, ptr: HostPtr) -> bool {
+        self.cache.has_block(ptr)
+    }
+
+    /// Returns the maximum so far of the bytes that all pools of the runtime held.
+    pub(crate) fn peak_of_all(&self) -> u64 {
+        self.cache.peak_of_all()
     }
 
     /// Returns a reference for a buffer.
@@ -192,7 +229,7 @@ impl PinnedPool {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
-                if let Err(error) = self.trim() {
+                if let Err(error) = self.trim_all() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
@@ -246,7 +283,7 @@ impl PinnedPool {
         let room = || budget.room(self.cache.shortfall(pages) as u64, self.cache.held_bytes(), self.cap_bytes);
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
-            if let Err(error) = self.trim() {
+            if let Err(error) = self.trim_all() {
                 tracing::debug!("not everything could be given back: {error}");
             }
         }
@@ -322,7 +359,14 @@ impl PinnedPool {
         if in_capture() || self.services.backend.is_exiting() {
             return;
         }
-        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), |leaving| self.free(leaving).0);
+        let keep = |pool: &Self| {
+            pool.cache
+                .keep_to_cap(|completion| self.services.is_surely_passed(completion), |leaving| pool.free(leaving).0);
+        };
+        keep(self);
+        if self.cache.exceeds_cap() {
+            self.others().for_each(|other| keep(&other));
+        }
     }
 
     /// Refuses a block whose end of use is unknown.
@@ -385,6 +429,11 @@ impl PinnedPool {
                 Err(completions) => self.wait_for_completions(block, completions)?,
             }
         }
+    }
+
+    /// Frees the unused memory of all pools of the runtime.
+    fn trim_all(&self) -> Result<()> {
+        self.others().fold(self.trim(), |result, other| result.and(other.trim()))
     }
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.
