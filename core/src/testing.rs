@@ -38,6 +38,8 @@ pub(crate) struct ManualBackend {
     pieces: Mutex<BTreeMap<usize, usize>>,
     /// The NUMA nodes of the devices; unknown for devices after the last.
     nodes: Mutex<Vec<u32>>,
+    /// The kinds of the page-locked memory that was allocated.
+    kinds: Mutex<Vec<HostMemoryKind>>,
 }
 
 impl std::fmt::Debug for ManualBackend {
@@ -74,6 +76,7 @@ impl ManualBackend {
             captured: Mutex::default(),
             pieces: Mutex::default(),
             nodes: Mutex::default(),
+            kinds: Mutex::default(),
         })
     }
 
@@ -123,6 +126,11 @@ impl ManualBackend {
     /// Returns the number of blocks of page-locked memory. Each registration is one.
     pub(crate) fn live_host_blocks(&self) -> u64 {
         self.gpu.live_objects().host_allocations
+    }
+
+    /// Returns the kinds of the page-locked memory that was allocated so far.
+    pub(crate) fn allocated_kinds(&self) -> Vec<HostMemoryKind> {
+        self.kinds.lock().clone()
     }
 
     /// Returns the page-locked memory: address and bytes of each registration and allocation.
@@ -213,6 +221,7 @@ unsafe impl HostLayer for ManualBackend {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         let ptr = self.watch("host_allocate", || self.host.allocate(bytes, options))?;
         self.pieces.lock().insert(ptr.address(), bytes);
+        self.kinds.lock().push(options.kind);
         Ok(ptr)
     }
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {

@@ -40,7 +40,7 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 use super::host::Plan;
 use super::host_options::HugePages;
 use super::nodes::prefer_node;
-use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
+use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
@@ -67,6 +67,7 @@ pub(crate) struct HostMemory {
     huge_pages: HugePages,
     /// The NUMA node of the pages. `None` leaves the choice to the system.
     node: Option<u32>,
+    kind: HostMemoryKind,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -124,13 +125,19 @@ impl HostMemory {
             piece_bytes: least.and_then(whole_pages),
             huge_pages,
             node: None,
+            kind: HostMemoryKind::Default,
             reservations: Mutex::default(),
         }
     }
 
     /// Returns the memory with its pages on a NUMA node. Memory that the backend allocates lies where the backend decides.
-    pub(crate) fn on_node(self, node: Option<u32>) -> Self {
-        Self { node, ..self }
+    pub(crate) fn on_node(self, node: u32) -> Self {
+        Self { node: Some(node), ..self }
+    }
+
+    /// Returns memory of a kind other than the default. The backend allocates it: vendors register no such memory.
+    pub(crate) fn of_kind(self, kind: HostMemoryKind) -> Self {
+        Self { kind, piece_bytes: None, ..self }
     }
 
     /// Returns the size of the largest piece, if it has a limit.
@@ -143,7 +150,7 @@ impl HostMemory {
         let is_reserved = self.piece_bytes.is_some();
         let refused = |error| Growth { pieces: Vec::new(), is_reserved, refused: Some(error) };
         let Some(piece_bytes) = self.piece_bytes else {
-            return match self.allocator.allocate(plan.whole, &HostOptions::new()) {
+            return match self.allocator.allocate(plan.whole, &HostOptions::new().with_kind(self.kind)) {
                 Ok(ptr) => {
                     let pieces = vec![Piece { ptr, bytes: plan.whole }];
                     Growth { pieces, is_reserved, refused: None }

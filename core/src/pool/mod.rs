@@ -23,6 +23,8 @@ mod host_options;
 #[cfg(test)]
 mod host_tests;
 #[cfg(test)]
+mod kind_tests;
+#[cfg(test)]
 mod model_tests;
 #[cfg(test)]
 mod node_tests;

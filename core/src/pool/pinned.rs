@@ -19,7 +19,7 @@ use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
-use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, fork::Generation};
 
 /// Maximum number of pages of a request: more than the pool can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -39,6 +39,15 @@ pub(crate) struct PinnedPool {
     /// The other pools of the runtime.
     others: OnceLock<Box<[Weak<Self>]>>,
     services: Arc<Services>,
+}
+
+/// What the memory of a pool has that the first pool's has not.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Special {
+    /// A NUMA node.
+    Node(u32),
+    /// A kind other than the default.
+    Kind(HostMemoryKind),
 }
 
 /// A buffer's reference to its pool. It counts nothing: see *Liveness* in `thread_cache.rs`.
@@ -66,13 +75,20 @@ impl PoolRef {
 }
 
 impl PinnedPool {
-    /// Returns the first pool of a runtime, or a pool for a NUMA node beside the first.
-    pub(crate) fn new(services: Arc<Services>, options: &HostMemoryOptions, beside: Option<(&Self, u32)>) -> Arc<Self> {
+    /// Returns the first pool of a runtime, or a special pool beside the first.
+    pub(crate) fn new(
+        services: Arc<Services>,
+        options: &HostMemoryOptions,
+        beside: Option<(&Self, Special)>,
+    ) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
         let memory =
-            HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default())
-                .on_node(beside.map(|(_, node)| node));
-        let first = beside.map(|(first, _)| first);
+            HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
+        let (first, memory) = match beside {
+            None => (None, memory),
+            Some((first, Special::Node(node))) => (Some(first), memory.on_node(node)),
+            Some((first, Special::Kind(kind))) => (Some(first), memory.of_kind(kind)),
+        };
         let cache = match first {
             Some(first) => HostCache::beside(&first.cache, options, memory.piece_bytes()),
             None => HostCache::new(options, memory.piece_bytes(), services.generation),
@@ -107,9 +123,15 @@ impl PinnedPool {
         self.memory.piece_bytes().is_some()
     }
 
-    /// Returns whether a block of the pool begins at an address, in any state.
-    pub(crate) fn has_block(&self, ptr: HostPtr) -> bool {
-        self.cache.has_block(ptr)
+    /// Returns whether a block belongs to the pool.
+    pub(crate) fn owns(&self, block: &Block) -> bool {
+        block.home.as_ref().map_or_else(|| self.cache.has_block(block.ptr), |home| home.cache.id == self.id)
+    }
+
+    /// Returns the address of a block's byte on a device.
+    pub(crate) fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
+        self.services.check("device_address")?;
+        self.services.backend.host_allocator().device_address(ptr, device)
     }
 
     /// Returns the maximum so far of the bytes that all pools of the runtime held.

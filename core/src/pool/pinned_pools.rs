@@ -1,7 +1,7 @@
-//! The pools of page-locked memory of a runtime: one for requests without a device, and one for each NUMA node that a device is
-//! on, if the machine has several (`nodes.rs`).
+//! The pools of page-locked memory of a runtime: one for requests without a device, one for each NUMA node that a device is on, if
+//! the machine has several (`nodes.rs`), and one for write-combined memory, if the devices have it.
 //!
-//! Each pool has ranges and thread caches of its own, so a block stays on its node. The pools share what a runtime has once: the
+//! Each pool has ranges and thread caches of its own, so a block stays on its node and of its kind. The pools share what a runtime has once: the
 //! registry of thread caches with the count of live buffers, the turn to grow, the cap, and the cap on idle memory. A pool that
 //! exceeds a cap, or is out of memory, also releases the idle memory of the others.
 
@@ -12,16 +12,17 @@ use std::sync::Arc;
 use super::block::KeptBlock;
 use super::block_uses::BlockUses;
 use super::nodes::Nodes;
-use super::pinned::{PinnedPool, PoolRef};
+use super::pinned::{PinnedPool, PoolRef, Special};
 use super::{HostCacheStatistics, HostMemoryOptions};
 use crate::ledger::HostBlockInfo;
 use crate::services::Services;
-use highwater_hal::{HostPtr, Result};
+use highwater_hal::{Error, ErrorKind, HostMemoryKind, HostPtr, Result};
 
 pub(crate) struct PinnedPools {
-    /// The pool without a node.
+    /// The pool without a node, of the default kind.
     first: Arc<PinnedPool>,
-    of_nodes: Box<[Arc<PinnedPool>]>,
+    others: Box<[Arc<PinnedPool>]>,
+    write_combined: Option<Arc<PinnedPool>>,
     /// The pool of each device.
     of_devices: Box<[Arc<PinnedPool>]>,
 }
@@ -29,16 +30,20 @@ pub(crate) struct PinnedPools {
 impl PinnedPools {
     pub(crate) fn new(services: &Arc<Services>, options: &HostMemoryOptions, nodes: &Nodes) -> Self {
         let first = PinnedPool::new(Arc::clone(services), options, None);
+        let special = |special| PinnedPool::new(Arc::clone(services), options, Some((&*first, special)));
         let mut of_nodes = BTreeMap::new();
         let of_device = |node: Option<u32>| match node.filter(|_| first.registers()) {
             Some(node) => {
-                let made = || PinnedPool::new(Arc::clone(services), options, Some((&first, node)));
+                let made = || special(Special::Node(node));
                 Arc::clone(of_nodes.entry(node).or_insert_with(made))
             }
             None => Arc::clone(&first),
         };
         let of_devices = services.devices.iter().map(|device| nodes.of_device(&device.info)).map(of_device).collect();
-        let pools = Self { of_nodes: of_nodes.into_values().collect(), of_devices, first };
+        let has_write_combined = services.devices.iter().all(|device| device.capabilities.write_combined);
+        let write_combined = has_write_combined.then(|| special(Special::Kind(HostMemoryKind::WriteCombined)));
+        let others = of_nodes.into_values().chain(write_combined.clone()).collect();
+        let pools = Self { others, write_combined, of_devices, first };
         PinnedPool::unite(&pools.all().collect::<Vec<_>>());
         pools
     }
@@ -55,8 +60,21 @@ impl PinnedPools {
         &self.of_devices[ordinal as usize]
     }
 
+    /// Returns the pool of a kind of memory.
+    pub(crate) fn of_kind(&self, kind: HostMemoryKind) -> Result<&PinnedPool> {
+        match kind {
+            HostMemoryKind::Default => Ok(&self.first),
+            HostMemoryKind::WriteCombined => {
+                self.write_combined.as_deref().ok_or_else(|| Error::lacks("pinned", "write_combined"))
+            }
+            kind => {
+                Err(Error::new(ErrorKind::Unsupported, "pinned", format!("no pool has memory of the kind {kind:?}")))
+            }
+        }
+    }
+
     fn all(&self) -> impl Iterator<Item = &Arc<PinnedPool>> {
-        std::iter::once(&self.first).chain(&self.of_nodes)
+        std::iter::once(&self.first).chain(&self.others)
     }
 
     /// Returns whether a buffer's pool is one of these.
@@ -78,8 +96,7 @@ impl PinnedPools {
 
     /// Releases a block that a capture, a graph or a note by address has kept.
     pub(crate) fn let_go(&self, kept: KeptBlock) {
-        let of_node = self.of_nodes.iter().find(|pool| pool.has_block(kept.ptr));
-        of_node.unwrap_or(&self.first).let_go(kept);
+        self.all().find(|pool| pool.owns(&kept)).unwrap_or(&self.first).let_go(kept);
     }
 
     /// Removes uses of a block that are over.
@@ -104,7 +121,7 @@ impl PinnedPools {
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
-        self.of_nodes.iter().fold(self.first.trim(), |result, pool| result.and(pool.trim()))
+        self.others.iter().fold(self.first.trim(), |result, pool| result.and(pool.trim()))
     }
 
     /// Frees all memory, at the end of the runtime.
@@ -114,14 +131,14 @@ impl PinnedPools {
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
         // SAFETY: As the caller promises.
         let free_all = |pool: &PinnedPool| unsafe { pool.free_all() };
-        self.of_nodes.iter().fold(free_all(&self.first), |result, pool| result.and(free_all(pool)))
+        self.others.iter().fold(free_all(&self.first), |result, pool| result.and(free_all(pool)))
     }
 
     /// Returns the sum of the pools' statistics.
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
-        let sum = self.of_nodes.iter().fold(self.first.statistics(), |sum, pool| plus(sum, pool.statistics()));
+        let sum = self.others.iter().fold(self.first.statistics(), |sum, pool| plus(sum, pool.statistics()));
         // The pools reach their peaks at different times.
-        if self.of_nodes.is_empty() {
+        if self.others.is_empty() {
             sum
         } else {
             HostCacheStatistics { peak_held_bytes: self.first.peak_of_all(), ..sum }
@@ -145,7 +162,7 @@ fn plus(sum: HostCacheStatistics, other: HostCacheStatistics) -> HostCacheStatis
 
 #[cfg(test)]
 impl PinnedPools {
-    /// Holds every lock of the pool without a node.
+    /// Holds every lock of the first pool. The others share some of them.
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         self.first.hold_locks()
     }
