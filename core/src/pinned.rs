@@ -5,10 +5,12 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::buffer::{check_range, size_in_bytes};
+use crate::device::Device;
 use crate::pool::block::OwnedBlock;
 use crate::pool::pinned::{PinnedPool, PoolRef};
+use crate::pool::pinned_pools::PinnedPools;
 use crate::runtime::Runtime;
-use highwater_hal::{Element, HostPtr, Result};
+use highwater_hal::{DevicePtr, Element, Error, ErrorKind, HostMemoryKind, HostPtr, Result};
 
 impl Runtime {
     /// Returns page-locked host memory for `len` values of `T`, from the pool. The contents are unspecified.
@@ -21,7 +23,30 @@ impl Runtime {
     /// released.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
-        PinnedBuffer::new(&self.inner.pinned, len)
+        PinnedBuffer::new(self.inner.pinned.of_runtime(), len)
+    }
+
+    /// Returns page-locked host memory of a kind. [`Runtime::pinned`] returns memory of the default kind. The contents are
+    /// unspecified.
+    ///
+    /// The CPU does not cache write-combined memory. Use it for values that the CPU only writes, in order, and the device reads.
+    /// NVIDIA calls reads by the CPU prohibitively slow. [`PinnedBuffer::read`] works nevertheless. The memory consists of
+    /// allocations of the backend, under the limits of the runtime, and is reused only for the same kind.
+    ///
+    /// ```
+    /// use highwater_core::{HostMemoryKind, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let mut pinned = runtime.pinned_of::<f32>(1000, HostMemoryKind::WriteCombined)?;
+    /// pinned.write()?.fill(1.0);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Unsupported` if a device lacks `write_combined`; else as [`Runtime::pinned`].
+    pub fn pinned_of<T: Element>(&self, len: usize, kind: HostMemoryKind) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::new(self.inner.pinned.of_kind(kind)?, len)
     }
 
     /// As [`Runtime::pinned`], for memory in one registration. Code that cannot split copies at the borders of
@@ -46,7 +71,23 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::pinned`]; `InvalidArgument` if the size exceeds the limit of a registration.
     pub fn pinned_undivided<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
-        PinnedBuffer::with(&self.inner.pinned, len, PinnedPool::take_undivided)
+        PinnedBuffer::with(self.inner.pinned.of_runtime(), len, PinnedPool::take_undivided)
+    }
+}
+
+impl Device {
+    /// Returns page-locked host memory for `len` values of `T` on the NUMA node of the device. The contents are unspecified.
+    ///
+    /// On a machine with one node, or if the node is unknown ([`DeviceInfo::numa_node`](highwater_hal::DeviceInfo::numa_node)) or
+    /// has no memory, this is [`Runtime::pinned`]; also if the backend cannot register memory. Each node has memory of its own,
+    /// under the limits of the runtime. The buffer can be copied from and to any device. A full node is no error: the system then
+    /// takes pages of another node.
+    ///
+    /// # Errors
+    /// As [`Runtime::pinned`].
+    #[inline]
+    pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::new(self.runtime().inner.pinned.of_device(self.ordinal()), len)
     }
 }
 
@@ -177,6 +218,32 @@ impl<T: Element> PinnedBuffer<T> {
         self.block().cut(0..self.len * size_of::<T>()).filter(|part| !part.is_empty())
     }
 
+    /// Returns the address at which kernels of a device access the values, which may differ from the CPU's.
+    ///
+    /// Devices can access page-locked memory of every kind directly, over the bus. Highwater does not see such accesses. Note
+    /// them with [`Stream::note_host_use`](crate::Stream::note_host_use), after the work is enqueued.
+    ///
+    /// # Errors
+    /// `InvalidPointer` if the buffer belongs to another runtime. `InvalidState` if the buffer consists of several registrations
+    /// that do not follow one another on the device. Otherwise the backend's error.
+    pub fn device_address(&self, device: &Device) -> Result<DevicePtr> {
+        const OPERATION: &str = "device_address";
+        if !device.runtime().inner.pinned.contain(self.pool) {
+            return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the buffer belongs to another runtime")
+                .with_hint("pass a device of the runtime that the buffer came from"));
+        }
+        let address_of = |offset| self.pool.get().device_address(self.ptr().offset(offset), device.ordinal());
+        let start = address_of(0)?;
+        for registration in self.registrations().skip(1) {
+            if address_of(registration.start)? != start.offset(registration.start) {
+                let message = "the registrations of the buffer do not follow one another on the device";
+                return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
+                    .with_hint("request a buffer of at most 4 MiB, which has one registration"));
+            }
+        }
+        Ok(start)
+    }
+
     pub(crate) fn block(&self) -> &OwnedBlock {
         match &self.block {
             Some(block) => block,
@@ -296,9 +363,9 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         self.buffer.block()
     }
 
-    /// Returns whether the memory belongs to a pool.
-    pub(crate) fn is_of(&self, pool: &PinnedPool) -> bool {
-        self.buffer.pool.is(pool)
+    /// Returns whether the memory belongs to one of the pools of a runtime.
+    pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
+        pools.contain(self.buffer.pool)
     }
 
     /// Returns the range of bytes that the values occupy in the block.

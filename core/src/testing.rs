@@ -36,6 +36,10 @@ pub(crate) struct ManualBackend {
     captured: Mutex<HashSet<AnyId>>,
     /// The page-locked memory: address and bytes of each registration and allocation.
     pieces: Mutex<BTreeMap<usize, usize>>,
+    /// The NUMA nodes of the devices; unknown for devices after the last.
+    nodes: Mutex<Vec<u32>>,
+    /// The kinds of the page-locked memory that was allocated.
+    kinds: Mutex<Vec<HostMemoryKind>>,
 }
 
 impl std::fmt::Debug for ManualBackend {
@@ -71,7 +75,14 @@ impl ManualBackend {
             scratch: OnceLock::new(),
             captured: Mutex::default(),
             pieces: Mutex::default(),
+            nodes: Mutex::default(),
+            kinds: Mutex::default(),
         })
+    }
+
+    /// Attaches the first devices to these NUMA nodes.
+    pub(crate) fn attach(&self, nodes: &[u32]) {
+        *self.nodes.lock() = nodes.to_vec();
     }
 
     /// Panics from here on when the runtime calls while it holds one of its locks. For tests of one thread.
@@ -115,6 +126,11 @@ impl ManualBackend {
     /// Returns the number of blocks of page-locked memory. Each registration is one.
     pub(crate) fn live_host_blocks(&self) -> u64 {
         self.gpu.live_objects().host_allocations
+    }
+
+    /// Returns the kinds of the page-locked memory that was allocated so far.
+    pub(crate) fn allocated_kinds(&self) -> Vec<HostMemoryKind> {
+        self.kinds.lock().clone()
     }
 
     /// Returns the page-locked memory: address and bytes of each registration and allocation.
@@ -175,6 +191,11 @@ unsafe impl BackendLayer for ManualBackend {
             forward(&*self.gpu)
         })
     }
+    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
+        let mut info = self.gpu.device_info(device)?;
+        info.numa_node = self.nodes.lock().get(device as usize).copied();
+        Ok(info)
+    }
     fn live_objects(&self) -> LiveObjects {
         let mut live = self.watch("live_objects", || Ok(self.gpu.live_objects())).unwrap();
         live.allocations -= u64::from(self.scratch.get().is_some());
@@ -200,6 +221,7 @@ unsafe impl HostLayer for ManualBackend {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         let ptr = self.watch("host_allocate", || self.host.allocate(bytes, options))?;
         self.pieces.lock().insert(ptr.address(), bytes);
+        self.kinds.lock().push(options.kind);
         Ok(ptr)
     }
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {

@@ -327,6 +327,15 @@ impl Rig {
         Arc::new(Self { cache, model: std::sync::Mutex::default() })
     }
 
+    /// Two pools of one runtime.
+    fn pair(cap: Option<u64>) -> [Arc<Self>; 2] {
+        let first = Self::new(cap);
+        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None };
+        let cache = HostCache::beside(&first.cache, &options, Some(PIECE as usize * PAGE));
+        HostCache::unite(&[&first.cache, &cache]);
+        [first, Arc::new(Self { cache, model: std::sync::Mutex::default() })]
+    }
+
     fn model(&self) -> std::sync::MutexGuard<'_, Model> {
         self.model.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -950,6 +959,38 @@ fn the_last_buffer_ends_the_runtime_once() {
                 drop(unneeded);
                 threads.into_iter().for_each(|(thread, _)| thread.join().unwrap());
                 assert_eq!(rig.model().ended, 1);
+            },
+            SCHEDULES,
+        );
+    }
+}
+
+/// As above, with the buffers of two pools of the runtime.
+#[test]
+fn the_last_buffer_of_either_pool_ends_the_runtime_once() {
+    for cap in [None, Some(0)] {
+        check_random(
+            move || {
+                let rigs = Rig::pair(cap);
+                let threads = [0, 1].map(|number| {
+                    let (given, rigs) = (rigs[number].take(1), rigs.clone());
+                    let (sender, receiver) = shuttle::sync::mpsc::channel();
+                    let thread = thread::spawn(move || {
+                        // One of the other pool, so that the thread has caches of both or of one.
+                        let other = &rigs[1 - number];
+                        let own = other.take(1);
+                        sender.send(()).unwrap();
+                        rigs[number].drop_buffer(given);
+                        other.drop_buffer(own);
+                    });
+                    (thread, receiver)
+                });
+                threads.iter().for_each(|(_, requested)| requested.recv().unwrap());
+                let runtime = Arc::new(rigs.clone().map(Runtime));
+                let unneeded = rigs[0].cache.registry.lock().leave(runtime);
+                drop(unneeded);
+                threads.into_iter().for_each(|(thread, _)| thread.join().unwrap());
+                assert!(rigs.iter().all(|rig| rig.model().ended == 1));
             },
             SCHEDULES,
         );

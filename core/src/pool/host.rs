@@ -29,6 +29,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64 as StdAtomicU64;
+use std::sync::{OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::block::{Block, KeptBlock, OwnedBlock};
@@ -144,10 +145,16 @@ pub(crate) struct HostCache {
     /// True if a growth can continue the last piece. False if the backend allocates, at addresses of its choice.
     is_reserved: bool,
     state: Mutex<State>,
-    pub(super) registry: Mutex<Registry>,
-    /// True while a thread grows the pool.
-    growing: Mutex<bool>,
-    grown: Condvar,
+    /// The pools of a runtime share what follows. See `pinned_pools.rs`.
+    pub(super) registry: Arc<Mutex<Registry>>,
+    /// True while a thread grows a pool.
+    growing: Arc<Mutex<bool>>,
+    grown: Arc<Condvar>,
+    /// The peak of the bytes that all pools hold.
+    peak_of_all: Arc<StdAtomicU64>,
+    /// True for one of the pools, whose statistics contain the counts of all threads.
+    is_first: bool,
+    others: OnceLock<Box<[Weak<Self>]>>,
 }
 
 /// What a buffer needs.
@@ -194,6 +201,20 @@ impl Drop for GrowthTurn<'_> {
 impl HostCache {
     /// `piece_bytes` is the size of the largest piece, if it has a limit.
     pub(crate) fn new(options: &HostMemoryOptions, piece_bytes: Option<usize>, generation: Generation) -> Arc<Self> {
+        Self::with(None, options, piece_bytes, generation)
+    }
+
+    /// Returns a pool that shares liveness, limits and the turn to grow with the first pool of a runtime.
+    pub(crate) fn beside(first: &Self, options: &HostMemoryOptions, piece_bytes: Option<usize>) -> Arc<Self> {
+        Self::with(Some(first), options, piece_bytes, first.generation)
+    }
+
+    fn with(
+        first: Option<&Self>,
+        options: &HostMemoryOptions,
+        piece_bytes: Option<usize>,
+        generation: Generation,
+    ) -> Arc<Self> {
         static IDS: StdAtomicU64 = StdAtomicU64::new(1);
         let piece_pages = piece_bytes.map_or(u32::MAX, |bytes| u32::try_from(bytes / PAGE).unwrap_or(u32::MAX));
         Arc::new(Self {
@@ -207,10 +228,32 @@ impl HostCache {
                 is_poisoned: options.poison == Some(true),
                 ..State::new(piece_pages, options.idle_time.map(|_| Instant::now()))
             }),
-            registry: Mutex::new(Registry::default()),
-            growing: Mutex::new(false),
-            grown: Condvar::new(),
+            registry: first.map_or_else(|| Arc::new(Mutex::new(Registry::default())), |first| first.registry.clone()),
+            growing: first.map_or_else(|| Arc::new(Mutex::new(false)), |first| first.growing.clone()),
+            grown: first.map_or_else(|| Arc::new(Condvar::new()), |first| first.grown.clone()),
+            peak_of_all: first.map_or_else(Arc::default, |first| first.peak_of_all.clone()),
+            is_first: first.is_none(),
+            others: OnceLock::new(),
         })
+    }
+
+    /// Makes the pools of a runtime known to each other, once.
+    pub(crate) fn unite(pools: &[&Arc<Self>]) {
+        for pool in pools {
+            let others = pools.iter().filter(|other| other.id != pool.id);
+            let _ = pool.others.set(others.map(|other| Arc::downgrade(other)).collect());
+        }
+    }
+
+    /// Returns a sum over the other pools of the runtime, one lock after the other.
+    fn sum_of_others(&self, of: impl Fn(&State) -> u64) -> u64 {
+        let others = self.others.get().into_iter().flatten().filter_map(Weak::upgrade);
+        others.map(|other| of(&other.state.lock())).sum()
+    }
+
+    /// Returns the part of the cap on idle memory that the other pools do not use.
+    fn cap_here(&self) -> u64 {
+        if self.has_cap() { self.cap.saturating_sub(self.sum_of_others(State::idle_bytes)) } else { NO_CAP }
     }
 
     pub(crate) fn generation(&self) -> Generation {
@@ -299,8 +342,12 @@ impl HostCache {
         request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
+        // The peak is exact: one thread at a time grows any of the pools.
+        let held_by_others = self.sum_of_others(|state| state.held_bytes);
         let mut state = self.state.lock();
         state.add(growth, plan.hole);
+        // Relaxed: only statistics read it.
+        self.peak_of_all.fetch_max(held_by_others + state.held_bytes, Ordering::Relaxed);
         if growth.refused.is_some() {
             return None;
         }
@@ -314,20 +361,23 @@ impl HostCache {
 
     /// Takes a block back whose buffer is gone. Returns whether the cap is exceeded now.
     pub(crate) fn give_back(&self, block: OwnedBlock) -> bool {
+        let cap = self.cap_here();
         let mut state = self.state.lock();
         state.out_bytes -= block.bytes() as u64;
         state.file(block);
-        state.idle_bytes() > self.cap
+        state.idle_bytes() > cap
     }
 
+    /// Returns the bytes that all pools of the runtime hold.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.state.lock().held_bytes
+        self.sum_of_others(|state| state.held_bytes) + self.state.lock().held_bytes
     }
 
     /// Grants a thread cache the right to keep so many bytes more, if the cap allows it.
     pub(crate) fn grant(&self, bytes: u64) -> bool {
+        let cap = self.cap_here();
         let mut state = self.state.lock();
-        let is_granted = state.idle_bytes().saturating_add(bytes) <= self.cap;
+        let is_granted = state.idle_bytes().saturating_add(bytes) <= cap;
         if is_granted {
             state.granted_bytes += bytes;
         }
@@ -349,7 +399,7 @@ impl HostCache {
     /// Takes the blocks back that thread caches keep, and merges them.
     pub(crate) fn empty_thread_caches(&self) {
         let registry = self.registry.lock();
-        for cache in registry.caches() {
+        for cache in registry.caches_of(self.id) {
             let (blocks, allowance) = cache.take_back();
             self.put_back(blocks, allowance);
         }
@@ -360,6 +410,16 @@ impl HostCache {
         let state = self.state.lock();
         let block = state.blocks.containing(ptr.address())?;
         block.uses.is_live().then(|| Arc::clone(block))
+    }
+
+    /// Returns whether a block of the pool begins at an address, in any state.
+    pub(crate) fn has_block(&self, ptr: HostPtr) -> bool {
+        self.state.lock().blocks.containing(ptr.address()).is_some_and(|block| block.ptr == ptr)
+    }
+
+    /// Returns the maximum so far of the bytes that all pools of the runtime held.
+    pub(crate) fn peak_of_all(&self) -> u64 {
+        self.peak_of_all.load(Ordering::Relaxed)
     }
 
     /// Keeps the block that contains an address, if a buffer owns it.
@@ -375,6 +435,7 @@ impl HostCache {
 
     /// Releases a kept block. Returns whether the cap is exceeded now.
     pub(crate) fn let_go(&self, kept: KeptBlock) -> bool {
+        let cap = self.cap_here();
         let mut state = self.state.lock();
         kept.uses.uncount_keeper();
         if kept.uses.is_kept() {
@@ -384,7 +445,7 @@ impl HostCache {
         let Some(block) = state.kept.remove(&kept.ptr) else { return false };
         drop(kept);
         state.file(block);
-        state.idle_bytes() > self.cap
+        state.idle_bytes() > cap
     }
 
     // ---------------------------------------------------------------- waiting blocks
@@ -426,9 +487,13 @@ impl HostCache {
 
     // ---------------------------------------------------------------- the cap and trimming
 
-    /// Returns whether the idle memory exceeds the cap.
+    /// Returns whether the pool has idle memory above the cap.
     pub(crate) fn exceeds_cap(&self) -> bool {
-        self.has_cap() && self.state.lock().idle_bytes() > self.cap
+        if !self.has_cap() {
+            return false;
+        }
+        let cap = self.cap_here();
+        self.state.lock().idle_bytes() > cap
     }
 
     /// Releases free pieces with `free`, which returns whether the piece is gone, until the idle memory is within the cap.
@@ -563,7 +628,7 @@ impl HostCache {
     /// Merges every block, at the end of the runtime.
     pub(crate) fn merge_all(&self) {
         self.empty_thread_caches();
-        self.registry.lock().clear();
+        self.registry.lock().remove_caches_of(self.id);
         let mut state = self.state.lock();
         let waiting = std::mem::take(&mut state.waiting).into_values();
         let blocks: Vec<_> = waiting.chain(std::mem::take(&mut state.unmarked)).collect();
@@ -579,10 +644,11 @@ impl HostCache {
 
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
         let registry = self.registry.lock();
-        let Counts { live, hits: own_hits, inbox_hits } = registry.counts();
+        let counts = if self.is_first { registry.counts() } else { Counts::default() };
+        let Counts { live, hits: own_hits, inbox_hits } = counts;
         let (mut kept, mut inboxes) = ((0, 0), (0, 0));
         let add = |sum: &mut (u64, u64), (blocks, bytes)| *sum = (sum.0 + blocks, sum.1 + bytes);
-        for cache in registry.caches() {
+        for cache in registry.caches_of(self.id) {
             add(&mut kept, cache.cached.other(|cached| cached.kept()));
             add(&mut inboxes, cache.inbox());
         }

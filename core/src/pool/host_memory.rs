@@ -5,7 +5,7 @@
 //! this module creates it. It requests huge pages, and touches the pages with several threads at once. The caller registers
 //! it piece by piece while later pieces are still being touched. That blocks other threads for one piece at a time, a few
 //! milliseconds. The touching threads have the affinity and the memory policy of the caller, so `numactl` decides where the
-//! pages are.
+//! pages are, unless the memory belongs to a device's NUMA node (`nodes.rs`).
 //!
 //! *Addresses.* Pieces lie in a reserved range of addresses, one after another, so that a block may extend over several. A
 //! reservation costs no memory. If it is full, or the system refuses so large a range, another follows, and no block extends
@@ -41,8 +41,9 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use super::host::Plan;
 use super::host_options::HugePages;
+use super::nodes::prefer_node;
 use super::pages::{self, PageSource, System};
-use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
+use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
@@ -72,6 +73,9 @@ pub(crate) struct HostMemory {
     has_lacked_pages: AtomicBool,
     /// True once the touching of huge pages was slow. Then new pieces have small pages.
     is_slow: AtomicBool,
+    /// The NUMA node of the pages. `None` leaves the choice to the system.
+    node: Option<u32>,
+    kind: HostMemoryKind,
     reservations: Mutex<Vec<Reservation>>,
 }
 
@@ -135,6 +139,8 @@ impl HostMemory {
             source: Box::new(System),
             has_lacked_pages: AtomicBool::new(false),
             is_slow: AtomicBool::new(false),
+            node: None,
+            kind: HostMemoryKind::Default,
             reservations: Mutex::default(),
         }
     }
@@ -142,6 +148,16 @@ impl HostMemory {
     /// Returns the most bytes that a block in one registration can have.
     pub(crate) fn most_undivided_bytes(&self) -> usize {
         self.most_undivided_bytes
+    }
+
+    /// Returns the memory with its pages on a NUMA node. Memory that the backend allocates lies where the backend decides.
+    pub(crate) fn on_node(self, node: u32) -> Self {
+        Self { node: Some(node), ..self }
+    }
+
+    /// Returns memory of a kind other than the default. The backend allocates it: vendors register no such memory.
+    pub(crate) fn of_kind(self, kind: HostMemoryKind) -> Self {
+        Self { kind, piece_bytes: None, ..self }
     }
 
     /// Returns the size of the largest piece, if it has a limit.
@@ -154,7 +170,7 @@ impl HostMemory {
         let is_reserved = self.piece_bytes.is_some();
         let refused = |error| Growth { pieces: Vec::new(), is_reserved, refused: Some(error) };
         let Some(piece_bytes) = self.piece_bytes else {
-            return match self.allocator.allocate(plan.whole, &HostOptions::new()) {
+            return match self.allocator.allocate(plan.whole, &HostOptions::new().with_kind(self.kind)) {
                 Ok(ptr) => {
                     let pieces = vec![Piece { ptr, bytes: plan.whole }];
                     Growth { pieces, is_reserved, refused: None }
@@ -194,6 +210,12 @@ impl HostMemory {
         let committed = if rest > 0 { commit(ptr.offset(mapped.reserved_bytes), rest, huge_pages) } else { Ok(()) };
         let refused = match committed {
             Ok(()) => {
+                if let Some(node) = self.node
+                    // SAFETY: Committed above, and known to no other code.
+                    && let Err(error) = unsafe { prefer_node(ptr, bytes, node) }
+                {
+                    tracing::debug!("page-locked memory is not bound to node {node}: {error}");
+                }
                 let is_slow = (huge_pages != HugePages::Off).then_some(&self.is_slow);
                 let touching = Touching::new(&mapped, &*self.source, is_slow);
                 mapped.touch_and_register(&*self.allocator, &touching).err()

@@ -24,11 +24,17 @@ mod host_memory;
 mod host_options;
 #[cfg(test)]
 mod host_tests;
+#[cfg(test)]
+mod kind_tests;
 mod lazy_box;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod node_tests;
+mod nodes;
 mod pages;
 pub(crate) mod pinned;
+pub(crate) mod pinned_pools;
 mod poison;
 #[cfg(test)]
 mod poison_tests;
@@ -43,3 +49,4 @@ pub(crate) mod workspaces;
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};
+pub(crate) use nodes::Nodes;

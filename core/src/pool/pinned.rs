@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
@@ -21,7 +21,7 @@ use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
-use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, fork::Generation};
 
 /// Maximum number of pages of a request: more than the pool can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -41,10 +41,21 @@ pub(crate) struct PinnedPool {
     memory: HostMemory,
     poison: Option<Poison>,
     /// Threads that free page-locked memory. They never wait for a stream.
-    active_trims: ActiveTrims,
+    active_trims: Arc<ActiveTrims>,
     /// If the program asked for it.
     background: OnceLock<Background>,
+    /// The other pools of the runtime.
+    others: OnceLock<Box<[Weak<Self>]>>,
     services: Arc<Services>,
+}
+
+/// What the memory of a pool has that the first pool's has not.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Special {
+    /// A NUMA node.
+    Node(u32),
+    /// A kind other than the default.
+    Kind(HostMemoryKind),
 }
 
 /// A buffer's reference to its pool. It counts nothing: see *Liveness* in `thread_cache.rs`.
@@ -72,12 +83,25 @@ impl PoolRef {
 }
 
 impl PinnedPool {
-    pub(crate) fn new(services: Arc<Services>, options: &HostMemoryOptions) -> Arc<Self> {
+    /// Returns the first pool of a runtime, or a special pool beside the first.
+    pub(crate) fn new(
+        services: Arc<Services>,
+        options: &HostMemoryOptions,
+        beside: Option<(&Self, Special)>,
+    ) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
         let memory =
             HostMemory::new(services.backend.host_allocator(), capabilities, options.huge_pages.unwrap_or_default());
         let poison = options.poison.filter(|is_on| *is_on).map(|_| Poison::default());
-        let cache = HostCache::new(options, memory.piece_bytes(), services.generation);
+        let (first, memory) = match beside {
+            None => (None, memory),
+            Some((first, Special::Node(node))) => (Some(first), memory.on_node(node)),
+            Some((first, Special::Kind(kind))) => (Some(first), memory.of_kind(kind)),
+        };
+        let cache = match first {
+            Some(first) => HostCache::beside(&first.cache, options, memory.piece_bytes()),
+            None => HostCache::new(options, memory.piece_bytes(), services.generation),
+        };
         Arc::new(Self {
             generation: services.generation,
             id: if poison.is_some() { NO_CACHE } else { cache.id },
@@ -85,10 +109,45 @@ impl PinnedPool {
             cache,
             cap_bytes: options.cap_bytes,
             memory,
-            active_trims: ActiveTrims::default(),
+            active_trims: first.map_or_else(Arc::default, |first| Arc::clone(&first.active_trims)),
             background: OnceLock::new(),
+            others: OnceLock::new(),
             services,
         })
+    }
+
+    /// Makes the pools of a runtime known to each other, once.
+    pub(crate) fn unite(pools: &[&Arc<Self>]) {
+        HostCache::unite(&pools.iter().map(|pool| &pool.cache).collect::<Vec<_>>());
+        for pool in pools {
+            let others = pools.iter().filter(|other| !Arc::ptr_eq(other, pool));
+            let _ = pool.others.set(others.map(|other| Arc::downgrade(other)).collect());
+        }
+    }
+
+    fn others(&self) -> impl Iterator<Item = Arc<Self>> + '_ {
+        self.others.get().into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
+    /// Returns whether the pool divides memory that it registers. Otherwise it cannot choose a node.
+    pub(crate) fn registers(&self) -> bool {
+        self.memory.piece_bytes().is_some()
+    }
+
+    /// Returns whether a block belongs to the pool.
+    pub(crate) fn owns(&self, block: &Block) -> bool {
+        block.home.as_ref().map_or_else(|| self.cache.has_block(block.ptr), |home| home.cache.id == self.id)
+    }
+
+    /// Returns the address of a block's byte on a device.
+    pub(crate) fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
+        self.services.check("device_address")?;
+        self.services.backend.host_allocator().device_address(ptr, device)
+    }
+
+    /// Returns the maximum so far of the bytes that all pools of the runtime held.
+    pub(crate) fn peak_of_all(&self) -> u64 {
+        self.cache.peak_of_all()
     }
 
     /// Returns a reference for a buffer.
@@ -145,8 +204,12 @@ impl PinnedPool {
         let may_call = || self.services.check("pinned").is_ok();
         let is_enough = || is_stopping() || !may_call();
         // No later request may come that collects them.
-        self.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, is_enough);
-        self.cache.release_old(is_enough, |leaving| drop(self.free(leaving, Reason::IdleTime)));
+        let release = |pool: &Self| {
+            pool.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, is_enough);
+            pool.cache.release_old(is_enough, |leaving| drop(pool.free(leaving, Reason::IdleTime)));
+        };
+        release(self);
+        self.others().for_each(|other| release(&other));
         may_call()
     }
 
@@ -207,6 +270,11 @@ impl PinnedPool {
                 Err(error)
             }
         }
+    }
+
+    /// Returns whether the pool checks free memory for writes.
+    pub(crate) fn is_poisoned(&self) -> bool {
+        self.poison.is_some()
     }
 
     /// Notes that a stream uses a block up to a completion event, for the tests of the pool's own record.
@@ -277,7 +345,7 @@ impl PinnedPool {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
                 // A refused release is counted, and the allocation retries with the memory that the others freed.
-                if let Err(error) = self.trim_for(Reason::Exhaustion) {
+                if let Err(error) = self.trim_all() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
@@ -337,7 +405,7 @@ impl PinnedPool {
         };
         if !room().is_ok_and(|room| !room.release_idle_first) && !in_capture() {
             // A refused release is counted.
-            if let Err(error) = self.trim_for(Reason::Exhaustion) {
+            if let Err(error) = self.trim_all() {
                 tracing::debug!("not everything could be given back: {error}");
             }
         }
@@ -413,8 +481,14 @@ impl PinnedPool {
         if in_capture() || self.services.backend.is_exiting() {
             return;
         }
-        let free = |leaving| self.free(leaving, Reason::IdleCap).0;
-        self.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), free);
+        let keep = |pool: &Self| {
+            let free = |leaving| pool.free(leaving, Reason::IdleCap).0;
+            pool.cache.keep_to_cap(|completion| self.services.is_surely_passed(completion), free);
+        };
+        keep(self);
+        if self.cache.exceeds_cap() {
+            self.others().for_each(|other| keep(&other));
+        }
     }
 
     /// Refuses a block whose end of use is unknown.
@@ -477,6 +551,12 @@ impl PinnedPool {
                 Err(completions) => self.wait_for_completions(block, completions)?,
             }
         }
+    }
+
+    /// Frees the unused memory of all pools of the runtime, because memory is scarce.
+    fn trim_all(&self) -> Result<()> {
+        let trim = |pool: &Self| pool.trim_for(Reason::Exhaustion);
+        self.others().fold(trim(self), |result, other| result.and(trim(&other)))
     }
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.

@@ -91,7 +91,7 @@ fn a_completion_that_is_read_too_early_is_found() {
     let pinned = used(&runtime, &stream, 2 << 20);
     let ptr = pinned.ptr();
     drop(pinned);
-    runtime.inner.pinned.collect_too_early();
+    runtime.inner.pinned.of_runtime().collect_too_early();
     assert_eq!((host(&runtime).waiting_blocks, host(&runtime).free_bytes), (0, 2 << 20));
     // A part of the block is enough.
     let error = runtime.pinned::<u8>(KIB).unwrap_err();

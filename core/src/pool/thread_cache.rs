@@ -226,9 +226,9 @@ impl ThreadCache {
     }
 }
 
-// ---------------------------------------------------------------- the registry of a pool
+// ---------------------------------------------------------------- the registry of a runtime
 
-/// The thread caches of a pool.
+/// The thread caches of a runtime's pools.
 #[derive(Default)]
 pub(crate) struct Registry {
     caches: Vec<Arc<ThreadCache>>,
@@ -246,8 +246,9 @@ impl fmt::Debug for Registry {
 }
 
 impl Registry {
-    pub(crate) fn caches(&self) -> &[Arc<ThreadCache>] {
-        &self.caches
+    /// Returns the thread caches of one of the runtime's pools.
+    pub(crate) fn caches_of(&self, pool: u64) -> impl Iterator<Item = &Arc<ThreadCache>> {
+        self.caches.iter().filter(move |cache| cache.cache.id == pool)
     }
 
     /// Returns the sum of all threads' counts.
@@ -277,9 +278,9 @@ impl Registry {
         if self.runtime.is_some() && self.counts().live == 0 { self.runtime.take() } else { None }
     }
 
-    /// Removes every thread cache, at the end of the runtime.
-    pub(crate) fn clear(&mut self) {
-        self.caches.clear();
+    /// Removes every thread cache of one of the runtime's pools, at the end of the runtime.
+    pub(crate) fn remove_caches_of(&mut self, pool: u64) {
+        self.caches.retain(|cache| cache.cache.id != pool);
     }
 }
 

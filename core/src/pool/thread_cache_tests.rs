@@ -26,7 +26,7 @@ fn host(runtime: &Runtime) -> HostCacheStatistics {
 /// The number of thread caches that the pool of the calling thread's last cache knows.
 fn registered() -> usize {
     let mine = thread_cache::mine();
-    mine.last().map_or(0, |mine| mine.cache.registry.lock().caches().len())
+    mine.last().map_or(0, |mine| mine.cache.registry.lock().caches_of(mine.cache.id).count())
 }
 
 /// The inner part of a runtime, which is dead once the runtime has ended.

@@ -11,9 +11,9 @@ use crate::pool::blas_handles::BlasHandles;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFrees;
 use crate::pool::device_memory::DeviceMemory;
-use crate::pool::pinned::PinnedPool;
+use crate::pool::pinned_pools::PinnedPools;
 use crate::pool::workspaces::Workspaces;
-use crate::pool::{HostMemoryOptions, PoolKey};
+use crate::pool::{HostMemoryOptions, Nodes, PoolKey};
 use crate::services::{Owner, Services};
 use crate::sharing::Sharing;
 use crate::stream::core::StreamCore;
@@ -69,7 +69,7 @@ pub(crate) struct RuntimeInner {
     pub(crate) handles: BlasHandles,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) frees: Arc<DeferredFrees>,
-    pub(crate) pinned: Arc<PinnedPool>,
+    pub(crate) pinned: PinnedPools,
     /// Created by the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
     /// The vendor's legacy default stream of each device: one for all users, so that their calls share one submission lock.
@@ -87,13 +87,13 @@ impl Deref for RuntimeInner {
 }
 
 impl RuntimeInner {
-    pub(super) fn new(services: Arc<Services>, host_memory: &HostMemoryOptions) -> Arc<Self> {
+    pub(super) fn new(services: Arc<Services>, host_memory: &HostMemoryOptions, nodes: &Nodes) -> Arc<Self> {
         let memory = Arc::new(DeviceMemory::new(Arc::clone(&services)));
         let inner = Arc::new(Self {
             handles: BlasHandles::new(Arc::clone(&memory)),
             workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
             frees: Arc::new(DeferredFrees::new(memory)),
-            pinned: PinnedPool::new(Arc::clone(&services), host_memory),
+            pinned: PinnedPools::new(&services, host_memory, nodes),
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
             closed: AtomicBool::new(false),

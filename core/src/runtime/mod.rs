@@ -6,6 +6,7 @@ mod shutdown;
 mod statistics;
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 pub use options::RuntimeOptions;
@@ -16,8 +17,8 @@ pub(crate) use inner::{RuntimeInner, Users};
 use crate::capture::thread::refuse_in_capture;
 use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
-use crate::pool::HostMemoryOptions;
 use crate::pool::completion_events::EventPool;
+use crate::pool::{HostMemoryOptions, Nodes};
 use crate::services::{DeviceState, Services};
 use crate::workspace_config;
 use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
@@ -76,6 +77,11 @@ impl Runtime {
     /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, or if a
     /// background thread is requested without an idle time; `OperatingSystem` if that thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
+        Self::on_nodes(backend, options, &Nodes::of_machine(Path::new("/")))
+    }
+
+    /// Creates a runtime on a machine with these NUMA nodes.
+    pub(crate) fn on_nodes(backend: Arc<dyn Backend>, options: &RuntimeOptions, nodes: &Nodes) -> Result<Self> {
         let host_memory = options.host_memory.or(HostMemoryOptions::from_environment()?);
         let generation = Generation::current();
         let identity = backend.identity();
@@ -103,7 +109,7 @@ impl Runtime {
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, &host_memory);
+        let inner = RuntimeInner::new(services, &host_memory, nodes);
         inner.pinned.start_background(&host_memory)?;
         Ok(Self { inner: Arc::new(Users(inner)) })
     }

@@ -9,6 +9,11 @@ use crate::pinned::{PinnedBuffer, PinnedSliceMut};
 use highwater_hal::{DeviceMemoryKind, Element, Result};
 
 impl Stream {
+    /// Returns page-locked memory on the node of the stream's device.
+    fn staging<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::new(self.runtime.inner.pinned.of_device(self.device()), len)
+    }
+
     /// Enqueues a copy of values to the device, through page-locked memory from the cache. The caller may change `values` as
     /// soon as the call returns.
     ///
@@ -17,7 +22,7 @@ impl Stream {
     pub fn write<'d, T: Element>(&self, values: &[T], dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
         let dst = dst.into();
         Self::check_len("write", values.len(), dst.len())?;
-        let mut staging = self.runtime.pinned::<T>(values.len())?;
+        let mut staging = self.staging::<T>(values.len())?;
         staging.write()?.copy_from_slice(values);
         self.copy_to_device(&staging, dst)
     }
@@ -41,7 +46,7 @@ impl Stream {
     pub fn download<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>) -> Result<Vec<T>> {
         let src = src.into();
         self.refuse_where_recorded("download")?;
-        let mut staging = self.runtime.pinned::<T>(src.len())?;
+        let mut staging = self.staging::<T>(src.len())?;
         self.copy_pinned("copy_to_host", &PinnedSliceMut::from(&mut staging).0, src, CopyKind::Awaited)?;
         Ok(staging.read()?.to_vec())
     }
@@ -171,7 +176,7 @@ impl<'env> Scope<'_, 'env> {
     ) -> Result<()> {
         let src = src.into();
         Stream::check_len("copy_to_host", src.len(), dst.len())?;
-        let mut staging = self.stream.runtime.pinned::<T>(src.len())?;
+        let mut staging = self.stream.staging::<T>(src.len())?;
         self.stream.copy_pinned("copy_to_host", &PinnedSliceMut::from(&mut staging).0, src, CopyKind::Awaited)?;
         self.deliveries.push(Box::new(Delivered { staging, dst }));
         Ok(())
