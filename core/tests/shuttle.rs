@@ -330,7 +330,7 @@ impl Rig {
     /// Two pools of one runtime.
     fn pair(cap: Option<u64>) -> [Arc<Self>; 2] {
         let first = Self::new(cap);
-        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None };
+        let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None, poison: None };
         let cache = HostCache::beside(&first.cache, &options, Some(PIECE as usize * PAGE));
         HostCache::unite(&[&first.cache, &cache]);
         [first, Arc::new(Self { cache, model: std::sync::Mutex::default() })]
