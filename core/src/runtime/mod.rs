@@ -18,6 +18,7 @@ use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
 use crate::pool::HostMemoryOptions;
 use crate::pool::completion_events::EventPool;
+use crate::pool::recorder::Recorder;
 use crate::services::{DeviceState, Services};
 use crate::workspace_config;
 use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
@@ -73,7 +74,8 @@ impl Runtime {
     /// Creates a runtime over an open backend.
     ///
     /// # Errors
-    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value.
+    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, or if the
+    /// file of a trace cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         let host_memory = options.host_memory.or(HostMemoryOptions::from_environment()?);
         let generation = Generation::current();
@@ -101,8 +103,9 @@ impl Runtime {
             })
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
+        let recorder = host_memory.record.map(Recorder::open).transpose()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, &host_memory);
+        let inner = RuntimeInner::new(services, &host_memory, recorder);
         Ok(Self { inner: Arc::new(Users(inner)) })
     }
 
