@@ -8,11 +8,16 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-fn bench(arguments: &[&str]) -> Output {
+fn command() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
     // The backend allocates whole blocks, which nothing touches.
     command.env("HIGHWATER_MOCK", "register-piece-bytes=0").env("HIGHWATER_BACKEND", "mock");
-    command.args(["bench", "host"]).args(arguments).output().unwrap()
+    command.args(["bench", "host"]);
+    command
+}
+
+fn bench(arguments: &[&str]) -> Output {
+    command().args(arguments).output().unwrap()
 }
 
 /// The rows that are printed. Each has the keys of a row and no others.
@@ -128,6 +133,29 @@ fn a_written_trace_can_be_replayed_with_the_same_result() {
     let generated = rows(&["--rows", "trace_three_seeds", "--seeds", "1"]);
     let [replayed, generated] = [&replayed[0], &generated[0]].map(|row| row["value"].as_f64().unwrap());
     assert!((replayed / generated - 1.0).abs() < 0.05, "{replayed} and {generated}");
+}
+
+#[test]
+fn what_a_program_records_can_be_replayed_with_the_same_result() {
+    let [written, recorded] = ["written.jsonl", "recorded.jsonl"].map(file);
+    let lines = [
+        r#"{"t":0,"thread":1,"op":"alloc","id":7,"bytes":5000}"#,
+        r#"{"t":5,"thread":2,"op":"use","id":7}"#,
+        r#"{"t":6,"thread":1,"op":"alloc","id":9,"bytes":3000000}"#,
+        r#"{"t":9,"thread":2,"op":"free","id":7}"#,
+    ];
+    fs::write(&written, lines.join("\n")).unwrap();
+    let mut command = command();
+    command.env("HIGHWATER_HOST_MEMORY", format!("record={}", recorded.display()));
+    let run = command.arg("--replay").arg(&written).output().unwrap();
+    assert_eq!(run.status.code(), Some(0), "{}", String::from_utf8_lossy(&run.stderr));
+    let text = fs::read_to_string(&recorded).unwrap();
+    assert_eq!(text.lines().count(), 5, "with the end of the last block: {text}");
+    let [first, second] = [&written, &recorded].map(|path| rows(&["--replay", path.to_str().unwrap()]));
+    for row in 0..3 {
+        assert_eq!(first[row], second[row]);
+    }
+    [written, recorded].iter().for_each(|path| fs::remove_file(path).unwrap());
 }
 
 #[test]

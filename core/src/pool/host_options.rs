@@ -3,6 +3,7 @@
 use std::env;
 use std::ffi::OsStr;
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use highwater_hal::{Error, ErrorKind, Result, display_foreign};
@@ -12,7 +13,7 @@ const VARIABLE: &str = "HIGHWATER_HOST_MEMORY";
 const OPERATION: &str = "host memory options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
-const KEYS: [(&str, &str, Set); 6] = [
+const KEYS: [(&str, &str, Set); 7] = [
     ("cap", SIZE, |options, value| Some(options.with_cap_bytes(bytes(value)?))),
     ("idle-cap", SIZE, |options, value| Some(options.with_idle_cap_bytes(bytes(value)?))),
     ("idle-seconds", "a whole number of seconds", |options, value| {
@@ -25,6 +26,11 @@ const KEYS: [(&str, &str, Set); 6] = [
     }),
     ("poison", "`on` or `off`", |options, value| {
         Some(options.with_poison(named(value, &[("on", true), ("off", false)])?))
+    }),
+    ("record", "the path of a file, without a comma", |options, value| {
+        // The options are `Copy`. The variable is read once for each runtime, so little is leaked.
+        let path = || Path::new(Box::leak(Box::<str>::from(value)));
+        Some(options.with_record((!value.is_empty()).then(path)?))
     }),
 ];
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
@@ -78,6 +84,8 @@ pub struct HostMemoryOptions {
     pub huge_pages: Option<HugePages>,
     /// Whether free memory is checked for writes; off by default (`poison`).
     pub poison: Option<bool>,
+    /// The file to which a trace of all requests is written; none by default (`record`).
+    pub record: Option<&'static Path>,
 }
 
 impl HostMemoryOptions {
@@ -91,6 +99,7 @@ impl HostMemoryOptions {
             background: None,
             huge_pages: None,
             poison: None,
+            record: None,
         }
     }
 
@@ -148,6 +157,19 @@ impl HostMemoryOptions {
         self
     }
 
+    /// Returns the options with a file to which the runtime writes a trace: each request, each use by a stream and each end of
+    /// a buffer, with its time in nanoseconds and the number of its thread. `highwater bench host --replay` reads it. The file
+    /// is created anew. Runtimes of one process that name the same path share it; other processes must not use it. Lines are
+    /// kept in memory and written in groups, the last ones when the runtime ends. If the file cannot be created, the runtime
+    /// is not created. If a write fails later, the trace ends and a warning is logged.
+    ///
+    /// Every request and every drop takes the slow path and a lock.
+    #[must_use]
+    pub const fn with_record(mut self, file: &'static Path) -> Self {
+        self.record = Some(file);
+        self
+    }
+
     /// Returns these options, and those of `others` that are not set here.
     #[must_use]
     pub(crate) fn or(self, others: Self) -> Self {
@@ -158,6 +180,7 @@ impl HostMemoryOptions {
             background: self.background.or(others.background),
             huge_pages: self.huge_pages.or(others.huge_pages),
             poison: self.poison.or(others.poison),
+            record: self.record.or(others.record),
         }
     }
 
@@ -224,6 +247,7 @@ impl fmt::Display for HostMemoryOptions {
             ("background", self.background.map(|is_on| if is_on { "on" } else { "off" }.to_owned())),
             ("huge-pages", self.huge_pages.map(|pages| pages.as_str().to_owned())),
             ("poison", self.poison.map(|is_on| if is_on { "on" } else { "off" }.to_owned())),
+            ("record", self.record.map(|file| file.display().to_string())),
         ];
         let set = pairs.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?)));
         f.write_str(&set.collect::<Vec<_>>().join(","))
@@ -279,8 +303,10 @@ mod tests {
             .with_idle_time(Duration::from_secs(60))
             .with_background(true)
             .with_huge_pages(HugePages::Transparent)
-            .with_poison(true);
-        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,background=on,huge-pages=transparent,poison=on";
+            .with_poison(true)
+            .with_record(Path::new("/tmp/trace.jsonl"));
+        let text = "cap=8GiB,idle-cap=512MiB,idle-seconds=60,background=on,huge-pages=transparent,poison=on,\
+                    record=/tmp/trace.jsonl";
         assert_eq!(parse(text).unwrap(), options);
         assert_eq!(options.to_string(), text);
         assert_eq!(parse(" huge-pages = off , cap=1 ").unwrap().to_string(), "cap=1,huge-pages=off");
@@ -339,6 +365,7 @@ mod tests {
             "huge-pages=on",
             "cap=1=2",
             "poison=1",
+            "record=",
         ] {
             let error = parse(text).unwrap_err();
             let (key, value) = text.split_once('=').unwrap();
@@ -375,6 +402,7 @@ mod tests {
                 background,
                 huge_pages,
                 poison,
+                record: None,
             },
         )
     }

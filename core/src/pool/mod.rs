@@ -39,6 +39,9 @@ mod poison;
 #[cfg(test)]
 mod poison_tests;
 mod ranges;
+pub(crate) mod recorder;
+#[cfg(test)]
+mod recorder_tests;
 #[cfg(test)]
 mod statistics_tests;
 mod thread_cache;

@@ -17,6 +17,7 @@ use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
 use super::ranges::{Borders, PAGE};
+use super::recorder::Recorder;
 use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
@@ -40,6 +41,7 @@ pub(crate) struct PinnedPool {
     cap_bytes: Option<u64>,
     memory: HostMemory,
     poison: Option<Poison>,
+    recorder: Option<Arc<Recorder>>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: Arc<ActiveTrims>,
     /// If the program asked for it.
@@ -87,6 +89,7 @@ impl PinnedPool {
     pub(crate) fn new(
         services: Arc<Services>,
         options: &HostMemoryOptions,
+        recorder: Option<Arc<Recorder>>,
         beside: Option<(&Self, Special)>,
     ) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
@@ -104,8 +107,9 @@ impl PinnedPool {
         };
         Arc::new(Self {
             generation: services.generation,
-            id: if poison.is_some() { NO_CACHE } else { cache.id },
+            id: if poison.is_some() || recorder.is_some() { NO_CACHE } else { cache.id },
             poison,
+            recorder,
             cache,
             cap_bytes: options.cap_bytes,
             memory,
@@ -259,28 +263,37 @@ impl PinnedPool {
     #[cold]
     fn take_slow(&self, request: Request) -> Result<OwnedBlock> {
         let block = self.find_or_make(request)?;
-        let Some(poison) = &self.poison else { return Ok(block) };
-        let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
-        match poison.check(&block, is_passed) {
-            Ok(()) => Ok(block),
-            Err(error) => {
-                block.uses.unmarked.store(true, Ordering::Relaxed);
-                // SAFETY: As the end of a buffer that nobody saw. The runtime is borrowed, so the pool lives on.
-                unsafe { Self::give_back(self.reference(), block) };
-                Err(error)
-            }
+        if let Some(poison) = &self.poison
+            && let Err(error) = self.check_poison(poison, &block)
+        {
+            block.uses.unmarked.store(true, Ordering::Relaxed);
+            // SAFETY: As the end of a buffer that nobody saw. The runtime is borrowed, so the pool lives on.
+            unsafe { Self::give_back(self.reference(), block) };
+            return Err(error);
         }
+        if let Some(recorder) = &self.recorder {
+            recorder.allocated(&block);
+        }
+        Ok(block)
     }
 
-    /// Returns whether the pool checks free memory for writes.
-    pub(crate) fn is_poisoned(&self) -> bool {
-        self.poison.is_some()
+    /// Returns whether uses of blocks are noted, for a trace or for the check of the pool's own record.
+    pub(crate) fn watches_uses(&self) -> bool {
+        self.poison.is_some() || self.recorder.is_some()
     }
 
-    /// Notes that a stream uses a block up to a completion event, for the tests of the pool's own record.
+    fn check_poison(&self, poison: &Poison, block: &Block) -> Result<()> {
+        let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
+        poison.check(block, is_passed)
+    }
+
+    /// Notes that a stream uses a block up to a completion event, for the trace and for the check of the pool's own record.
     pub(crate) fn watch_use(&self, block: &Block, completion: &Arc<CompletionEvent>) {
         if let Some(poison) = &self.poison {
             poison.note(block, completion);
+        }
+        if let Some(recorder) = &self.recorder {
+            recorder.used(block);
         }
     }
 
@@ -290,6 +303,7 @@ impl PinnedPool {
         let own = enlist(&self.cache);
         if let Some(own) = &own {
             let inbox = own.take_inbox();
+            let is_from_inbox = !inbox.is_empty();
             // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
             let (surplus, found) = unsafe {
                 own.cached.own(|cached| {
@@ -299,7 +313,7 @@ impl PinnedPool {
                         Borders::None => cached.find_undivided(pages, bytes),
                     };
                     match found {
-                        Some(_) => cached.counts.inbox_hits += 1,
+                        Some(_) => cached.counts.inbox_hits += u64::from(is_from_inbox),
                         None => surplus.append(&mut cached.note_miss(pages)),
                     }
                     (surplus, found)
@@ -631,6 +645,7 @@ impl PinnedPool {
             assert_eq!(statistics.broken_law(), None, "a law of the pool does not hold: {statistics:?}");
         }
         self.poison.iter().for_each(Poison::clear);
+        self.recorder.iter().for_each(|recorder| recorder.flush());
         self.cache.merge_all();
         let mut below = u32::MAX;
         let pieces: Vec<_> = std::iter::from_fn(|| self.cache.take_piece(&mut below)).collect();
@@ -698,6 +713,9 @@ fn end_if_last(cache: &HostCache) {
 impl PinnedPool {
     /// Sends a free block home, keeps it in the calling thread's cache with more allowance, or files it in the pool.
     fn file(&self, block: OwnedBlock, own: Option<&Arc<ThreadCache>>, is_free: bool) {
+        if let Some(recorder) = &self.recorder {
+            recorder.freed(&block);
+        }
         let mut block = Some(block);
         if is_free {
             let home = block.as_ref().and_then(|block| block.home.clone());

@@ -14,6 +14,7 @@ use super::block_uses::BlockUses;
 use super::completion_events::CompletionEvent;
 use super::nodes::Nodes;
 use super::pinned::{PinnedPool, PoolRef, Special};
+use super::recorder::Recorder;
 use super::{HostCacheStatistics, HostMemoryOptions};
 use crate::ledger::HostBlockInfo;
 use crate::services::Services;
@@ -29,9 +30,15 @@ pub(crate) struct PinnedPools {
 }
 
 impl PinnedPools {
-    pub(crate) fn new(services: &Arc<Services>, options: &HostMemoryOptions, nodes: &Nodes) -> Self {
-        let first = PinnedPool::new(Arc::clone(services), options, None);
-        let special = |special| PinnedPool::new(Arc::clone(services), options, Some((&*first, special)));
+    pub(crate) fn new(
+        services: &Arc<Services>,
+        options: &HostMemoryOptions,
+        nodes: &Nodes,
+        recorder: Option<&Arc<Recorder>>,
+    ) -> Self {
+        let make = |beside| PinnedPool::new(Arc::clone(services), options, recorder.cloned(), beside);
+        let first = make(None);
+        let special = |special| make(Some((&*first, special)));
         let mut of_nodes = BTreeMap::new();
         let of_device = |node: Option<u32>| match node.filter(|_| first.registers()) {
             Some(node) => {
@@ -112,7 +119,7 @@ impl PinnedPools {
 
     /// Notes that a stream uses a block up to a completion event, for the tests of the pools' own record.
     pub(crate) fn watch_use(&self, block: &Block, completion: &Arc<CompletionEvent>) {
-        if self.first.is_poisoned()
+        if self.first.watches_uses()
             && let Some(pool) = self.all().find(|pool| pool.owns(block))
         {
             pool.watch_use(block, completion);

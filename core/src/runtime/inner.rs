@@ -12,6 +12,7 @@ use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFrees;
 use crate::pool::device_memory::DeviceMemory;
 use crate::pool::pinned_pools::PinnedPools;
+use crate::pool::recorder::Recorder;
 use crate::pool::workspaces::Workspaces;
 use crate::pool::{HostMemoryOptions, Nodes, PoolKey};
 use crate::services::{Owner, Services};
@@ -87,13 +88,18 @@ impl Deref for RuntimeInner {
 }
 
 impl RuntimeInner {
-    pub(super) fn new(services: Arc<Services>, host_memory: &HostMemoryOptions, nodes: &Nodes) -> Arc<Self> {
+    pub(super) fn new(
+        services: Arc<Services>,
+        host_memory: &HostMemoryOptions,
+        nodes: &Nodes,
+        recorder: Option<&Arc<Recorder>>,
+    ) -> Arc<Self> {
         let memory = Arc::new(DeviceMemory::new(Arc::clone(&services)));
         let inner = Arc::new(Self {
             handles: BlasHandles::new(Arc::clone(&memory)),
             workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
             frees: Arc::new(DeferredFrees::new(memory)),
-            pinned: PinnedPools::new(&services, host_memory, nodes),
+            pinned: PinnedPools::new(&services, host_memory, nodes, recorder),
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
             closed: AtomicBool::new(false),

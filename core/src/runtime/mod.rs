@@ -18,6 +18,7 @@ use crate::capture::thread::refuse_in_capture;
 use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
 use crate::pool::completion_events::EventPool;
+use crate::pool::recorder::Recorder;
 use crate::pool::{HostMemoryOptions, Nodes};
 use crate::services::{DeviceState, Services};
 use crate::workspace_config;
@@ -74,8 +75,9 @@ impl Runtime {
     /// Creates a runtime over an open backend.
     ///
     /// # Errors
-    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, or if a
-    /// background thread is requested without an idle time; `OperatingSystem` if that thread cannot be created.
+    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, if a
+    /// background thread is requested without an idle time, or if the file of a trace cannot be created; `OperatingSystem` if that
+    /// thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         Self::on_nodes(backend, options, &Nodes::of_machine(Path::new("/")))
     }
@@ -108,8 +110,9 @@ impl Runtime {
             })
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
+        let recorder = host_memory.record.map(Recorder::open).transpose()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, &host_memory, nodes);
+        let inner = RuntimeInner::new(services, &host_memory, nodes, recorder.as_ref());
         inner.pinned.start_background(&host_memory)?;
         Ok(Self { inner: Arc::new(Users(inner)) })
     }

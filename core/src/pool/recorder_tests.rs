@@ -1,0 +1,66 @@
+//! The trace that a program writes of its requests.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use crate::testing::ManualBackend;
+use crate::{ErrorKind, HostMemoryOptions, Runtime, RuntimeOptions};
+
+fn open(file: PathBuf) -> crate::Result<Runtime> {
+    let host_memory = HostMemoryOptions::new().with_record(Box::leak(file.into_boxed_path()));
+    Runtime::with_options(ManualBackend::new(), &RuntimeOptions::new().with_host_memory(host_memory))
+}
+
+/// The values of a line after its time: thread, operation, block and bytes.
+fn values(line: &str) -> Vec<&str> {
+    let object = line.strip_prefix("{\"t\": ").and_then(|line| line.strip_suffix('}')).unwrap();
+    let mut parts = object.split(", ");
+    parts.next().unwrap().parse::<u64>().unwrap();
+    let keys = ["thread", "op", "id", "bytes"];
+    parts.zip(keys).map(|(part, key)| part.strip_prefix(&format!("\"{key}\": ")).unwrap()).collect()
+}
+
+#[test]
+fn a_trace_has_every_request_use_and_end_in_order() {
+    let file = std::env::temp_dir().join(format!("highwater-record-{}", std::process::id()));
+    let runtime = open(file.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let first = runtime.pinned::<u8>(1000).unwrap();
+    stream.copy_to_device(&first, &device.allocate(1000).unwrap()).unwrap();
+    thread::scope(|scope| scope.spawn(|| drop(first)).join().unwrap());
+    let again = [(); 2].map(|()| runtime.pinned::<u32>(5).unwrap());
+    // The runtimes of a process share a file.
+    let other = open(file.clone()).unwrap();
+    drop(other.pinned::<u8>(7).unwrap());
+    drop((again, stream, device));
+    for runtime in [other, runtime] {
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+    let text = fs::read_to_string(&file).unwrap();
+    fs::remove_file(&file).unwrap();
+    let lines: Vec<_> = text.lines().map(values).collect();
+    let own = lines[0][0];
+    let ends = lines[2][0];
+    assert_ne!(own, ends, "the other thread has its own number");
+    let expected = [
+        &[own, "\"alloc\"", "0", "1000"][..],
+        &[own, "\"use\"", "0"],
+        &[ends, "\"free\"", "0"],
+        &[own, "\"alloc\"", "1", "20"],
+        &[own, "\"alloc\"", "2", "20"],
+        &[own, "\"alloc\"", "3", "7"],
+        &[own, "\"free\"", "3"],
+        &[own, "\"free\"", "1"],
+        &[own, "\"free\"", "2"],
+    ];
+    assert_eq!(lines, expected);
+}
+
+#[test]
+fn a_file_that_cannot_be_created_is_an_error_of_the_runtime() {
+    let error = open(Path::new("/nowhere/trace").into()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("/nowhere/trace"), "{error}");
+}
