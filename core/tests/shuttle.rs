@@ -207,6 +207,8 @@ mod block_uses;
 mod host;
 #[path = "../src/pool/ranges.rs"]
 mod ranges;
+#[path = "../src/pool/slabs.rs"]
+mod slabs;
 #[path = "../src/pool/thread_cache.rs"]
 mod thread_cache;
 
@@ -355,7 +357,7 @@ impl Rig {
     }
 
     fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
-        let request = Request { pages, bytes: 1, borders: Borders::Allowed };
+        let request = Request { pages, bytes: pages as usize * PAGE, borders: Borders::Allowed };
         let look = || self.cache.take(request, home);
         let mut found = look();
         if found.is_none() {

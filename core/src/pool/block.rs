@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::block_uses::BlockUses;
 use super::ranges::Run;
+use super::slabs;
 use super::thread_cache::ThreadCache;
 use crate::primitive::{Arc, AtomicUsize, HostPtr, Ordering};
 
@@ -12,7 +13,12 @@ use crate::primitive::{Arc, AtomicUsize, HostPtr, Ordering};
 pub(crate) struct Block {
     pub(crate) ptr: HostPtr,
     pub(crate) bytes: usize,
+    /// The pages of the block, or of its slab.
     pub(crate) run: Run,
+    /// The offset of the block in those, in bytes.
+    pub(crate) offset: usize,
+    /// The number by which thread caches find the block.
+    pub(crate) size: u32,
     /// Bytes that the buffer requested. Relaxed: only statistics read it.
     requested: AtomicUsize,
     /// Offsets of the registrations that begin inside the block, if any do.
@@ -29,10 +35,22 @@ impl Block {
         ptr: HostPtr,
         bytes: usize,
         run: Run,
+        offset: usize,
         borders: Option<Arc<[usize]>>,
         home: Option<Arc<ThreadCache>>,
     ) -> OwnedBlock {
-        Arc::new(Self { ptr, bytes, run, requested: AtomicUsize::new(0), borders, uses: BlockUses::new(), home })
+        let size = slabs::size_of_request(bytes, run.pages);
+        Arc::new(Self {
+            ptr,
+            bytes,
+            run,
+            offset,
+            size,
+            requested: AtomicUsize::new(0),
+            borders,
+            uses: BlockUses::new(),
+            home,
+        })
     }
 
     /// Begins the life of a buffer that requested so many bytes.

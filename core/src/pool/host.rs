@@ -1,7 +1,8 @@
 //! The pool of page-locked host memory: pieces that are divided into blocks, which are reused only after every stream that used
 //! them has passed that use.
 //!
-//! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Each thread
+//! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Requests of up
+//! to 2 KiB are carved from slabs, which are blocks of 64 KiB in this respect (`slabs.rs`). Each thread
 //! keeps a few blocks of the sizes that it requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still
 //! use it waits, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a
 //! request that finds no free memory queries each stream's first block, and skips the rest if that stream is behind. A stuck
@@ -37,6 +38,7 @@ use super::completion_events::{CompletionEvent, Point};
 use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
 use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
+use super::slabs::{self, SLAB_PAGES, Slabs};
 use super::thread_cache::{Counts, Registry, ThreadCache};
 use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
 
@@ -71,6 +73,7 @@ struct State {
     /// The time of the last release of old memory.
     swept: u64,
     ranges: Ranges,
+    slabs: Slabs,
     /// By first page.
     pieces: BTreeMap<u32, Held>,
     holes: BTreeMap<u32, Hole>,
@@ -124,6 +127,14 @@ pub(crate) struct Request {
     /// Bytes that the program requested.
     pub(crate) bytes: usize,
     pub(crate) borders: Borders,
+}
+
+impl Request {
+    /// Returns the size by which thread caches find blocks, as [`Block::size`].
+    #[inline]
+    pub(crate) fn size(&self) -> u32 {
+        slabs::size_of_request(self.bytes, self.pages)
+    }
 }
 
 /// What a growth needs, in bytes.
@@ -552,6 +563,7 @@ impl HostCache {
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),
             free_bytes: bytes_of(state.ranges.free_pages()) as u64,
+            slab_bytes: state.slabs.unused_bytes(),
             cached_blocks,
             cached_bytes,
             waiting_blocks: state.waiting.len() as u64,
@@ -580,6 +592,7 @@ impl State {
             clock,
             swept: 0,
             ranges: Ranges::new(piece_pages),
+            slabs: Slabs::default(),
             pieces: BTreeMap::new(),
             holes: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -626,6 +639,11 @@ impl State {
 
     /// Makes a block of free pages.
     fn take(&mut self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        if slabs::is_small(request.bytes)
+            && let Some(block) = self.take_small(request.bytes, home)
+        {
+            return Some(block);
+        }
         let pages = request.pages;
         let run = Run { start: self.ranges.take(pages, request.borders)?, pages };
         let (first, piece) = self.piece_of(run.start)?;
@@ -633,7 +651,26 @@ impl State {
         let ptr = piece.ptr.offset(bytes_of(run.start - first));
         let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
         let borders = (!borders.is_empty()).then(|| Arc::from(borders));
-        let block = Block::new(ptr, bytes_of(pages), run, borders, home.cloned());
+        let block = Block::new(ptr, bytes_of(pages), run, 0, borders, home.cloned());
+        self.blocks.insert(ptr.address(), Arc::clone(&block));
+        Some(block)
+    }
+
+    /// Takes a block of a slab. Returns `None` if no slab has one and no free run is large enough for a slab.
+    fn take_small(&mut self, bytes: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let taken = self.slabs.take(bytes);
+        let (size, run, offset) = match taken {
+            Some(taken) => taken,
+            None => {
+                let start = self.ranges.take(SLAB_PAGES, Borders::None)?;
+                self.slabs.add(start, bytes);
+                self.slabs.take(bytes)?
+            }
+        };
+        let (first, piece) = self.piece_of(run.start)?;
+        self.note_use(run);
+        let ptr = piece.ptr.offset(bytes_of(run.start - first) + offset);
+        let block = Block::new(ptr, size, run, offset, None, home.cloned());
         self.blocks.insert(ptr.address(), Arc::clone(&block));
         Some(block)
     }
@@ -715,6 +752,9 @@ impl State {
     fn merge(&mut self, block: &Block) {
         self.blocks.remove(&block.ptr.address());
         self.note_use(block.run);
+        if slabs::is_small(block.bytes) && !self.slabs.free(block.run.start, block.offset) {
+            return;
+        }
         self.ranges.free(block.run);
     }
 
@@ -750,7 +790,7 @@ impl State {
 /// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
-///   free_bytes`.
+///   free_bytes + slab_bytes`.
 /// - No more is requested than is live: `requested_bytes <= live_bytes`.
 /// - No piece is lost: `pieces = allocations - frees`.
 /// - The pool grows only for requests: `misses <= allocations`, except for pieces of a growth that failed.
@@ -769,7 +809,7 @@ pub struct HostCacheStatistics {
     pub pieces: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
-    /// Bytes of those, in whole pages.
+    /// Bytes of those, in whole pages, or in multiples of 256 bytes up to 2 KiB.
     pub live_bytes: u64,
     /// Blocks whose buffers are gone and that captures or graphs keep.
     pub graph_blocks: u64,
@@ -777,6 +817,8 @@ pub struct HostCacheStatistics {
     pub graph_bytes: u64,
     /// Bytes of free pages, which any request can use.
     pub free_bytes: u64,
+    /// Bytes of slabs that are in no block. A slab has 64 KiB and blocks of one size, a multiple of 256 bytes up to 2 KiB.
+    pub slab_bytes: u64,
     /// Free blocks that threads keep for requests of the same size. They are merged before the pool grows.
     pub cached_blocks: u64,
     /// Bytes of those.
@@ -816,11 +858,12 @@ impl HostCacheStatistics {
             + self.waiting_bytes
             + self.unmarked_bytes
             + self.cached_bytes
-            + self.free_bytes;
+            + self.free_bytes
+            + self.slab_bytes;
         let laws = [
             (
                 self.held_bytes == bytes,
-                "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes",
+                "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes + slab_bytes",
             ),
             (self.requested_bytes <= self.live_bytes, "requested_bytes <= live_bytes"),
             (self.pieces + self.frees == self.allocations, "pieces = allocations - frees"),

@@ -291,7 +291,7 @@ fn piece(number: usize) -> Piece {
 }
 
 fn request(pages: u32) -> Request {
-    Request { pages, bytes: 1, borders: Borders::Allowed }
+    Request { pages, bytes: pages as usize * PAGE, borders: Borders::Allowed }
 }
 
 /// Grows by these pieces for a request of as much. Returns the first page of its block.

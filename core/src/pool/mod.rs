@@ -28,6 +28,7 @@ mod model_tests;
 mod pages;
 pub(crate) mod pinned;
 mod ranges;
+mod slabs;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;
