@@ -15,7 +15,8 @@ use highwater_hal::{DevicePtr, Element, Error, ErrorKind, HostMemoryKind, HostPt
 impl Runtime {
     /// Returns page-locked host memory for `len` values of `T`, from the pool. The contents are unspecified.
     ///
-    /// The size is rounded up to whole pages of 4 KiB, and the memory is aligned to a page. The pool grows only if none of its
+    /// A size of up to 2 KiB is rounded up to a multiple of 256 bytes, and the memory is aligned to 256 bytes. A larger size is
+    /// rounded up to whole pages of 4 KiB, and the memory is aligned to a page. The pool grows only if none of its
     /// free memory fits, in steps of 2 MiB. The request does not wait for a stream.
     ///
     /// # Errors

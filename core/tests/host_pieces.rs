@@ -241,6 +241,70 @@ fn an_undivided_block_that_cannot_be_registered_leaves_nothing() {
     end(&gpu, runtime);
 }
 
+// ------------------------------------------------------------------------------------------------ slabs
+
+#[test]
+fn small_blocks_share_pages_of_a_slab() {
+    let (gpu, runtime) = open(options(PIECE));
+    let mut buffers: Vec<_> = (0..1000).map(|_| runtime.pinned::<u8>(256).unwrap()).collect();
+    let statistics = host(&runtime);
+    assert_eq!((statistics.live_bytes, statistics.slab_bytes), (256_000, 4 * 65_536 - 256_000));
+    assert_eq!((statistics.held_bytes, statistics.free_bytes), (PIECE as u64, (PIECE - 4 * 65_536) as u64));
+    for (number, buffer) in buffers.iter_mut().enumerate() {
+        assert!(buffer.ptr().address().is_multiple_of(256));
+        buffer.write().unwrap().fill(number as u8);
+    }
+    let (first, second) = (&buffers[0], &buffers[1]);
+    assert_eq!(runtime.pinned_block_of(second.ptr().offset(255)).unwrap().base, second.ptr());
+    assert_eq!(second.ptr(), first.ptr().offset(256));
+    // Copies of neighbors.
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let copies: Vec<_> = buffers
+        .iter()
+        .map(|buffer| {
+            let copy = stream.allocate::<u8>(256).unwrap();
+            stream.copy_to_device(buffer, &copy).unwrap();
+            copy
+        })
+        .collect();
+    for (number, copy) in copies.iter().enumerate() {
+        assert_eq!(stream.download(copy).unwrap(), [number as u8; 256]);
+    }
+    // A live buffer keeps its slab, and the rest is free.
+    drop(copies);
+    stream.synchronize().unwrap();
+    buffers.truncate(1);
+    runtime.trim().unwrap();
+    let statistics = host(&runtime);
+    assert_eq!((statistics.slab_bytes, statistics.held_bytes), (65_536 - 256, PIECE as u64));
+    drop((buffers, stream));
+    runtime.trim().unwrap();
+    assert_eq!((host(&runtime).slab_bytes, registered(&gpu)), (0, 0));
+    end(&gpu, runtime);
+}
+
+#[test]
+fn each_small_size_has_slabs_of_its_own_and_an_empty_one_serves_any_size() {
+    let (gpu, runtime) = open(options(PIECE));
+    for size in (1..=8).map(|units| units * 256) {
+        let blocks = 65_536 / size;
+        let buffers: Vec<_> = (0..=blocks).map(|_| runtime.pinned::<u8>(size - 1).unwrap()).collect();
+        let statistics = host(&runtime);
+        assert_eq!(statistics.live_bytes, ((blocks + 1) * size) as u64);
+        assert_eq!(statistics.live_bytes + statistics.slab_bytes, 2 * 65_536, "{size}");
+        drop(buffers);
+        runtime.trim().unwrap();
+        assert_eq!(host(&runtime).slab_bytes, 0);
+    }
+    // Without room for a slab, a page serves.
+    let large = runtime.pinned::<u8>(PIECE - 8 * 4096).unwrap();
+    let small = runtime.pinned::<u8>(100).unwrap();
+    assert_eq!((host(&runtime).slab_bytes, host(&runtime).pieces), (0, 1));
+    assert_eq!(runtime.pinned_block_of(small.ptr()).unwrap().bytes, 4096);
+    drop((large, small));
+    end(&gpu, runtime);
+}
+
 // ------------------------------------------------------------------------------------------------ refusals
 
 #[test]

@@ -217,6 +217,8 @@ mod host;
 mod lazy_box;
 #[path = "../src/pool/ranges.rs"]
 mod ranges;
+#[path = "../src/pool/slabs.rs"]
+mod slabs;
 #[path = "../src/pool/thread_cache.rs"]
 mod thread_cache;
 

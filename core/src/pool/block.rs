@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::block_uses::BlockUses;
 use super::ranges::{PAGE, Run};
+use super::slabs::{self, SLAB_PAGES};
 use super::thread_cache::ThreadCache;
 use crate::primitive::{Arc, HostPtr, Ordering};
 
@@ -11,7 +12,10 @@ use crate::primitive::{Arc, HostPtr, Ordering};
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) ptr: HostPtr,
-    pub(crate) run: Run,
+    /// The first page of the block, or of its slab.
+    start: u32,
+    /// The size by which thread caches find the block, as [`slabs::size_of_request`].
+    pub(crate) size: u32,
     pub(crate) uses: BlockUses,
     /// The thread cache that the block returns to.
     pub(crate) home: Option<Arc<ThreadCache>>,
@@ -20,13 +24,29 @@ pub(crate) struct Block {
 pub(crate) type OwnedBlock = Arc<Block>;
 
 impl Block {
-    pub(crate) fn new(ptr: HostPtr, run: Run, borders: Vec<usize>, home: Option<Arc<ThreadCache>>) -> OwnedBlock {
-        Arc::new(Self { ptr, run, uses: BlockUses::with_borders(borders), home })
+    pub(crate) fn new(
+        ptr: HostPtr,
+        start: u32,
+        size: u32,
+        borders: Vec<usize>,
+        home: Option<Arc<ThreadCache>>,
+    ) -> OwnedBlock {
+        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home })
     }
 
     #[inline]
     pub(crate) fn bytes(&self) -> usize {
-        self.run.pages as usize * PAGE
+        slabs::bytes_of(self.size)
+    }
+
+    /// Returns the pages of the block, or of its slab.
+    pub(crate) fn run(&self) -> Run {
+        let pages = if self.is_in_slab() { SLAB_PAGES } else { self.size };
+        Run { start: self.start, pages }
+    }
+
+    pub(crate) fn is_in_slab(&self) -> bool {
+        slabs::is_in_slab(self.size)
     }
 
     /// Begins the life of a buffer that requested so many bytes.

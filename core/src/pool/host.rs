@@ -1,7 +1,8 @@
 //! The pool of page-locked host memory: pieces that are divided into blocks, which are reused only after every stream that used
 //! them has passed that use.
 //!
-//! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Each thread
+//! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Requests of up
+//! to 2 KiB are carved from slabs, which are blocks of 64 KiB in this respect (`slabs.rs`). Each thread
 //! keeps a few blocks of the sizes that it requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still
 //! use it waits, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a
 //! request that finds no free memory queries each stream's first block, and skips the rest if that stream is behind. A stuck
@@ -40,6 +41,7 @@ use super::host_memory::{Growth, Piece};
 use super::host_options::HostMemoryOptions;
 use super::poison::fill;
 use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
+use super::slabs::{self, SLAB_PAGES, Slabs};
 use super::thread_cache::{Counts, Registry, ThreadCache};
 use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
 
@@ -102,6 +104,7 @@ struct State {
     /// True if free memory has the pattern of `poison.rs`.
     is_poisoned: bool,
     ranges: Ranges,
+    slabs: Slabs,
     /// By first page.
     pieces: BTreeMap<u32, Held>,
     holes: BTreeMap<u32, Hole>,
@@ -164,6 +167,14 @@ pub(crate) struct Request {
     /// Bytes that the program requested.
     pub(crate) bytes: usize,
     pub(crate) borders: Borders,
+}
+
+impl Request {
+    /// Returns the size by which thread caches find blocks, as [`Block::size`].
+    #[inline]
+    pub(crate) fn size(&self) -> u32 {
+        slabs::size_of_request(self.bytes, self.pages)
+    }
 }
 
 /// What a growth needs, in bytes.
@@ -669,6 +680,7 @@ impl HostCache {
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),
             free_bytes: bytes_of(state.ranges.free_pages()) as u64,
+            slab_bytes: state.slabs.unused_bytes(),
             cached_blocks: kept.0 + inboxes.0,
             cached_bytes: kept.1 + inboxes.1,
             inbox_blocks: inboxes.0,
@@ -710,6 +722,7 @@ impl State {
             swept: 0,
             is_poisoned: false,
             ranges: Ranges::new(piece_pages),
+            slabs: Slabs::default(),
             pieces: BTreeMap::new(),
             holes: BTreeMap::new(),
             leaving: BTreeMap::new(),
@@ -757,16 +770,45 @@ impl State {
 
     /// Makes a block of free pages.
     fn take(&mut self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        if slabs::is_small(request.bytes)
+            && let Some(block) = self.take_small(request.bytes, home)
+        {
+            return Some(block);
+        }
         let pages = request.pages;
         let run = Run { start: self.ranges.take(pages, request.borders)?, pages };
         let (first, piece) = self.piece_of(run.start)?;
         self.note_use(run);
         let ptr = piece.ptr.offset(bytes_of(run.start - first));
         let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
-        let block = Block::new(ptr, run, borders, home.cloned());
-        self.blocks.insert(Arc::clone(&block));
+        let block = Block::new(ptr, run.start, pages, borders, home.cloned());
+        self.list(&block);
+        Some(block)
+    }
+
+    fn list(&mut self, block: &OwnedBlock) {
+        self.blocks.insert(Arc::clone(block));
         self.out_bytes += block.bytes() as u64;
         self.peak_out_bytes = self.peak_out_bytes.max(self.out_bytes);
+    }
+
+    /// Takes a block of a slab. Returns `None` if no slab has one and no free run is large enough for a slab.
+    fn take_small(&mut self, bytes: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
+        let taken = self.slabs.take(bytes);
+        let (run, offset) = match taken {
+            Some(taken) => taken,
+            None => {
+                let start = self.ranges.take(SLAB_PAGES, Borders::None)?;
+                self.slabs.add(start, bytes);
+                self.slabs.take(bytes)?
+            }
+        };
+        let (first, piece) = self.piece_of(run.start)?;
+        self.note_use(run);
+        let ptr = piece.ptr.offset(bytes_of(run.start - first) + offset);
+        let size = slabs::size_of_request(bytes, 1);
+        let block = Block::new(ptr, run.start, size, Vec::new(), home.cloned());
+        self.list(&block);
         Some(block)
     }
 
@@ -854,8 +896,16 @@ impl State {
     /// Frees the pages of a block.
     fn merge(&mut self, block: &Block) {
         self.blocks.remove(block.ptr.address());
-        self.note_use(block.run);
-        self.ranges.free(block.run);
+        let run = block.run();
+        self.note_use(run);
+        if block.is_in_slab() {
+            let Some((first, piece)) = self.piece_of(run.start) else { return };
+            let slab = piece.ptr.offset(bytes_of(run.start - first));
+            if !self.slabs.free(run.start, block.ptr.address() - slab.address()) {
+                return;
+            }
+        }
+        self.ranges.free(run);
     }
 
     /// Notes that the addresses of released pieces are unused.
@@ -890,9 +940,8 @@ impl State {
 /// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
-///   free_bytes`.
-/// - Requests are rounded up to pages: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 *
-///   live_blocks`.
+///   free_bytes + slab_bytes`.
+/// - Requests are rounded up: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 * live_blocks`.
 /// - What is in inboxes is counted as cached too: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
 /// - Every hit was found somewhere: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
 /// - No piece is lost: `pieces = allocations - frees`.
@@ -900,7 +949,7 @@ impl State {
 /// - Every free has a reason: `frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees`.
 /// - `held_bytes <= peak_held_bytes` and `live_bytes + cached_bytes <= peak_live_bytes <= peak_held_bytes`.
 ///
-/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation),
+/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation), `slab_bytes`,
 /// `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and `waiting_bytes`, `graph_bytes` and `unmarked_bytes` (work of
 /// streams).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -922,7 +971,7 @@ pub struct HostCacheStatistics {
     pub pieces: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
-    /// Bytes of those, in whole pages.
+    /// Bytes of those, in whole pages, or in multiples of 256 bytes up to 2 KiB.
     pub live_bytes: u64,
     /// Blocks whose buffers are gone and that captures or graphs keep.
     pub graph_blocks: u64,
@@ -930,6 +979,8 @@ pub struct HostCacheStatistics {
     pub graph_bytes: u64,
     /// Bytes of free pages, which any request can use.
     pub free_bytes: u64,
+    /// Bytes of slabs that are in no block. A slab has 64 KiB and blocks of one size, a multiple of 256 bytes up to 2 KiB.
+    pub slab_bytes: u64,
     /// Free blocks that threads keep for requests of the same size. They are merged before the pool grows.
     pub cached_blocks: u64,
     /// Bytes of those.
@@ -991,7 +1042,8 @@ impl HostCacheStatistics {
             + self.waiting_bytes
             + self.unmarked_bytes
             + self.cached_bytes
-            + self.free_bytes;
+            + self.free_bytes
+            + self.slab_bytes;
         let hits = self.cache_hits + self.inbox_hits + self.free_hits + self.waiting_hits + self.merged_hits;
         let frees = self.trim_frees
             + self.cap_evictions
@@ -1001,7 +1053,7 @@ impl HostCacheStatistics {
         let laws = [
             (
                 self.held_bytes == bytes,
-                "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes",
+                "held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes + free_bytes + slab_bytes",
             ),
             (
                 self.live_bytes == self.requested_bytes + self.rounding_bytes,

@@ -303,7 +303,7 @@ fn grow(cache: &HostCache, pieces: &[Piece]) -> u32 {
     let growth = Growth { pieces: pieces.to_vec(), is_reserved: true, refused: None };
     let block = cache.add(&growth, &plan, request, None).unwrap();
     assert_eq!(block.ptr, pieces[0].ptr);
-    let start = block.run.start;
+    let start = block.run().start;
     block.uses.end_life();
     cache.give_back(block);
     start

@@ -42,6 +42,7 @@ mod ranges;
 pub(crate) mod recorder;
 #[cfg(test)]
 mod recorder_tests;
+mod slabs;
 #[cfg(test)]
 mod statistics_tests;
 mod thread_cache;

@@ -1,6 +1,7 @@
 //! Property tests: random sequences of operations on the pools, held against models.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::thread;
 
@@ -208,7 +209,7 @@ enum MemoryOperation {
 }
 
 fn memory_operation() -> impl Strategy<Value = MemoryOperation> {
-    let size = || prop_oneof![8 => 1..20_000_usize, 4 => Just(4096), 4 => Just(1 << 16), 1 => 1..6_000_000_usize];
+    let size = || prop_oneof![8 => 1..20_000_usize, 4 => 1..2_049_usize, 4 => Just(4096), 4 => Just(1 << 16), 1 => 1..6_000_000_usize];
     let which = || 0..8_usize;
     let stream = || 0..STREAMS;
     let fault = prop_oneof![Just(ErrorKind::OutOfMemory), Just(ErrorKind::Vendor)];
@@ -264,10 +265,12 @@ struct Pair {
     tag: Option<u8>,
 }
 
-/// Pages that are not free: of a live buffer, or of one that a stream or a graph may still use.
+/// Memory that is not free: of a live buffer, or of one that a stream or a graph may still use.
 struct Occupied {
     start: usize,
     bytes: usize,
+    /// The pages that it keeps: its own, or those of its slab.
+    pages: Range<usize>,
     is_live: bool,
     graphs: usize,
 }
@@ -292,7 +295,27 @@ impl MemoryModel {
     }
 
     fn overlaps(&self, start: usize, bytes: usize) -> bool {
-        self.occupied.iter().any(|block| start < block.start + block.bytes && block.start < start + bytes)
+        self.occupied.iter().any(|block| start < block.pages.end && block.pages.start < start + bytes)
+    }
+
+    /// Whether a new block overlaps others. Blocks of one size may share a slab.
+    fn collides(&self, new: &Occupied) -> bool {
+        let shares = |block: &Occupied| block.bytes == new.bytes && new.bytes < PAGE && block.pages == new.pages;
+        self.occupied.iter().any(|block| {
+            let (own, others) = if shares(block) {
+                (new.start..new.start + new.bytes, block.start..block.start + block.bytes)
+            } else {
+                (new.pages.clone(), block.pages.clone())
+            };
+            own.start < others.end && others.start < own.end
+        })
+    }
+
+    /// Whether a block of a slab is free for a request.
+    fn has_slab(&self, bytes: usize) -> bool {
+        let size = bytes.next_multiple_of(256);
+        let of_size = || self.occupied.iter().filter(|block| block.bytes == size && size <= 2048);
+        of_size().any(|block| of_size().filter(|other| other.pages == block.pages).count() < (64 << 10) / size)
     }
 
     /// Whether some free pages in a row could serve a request. Blocks of up to a piece lie inside one piece.
@@ -307,8 +330,8 @@ impl MemoryModel {
         ranges.into_iter().any(|(mut start, end)| {
             // From one occupied run to the next.
             while start + bytes <= end {
-                let blocks = self.occupied.iter().filter(|block| start < block.start + block.bytes);
-                match blocks.filter(|block| block.start < start + bytes).map(|block| block.start + block.bytes).max() {
+                let blocks = self.occupied.iter().filter(|block| start < block.pages.end);
+                match blocks.filter(|block| block.pages.start < start + bytes).map(|block| block.pages.end).max() {
                     Some(behind) => start = behind,
                     None => return true,
                 }
@@ -362,7 +385,7 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>, registe
         match *operation {
             MemoryOperation::Take { bytes, .. } | MemoryOperation::TakeWithFault { bytes, .. } => {
                 let whole = bytes.next_multiple_of(PAGE);
-                let fits = model.fits(whole);
+                let fits = model.fits(whole) || model.has_slab(bytes);
                 let fault = match *operation {
                     MemoryOperation::TakeWithFault { kind, .. } => Some(kind),
                     _ => None,
@@ -395,9 +418,16 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>, registe
                         let most = if grown == 0 { 0 } else { whole.next_multiple_of(PIECE) };
                         assert!(allocated <= most, "grown by more than the request");
                         let start = pinned.ptr().address();
-                        assert!(start.is_multiple_of(PAGE));
-                        assert!(!model.overlaps(start, whole), "given out while it is in use");
-                        model.occupied.push(Occupied { start, bytes: whole, is_live: true, graphs: 0 });
+                        let block = pinned.block();
+                        assert!(start.is_multiple_of(if bytes <= 2048 { 256 } else { PAGE }));
+                        // Page 0 is aligned to 2 MiB, and no slab is as large.
+                        let run = block.run();
+                        let before = run.start as usize * PAGE;
+                        let first = (start - before) / PIECE * PIECE + before;
+                        let pages = first..first + run.pages as usize * PAGE;
+                        let new = Occupied { start, bytes: block.bytes(), pages, is_live: true, graphs: 0 };
+                        assert!(!model.collides(&new), "given out while it is in use");
+                        model.occupied.push(new);
                         let device = device.allocate(bytes).unwrap();
                         alive.push_back(Pair { pinned, device, tag: None });
                     }

@@ -223,10 +223,10 @@ impl PinnedPool {
     #[inline]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
         let request = self.request(bytes, Borders::Allowed)?;
-        let pages = request.pages;
+        let size = request.size();
         let found = with_mine(self.id, |mine| {
             // SAFETY: In the thread that owns the cache, and `find` accesses no thread cache.
-            unsafe { mine?.cached.own(|cached| cached.find(pages, bytes)) }
+            unsafe { mine?.cached.own(|cached| cached.find(size, bytes)) }
         });
         match found {
             Some(block) => Ok(block),
@@ -298,7 +298,7 @@ impl PinnedPool {
     }
 
     fn find_or_make(&self, request: Request) -> Result<OwnedBlock> {
-        let Request { pages, bytes, borders } = request;
+        let (size, Request { bytes, borders, .. }) = (request.size(), request);
         self.services.check("pinned")?;
         let own = enlist(&self.cache);
         if let Some(own) = &own {
@@ -309,12 +309,12 @@ impl PinnedPool {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
                     let found = match borders {
-                        Borders::Allowed => cached.find(pages, bytes),
-                        Borders::None => cached.find_undivided(pages, bytes),
+                        Borders::Allowed => cached.find(size, bytes),
+                        Borders::None => cached.find_undivided(size, bytes),
                     };
                     match found {
                         Some(_) => cached.counts.inbox_hits += u64::from(is_from_inbox),
-                        None => surplus.append(&mut cached.note_miss(pages)),
+                        None => surplus.append(&mut cached.note_miss(size)),
                     }
                     (surplus, found)
                 })

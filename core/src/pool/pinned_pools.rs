@@ -183,7 +183,7 @@ fn plus(sum: HostCacheStatistics, other: HostCacheStatistics) -> HostCacheStatis
         }};
     }
     add!(requested_bytes rounding_bytes held_bytes peak_held_bytes peak_live_bytes pieces live_blocks live_bytes graph_blocks
-        graph_bytes free_bytes cached_blocks cached_bytes inbox_blocks inbox_bytes waiting_blocks waiting_bytes
+        graph_bytes free_bytes slab_bytes cached_blocks cached_bytes inbox_blocks inbox_bytes waiting_blocks waiting_bytes
         unmarked_blocks unmarked_bytes remnant_blocks remnant_bytes hits cache_hits inbox_hits free_hits waiting_hits
         merged_hits misses allocations frees trim_frees cap_evictions idle_time_frees exhaustion_frees failed_growth_frees)
 }

@@ -24,8 +24,8 @@ use crate::primitive::{Arc, Mutex, prepare_fences};
 
 /// Sizes that a thread cache has lists for.
 const SIZES: usize = 16;
-/// Blocks of up to this many pages, 64 KiB, are kept after the first request.
-const SMALL_PAGES: u32 = 16;
+/// Blocks of up to this many bytes are kept after the first request.
+const SMALL_BYTES: usize = 64 << 10;
 /// Blocks of one size that are kept.
 const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
@@ -76,8 +76,8 @@ pub(crate) struct Cached {
     pub(crate) closing: bool,
     /// The index of the list that served last.
     last: usize,
-    /// The number of pages of each list's blocks; 0 for an unused list.
-    pages: [u32; SIZES],
+    /// The size of each list's blocks, as [`Block::size`](super::block::Block::size); 0 for an unused list.
+    sizes: [u32; SIZES],
     lists: [List; SIZES],
     /// The list whose size is replaced next.
     next: usize,
@@ -95,17 +95,17 @@ struct List {
 
 impl Cached {
     #[inline]
-    fn list_of(&self, pages: u32) -> Option<usize> {
-        if self.pages[self.last] == pages {
+    fn list_of(&self, size: u32) -> Option<usize> {
+        if self.sizes[self.last] == size {
             return Some(self.last);
         }
-        self.pages.iter().position(|of_list| *of_list == pages)
+        self.sizes.iter().position(|of_list| *of_list == size)
     }
 
     /// Takes out a block of a size, for a request of `requested` bytes.
     #[inline]
-    pub(crate) fn find(&mut self, pages: u32, requested: usize) -> Option<OwnedBlock> {
-        let index = self.list_of(pages)?;
+    pub(crate) fn find(&mut self, size: u32, requested: usize) -> Option<OwnedBlock> {
+        let index = self.list_of(size)?;
         let block = self.lists[index].blocks.pop()?;
         self.last = index;
         self.bytes -= block.bytes() as u64;
@@ -116,22 +116,21 @@ impl Cached {
     }
 
     /// As [`Cached::find`], for a block that lies in one registration.
-    pub(crate) fn find_undivided(&mut self, pages: u32, requested: usize) -> Option<OwnedBlock> {
-        let index = self.list_of(pages)?;
+    pub(crate) fn find_undivided(&mut self, size: u32, requested: usize) -> Option<OwnedBlock> {
+        let index = self.list_of(size)?;
         let blocks = &mut self.lists[index].blocks;
         let place = blocks.iter().rposition(|block| block.is_undivided())?;
         // `find` takes the last block.
         let last = blocks.len() - 1;
         blocks.swap(place, last);
-        self.find(pages, requested)
+        self.find(size, requested)
     }
 
     /// Keeps a free block, or returns it.
     #[inline]
     pub(crate) fn keep(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
-        let pages = block.run.pages;
-        let Some(index) = self.list_of(pages) else { return Some(block) };
-        let is_small = pages <= SMALL_PAGES;
+        let Some(index) = self.list_of(block.size) else { return Some(block) };
+        let is_small = block.bytes() <= SMALL_BYTES;
         let list = &mut self.lists[index];
         let has_room = list.blocks.len() < if is_small { MOST_SMALL } else { MOST_LARGE };
         let bytes = self.bytes + block.bytes() as u64;
@@ -144,14 +143,14 @@ impl Cached {
     }
 
     /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
-    pub(crate) fn note_miss(&mut self, pages: u32) -> Vec<OwnedBlock> {
-        if let Some(index) = self.list_of(pages) {
+    pub(crate) fn note_miss(&mut self, size: u32) -> Vec<OwnedBlock> {
+        if let Some(index) = self.list_of(size) {
             self.lists[index].is_repeated = true;
             return Vec::new();
         }
         let index = self.next;
         self.next = (index + 1) % SIZES;
-        self.pages[index] = pages;
+        self.sizes[index] = size;
         self.lists[index].is_repeated = false;
         self.empty(index)
     }

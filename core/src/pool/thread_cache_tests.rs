@@ -58,7 +58,11 @@ fn a_thread_that_ends_leaves_no_block_and_its_counts() {
         });
         let statistics = host(&runtime);
         assert_eq!((statistics.cached_blocks, statistics.cached_bytes, statistics.live_blocks), (0, 0, 1));
-        assert_eq!(statistics.free_bytes, statistics.held_bytes - statistics.live_bytes, "all of it has merged");
+        assert_eq!(
+            statistics.free_bytes,
+            statistics.held_bytes - statistics.live_bytes - statistics.slab_bytes,
+            "all of it has merged"
+        );
         assert_eq!(statistics.hits + statistics.misses, 40, "no request is forgotten");
         // Its home is gone.
         drop(survivor);

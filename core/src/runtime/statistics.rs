@@ -110,7 +110,7 @@ impl fmt::Display for HostCacheStatistics {
         write!(f, "{} at most ({} live): ", Bytes(self.peak_held_bytes), Bytes(self.peak_live_bytes))?;
         write!(f, "{} live ({}, ", self.live_blocks, Bytes(self.live_bytes))?;
         write!(f, "of which {} requested), ", Bytes(self.requested_bytes))?;
-        write!(f, "{} free, ", Bytes(self.free_bytes))?;
+        write!(f, "{} free, {} free in slabs, ", Bytes(self.free_bytes), Bytes(self.slab_bytes))?;
         write!(f, "{} in thread caches ({}, ", self.cached_blocks, Bytes(self.cached_bytes))?;
         write!(f, "of which {} in inboxes), ", Bytes(self.inbox_bytes))?;
         write!(f, "{} in graphs ({}), ", self.graph_blocks, Bytes(self.graph_bytes))?;
