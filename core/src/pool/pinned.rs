@@ -140,7 +140,10 @@ impl PinnedPool {
 
     /// Returns whether a block belongs to the pool.
     pub(crate) fn owns(&self, block: &Block) -> bool {
-        block.home.as_ref().map_or_else(|| self.cache.has_block(block.ptr), |home| home.cache.id == self.id)
+        block
+            .home
+            .as_ref()
+            .map_or_else(|| self.cache.has_block(block.ptr), |home| Arc::ptr_eq(&home.cache, &self.cache))
     }
 
     /// Returns the address of a block's byte on a device.

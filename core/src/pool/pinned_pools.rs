@@ -168,7 +168,8 @@ impl PinnedPools {
         if self.others.is_empty() {
             sum
         } else {
-            HostCacheStatistics { peak_held_bytes: self.first.peak_of_all(), ..sum }
+            let peak_held_bytes = self.first.peak_of_all();
+            HostCacheStatistics { peak_held_bytes, peak_live_bytes: sum.peak_live_bytes.min(peak_held_bytes), ..sum }
         }
     }
 }

@@ -75,9 +75,9 @@ fn sound_programs_pass_and_use_the_thread_caches() {
             runtime.trim().unwrap();
         }
     }
-    drop(runtime.pinned::<u8>(KIB).unwrap());
+    drop(runtime.pinned::<u8>(3 * KIB).unwrap());
     let before = host(&runtime).cache_hits + host(&runtime).inbox_hits;
-    drop(runtime.pinned::<u8>(KIB).unwrap());
+    drop(runtime.pinned::<u8>(3 * KIB).unwrap());
     assert_eq!(host(&runtime).cache_hits + host(&runtime).inbox_hits, before + 1);
     drop((stream, other));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -94,7 +94,7 @@ fn a_completion_that_is_read_too_early_is_found() {
     runtime.inner.pinned.of_runtime().collect_too_early();
     assert_eq!((host(&runtime).waiting_blocks, host(&runtime).free_bytes), (0, 2 << 20));
     // A part of the block is enough.
-    let error = runtime.pinned::<u8>(KIB).unwrap_err();
+    let error = runtime.pinned::<u8>(3 * KIB).unwrap_err();
     let expected = format!("the block of 4096 bytes at {ptr:?} was to be reused before stream ");
     assert!(error.message().starts_with(&expected), "{error}");
     backend.advance(stream.id());

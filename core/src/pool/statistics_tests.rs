@@ -37,13 +37,13 @@ fn every_hit_is_counted_where_it_was_found() {
     let (backend, runtime) = open(HostMemoryOptions::new());
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
-    drop(runtime.pinned::<u8>(KIB).unwrap());
+    drop(runtime.pinned::<u8>(3 * KIB).unwrap());
     assert_eq!(hits(&host(&runtime)), [0, 0, 0, 0, 0, 1]);
-    let of_cache = runtime.pinned::<u8>(KIB).unwrap();
+    let of_cache = runtime.pinned::<u8>(3 * KIB).unwrap();
     assert_eq!(hits(&host(&runtime)), [1, 0, 0, 0, 0, 1]);
     thread::scope(|scope| scope.spawn(|| drop(of_cache)).join().unwrap());
     assert_eq!((host(&runtime).inbox_blocks, host(&runtime).inbox_bytes), (1, 4 * KIB as u64));
-    drop(runtime.pinned::<u8>(KIB).unwrap());
+    drop(runtime.pinned::<u8>(3 * KIB).unwrap());
     assert_eq!(hits(&host(&runtime)), [1, 1, 0, 0, 0, 1]);
     let rest = runtime.pinned::<u8>(2 * MIB - 4 * KIB).unwrap();
     assert_eq!(hits(&host(&runtime)), [1, 1, 1, 0, 0, 1]);
@@ -63,9 +63,9 @@ fn every_hit_is_counted_where_it_was_found() {
 #[test]
 fn waste_and_peaks_are_stated_in_bytes() {
     let (_backend, runtime) = open(HostMemoryOptions::new());
-    let buffers = [1, 5000, MIB].map(|bytes| runtime.pinned::<u8>(bytes).unwrap());
+    let buffers = [3000, 5000, MIB].map(|bytes| runtime.pinned::<u8>(bytes).unwrap());
     let statistics = host(&runtime);
-    let (requested, pages) = ((1 + 5000 + MIB) as u64, (12 * KIB + MIB) as u64);
+    let (requested, pages) = ((3000 + 5000 + MIB) as u64, (12 * KIB + MIB) as u64);
     assert_eq!((statistics.requested_bytes, statistics.rounding_bytes), (requested, pages - requested));
     assert_eq!((statistics.peak_live_bytes, statistics.peak_held_bytes), (pages, 2 * MIB as u64));
     drop(buffers);
@@ -73,7 +73,7 @@ fn waste_and_peaks_are_stated_in_bytes() {
     let statistics = host(&runtime);
     assert_eq!((statistics.rounding_bytes, statistics.peak_live_bytes), (0, pages));
     // What a thread cache keeps is the error of the peak.
-    drop(runtime.pinned::<u8>(KIB).unwrap());
+    drop(runtime.pinned::<u8>(3 * KIB).unwrap());
     let all = runtime.pinned::<u8>(2 * MIB - 4 * KIB).unwrap();
     assert_eq!(host(&runtime).peak_live_bytes, host(&runtime).live_bytes + host(&runtime).cached_bytes);
     drop(all);
