@@ -65,6 +65,9 @@ pub(crate) struct BlockUses {
     /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
     /// block.
     pub(crate) unmarked: AtomicBool,
+    /// True if a caller has waited for a use whose end was not recorded: later uses are recorded at once. Relaxed: it only
+    /// saves time.
+    awaited: AtomicBool,
     /// Operations that read the block in open captures and live graphs, and operations that write it.
     recorded_reads: AtomicU32,
     recorded_writes: AtomicU32,
@@ -118,6 +121,7 @@ impl BlockUses {
             live: AtomicBool::new(false),
             keepers: AtomicU32::new(0),
             unmarked: AtomicBool::new(false),
+            awaited: AtomicBool::new(false),
             recorded_reads: AtomicU32::new(0),
             recorded_writes: AtomicU32::new(0),
             recording: AtomicU32::new(0),
@@ -163,6 +167,17 @@ impl BlockUses {
     }
 
     // ---------------------------------------------------------------- streams
+
+    /// Returns whether the end of each use must be recorded at once.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.awaited.load(Ordering::Relaxed)
+    }
+
+    /// Has the end of each later use recorded at once.
+    #[cold]
+    pub(crate) fn set_awaited(&self) {
+        self.awaited.store(true, Ordering::Relaxed);
+    }
 
     /// Returns whether every stream is known to have passed its last use.
     #[inline]

@@ -29,6 +29,9 @@ mod ranges;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;
+pub(crate) mod use_batches;
+#[cfg(test)]
+mod use_tests;
 pub(crate) mod workspaces;
 
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
 use super::block::{Block, KeptBlock, OwnedBlock};
-use super::block_uses::{BlockUses, CpuAccess};
+use super::block_uses::{BegunUse, BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::CompletionEvent;
 use super::host::{HostCache, Leaving};
@@ -368,10 +368,26 @@ impl PinnedPool {
 
     fn wait_for_completions(&self, block: &Block, completions: Vec<Arc<CompletionEvent>>) -> Result<()> {
         for completion in completions {
-            self.services.backend.synchronize_event(completion.event())?;
+            if !completion.progress().is_closed() {
+                block.uses.set_awaited();
+            }
+            self.services.is_passed(&completion, true)?;
             block.uses.forget(&completion);
         }
         Ok(())
+    }
+
+    /// Records the completion events that an operation must wait for, where their batches are open, and returns those that are
+    /// not passed. The caller must hold no submission lock.
+    pub(crate) fn record_racing<'b>(
+        block: &Block,
+        begun: &'b BegunUse<'_>,
+    ) -> Result<impl Iterator<Item = &'b Arc<CompletionEvent>> + use<'b>> {
+        for completion in begun.racing.iter().filter(|completion| !completion.progress().is_closed()) {
+            block.uses.set_awaited();
+            completion.ensure_recorded(true)?;
+        }
+        Ok(begun.racing.iter().filter(|completion| !completion.progress().is_passed()))
     }
 
     /// Begins access by the CPU, once the streams that use the block are done. Launches of graphs that conflict with it are
@@ -440,7 +456,10 @@ impl PinnedPool {
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {
-            uses.forget_passed(|completion| self.services.is_surely_passed(completion));
+            // Not worth a record: a use of an open batch is recent.
+            uses.forget_passed(|completion| {
+                completion.progress().is_closed() && self.services.is_surely_passed(completion)
+            });
         }
     }
 
