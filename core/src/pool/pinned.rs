@@ -19,6 +19,7 @@ use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
+use crate::stream::uses::last_used_stream;
 use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
 
 /// Maximum number of pages of a request: more than the pool can count.
@@ -171,14 +172,18 @@ impl PinnedPool {
             return Ok(block);
         }
         let mut found = None;
-        self.cache.collect(
-            |completion| self.services.is_surely_passed(completion),
-            usize::MAX,
-            || {
+        let is_passed = |completion: &CompletionEvent| self.services.is_surely_passed(completion);
+        // Work of other threads is queried only if that of this thread frees too little.
+        self.cache.collect_stream(last_used_stream(), is_passed, || {
+            found = look();
+            found.is_some()
+        });
+        if found.is_none() {
+            self.cache.collect(is_passed, usize::MAX, || {
                 found = look();
                 found.is_some()
-            },
-        );
+            });
+        }
         if let Some(block) = found {
             return Ok(block);
         }

@@ -137,7 +137,6 @@ fn the_end_of_a_stream_completes_its_uses() {
     let (backend, runtime, stream) = open();
     drop(worked(&backend, &runtime, &stream, 4 * KIB));
     drop(stream);
-    // The mock executes everything when a stream is destroyed.
     assert_eq!((records(&backend), waiting(&runtime)), (1, 1));
     runtime.trim().unwrap();
     assert_eq!(waiting(&runtime), 0);
@@ -165,4 +164,21 @@ fn a_wait_whose_record_fails_waits_for_the_stream() {
     pinned.write().unwrap()[0] = 1;
     backend.fail_record(false);
     assert!(pinned.block().uses.is_empty());
+}
+
+#[test]
+fn a_request_queries_the_stream_of_its_thread_first() {
+    let (backend, runtime, busy) = open();
+    let own = runtime.device(0).unwrap().create_stream().unwrap();
+    // Together they fill the pool.
+    let blocks = [worked(&backend, &runtime, &busy, MIB), worked(&backend, &runtime, &own, MIB)];
+    drop(blocks);
+    backend.advance(own.id());
+    let queries = || (backend.gpu.calls(Operation::QueryStream), backend.gpu.calls(Operation::QueryEvent));
+    let before = queries();
+    let again = runtime.pinned::<u8>(MIB).unwrap();
+    assert_eq!((queries(), records(&backend)), ((before.0 + 1, before.1), 0));
+    assert_eq!(waiting(&runtime), 1);
+    drop(again);
+    backend.advance(busy.id());
 }

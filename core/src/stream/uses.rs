@@ -9,6 +9,7 @@
 //! - uses of a block for which a caller has waited before, such as a buffer that is refilled after each copy;
 //! - uses by streams that other code owns.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -18,6 +19,16 @@ use crate::pool::block::Block;
 use crate::pool::completion_events::{CompletionEvent, Point, never_recorded};
 use crate::pool::use_batches::MOST_BYTES;
 use highwater_hal::{Completion, Result};
+
+thread_local! {
+    /// The key of the stream on which the thread last used page-locked memory; 0 before the first use.
+    static LAST_USED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Returns the key of the stream on which the calling thread last used page-locked memory.
+pub(crate) fn last_used_stream() -> u64 {
+    LAST_USED.get()
+}
 
 impl StreamCore {
     /// Returns the event of the next batch if none is open, so that it is not created under the submission lock. Bind it before
@@ -57,6 +68,7 @@ impl StreamCore {
         block: &Block,
         writes: bool,
     ) -> Result<Arc<CompletionEvent>> {
+        LAST_USED.set(self.key);
         if let Some(spare) = submission.spare.take() {
             submission.completions += 1;
             let point = Point { stream: self.key, number: submission.completions };
