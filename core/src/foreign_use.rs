@@ -1,6 +1,5 @@
 //! Uses of memory by code that Highwater does not see, and the lookup of page-locked blocks by address.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::buffer::DeviceSlice;
@@ -141,7 +140,7 @@ impl Stream {
 
     fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {
         let (inner, core) = (&self.runtime().inner, self.core());
-        let completion = inner.device(self.device()).events.take(&*inner.backend);
+        let mut event = core.event_for_use();
         let mut submission = core.enter(operation)?;
         if let Some(recording) = &mut submission.recording {
             let surplus = recording.keep_pinned(kept.keep(), writes);
@@ -149,10 +148,11 @@ impl Stream {
             surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return Ok(());
         }
-        match completion.and_then(|mut completion| core.record(&mut submission, &mut completion).map(|()| completion)) {
+        let prepared =
+            event.as_mut().map_err(|error| error.clone()).and_then(|event| core.prepare_use(&mut submission, event));
+        match prepared.and_then(|()| core.note_use(&mut submission, kept, writes)) {
             Ok(completion) => {
                 drop(submission);
-                let completion = Arc::new(completion);
                 inner.pinned.watch_use(kept, &completion);
                 if kept.uses.note(completion, writes) {
                     inner.pinned.forget_passed(&kept.uses);

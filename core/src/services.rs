@@ -164,13 +164,23 @@ impl Services {
 
     // ---------------------------------------------------------------- completion events
 
-    /// Returns whether the completion event is passed; with `wait`, waits until it is.
+    /// Returns whether the completion event is passed; with `wait`, waits until it is. Records it if its batch is open; without
+    /// `wait`, only if the stream's submission lock is free. The caller must hold no submission lock.
     pub(crate) fn is_passed(&self, completion: &CompletionEvent, wait: bool) -> Result<bool> {
-        if wait {
-            self.backend.synchronize_event(completion.event())?;
+        let progress = completion.progress();
+        if !progress.is_closed() && ((!wait && in_capture()) || !completion.ensure_recorded(wait)?) {
+            return Ok(false);
+        }
+        if progress.is_passed() {
             return Ok(true);
         }
-        Ok(self.backend.query_event(completion.event())? == Completion::Complete)
+        if wait {
+            self.backend.synchronize_event(completion.event())?;
+        } else if self.backend.query_event(completion.event())? != Completion::Complete {
+            return Ok(false);
+        }
+        progress.set_passed();
+        Ok(true)
     }
 
     /// Returns whether the completion event is passed, as far as the backend can tell. An error proves nothing about the work:

@@ -192,6 +192,11 @@ impl Recorded {
             PinnedPool::check_known(&recorded.block.uses).map(|()| begun)
         });
         let begun = begun.collect::<Result<Vec<_>>>()?;
+        // Before the submission lock: the record takes that of the other stream.
+        let racing = self.pinned.iter().zip(&begun);
+        let racing =
+            racing.map(|(recorded, begun)| PinnedPool::record_racing(&recorded.block, begun).map(Vec::from_iter));
+        let racing = racing.collect::<Result<Vec<_>>>()?;
         let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
         let noted = self.device.values().try_fold(Noted::Ordered, note)?;
         let mut completion = inner.device(stream.device()).events.take(&*inner.backend)?;
@@ -200,7 +205,7 @@ impl Recorded {
         noted.check_executed(OPERATION)?;
         let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, completion)| completion);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
-        let mut awaited: Vec<&Arc<CompletionEvent>> = begun.iter().flat_map(|begun| &begun.racing).collect();
+        let mut awaited: Vec<&Arc<CompletionEvent>> = racing.into_iter().flatten().collect();
         awaited.extend(workspaces.chain(previous));
         awaited.sort_by_key(|completion| Arc::as_ptr(completion));
         awaited.dedup_by_key(|completion| Arc::as_ptr(completion));

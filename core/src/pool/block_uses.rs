@@ -76,6 +76,9 @@ struct Rest {
     /// True if the list may not be empty. A release that reads `false` does not lock the list. Always relaxed: it is written
     /// under the list's lock, and the release of the block comes after all uses of the buffer.
     any: AtomicBool,
+    /// True if a caller has waited for a use whose end was not recorded: later uses are recorded at once. Relaxed: it only
+    /// saves time.
+    awaited: AtomicBool,
     /// Operations that read the block in open captures and live graphs, and operations that write it.
     recorded_reads: AtomicU32,
     recorded_writes: AtomicU32,
@@ -185,6 +188,17 @@ impl BlockUses {
     }
 
     // ---------------------------------------------------------------- streams
+
+    /// Returns whether the end of each use must be recorded at once.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.rest.get().is_some_and(|rest| rest.awaited.load(Ordering::Relaxed))
+    }
+
+    /// Has the end of each later use recorded at once.
+    #[cold]
+    pub(crate) fn set_awaited(&self) {
+        self.rest().awaited.store(true, Ordering::Relaxed);
+    }
 
     /// Returns whether every stream is known to have passed its last use.
     #[inline]
@@ -338,6 +352,7 @@ impl Rest {
             state: Mutex::new(state),
             settled: Condvar::new(),
             any: AtomicBool::new(false),
+            awaited: AtomicBool::new(false),
             recorded_reads: AtomicU32::new(0),
             recorded_writes: AtomicU32::new(0),
             recording: AtomicU32::new(0),

@@ -8,13 +8,18 @@
 //!
 //! The completion events of one stream are numbered in the order of their records, which is the order in which they pass.
 //! So of two such events the one with the higher number covers the other. If one is not passed, no later one is.
+//!
+//! The completion event of an open batch (see `use_batches.rs`) is numbered, but not yet recorded. Every other record of the
+//! stream first records the open batch, so the order above holds.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use highwater_hal::{Backend, EventId, EventOptions, Result, fork::Generation};
+use super::use_batches::Progress;
+use crate::stream::core::{StreamCore, StreamEnd};
+use highwater_hal::{Backend, Error, ErrorKind, EventId, EventOptions, Result, fork::Generation};
 
 /// Idle events of one device, without timing.
 #[derive(Debug)]
@@ -33,6 +38,16 @@ pub(crate) struct CompletionEvent {
     /// `None` once the event no longer belongs to the pool.
     pool: Option<Arc<EventPool>>,
     point: Point,
+    progress: Progress,
+    /// For the event of a batch: the stream that records it.
+    recorder: Option<Recorder>,
+}
+
+/// A stream that records the event of its batch. It keeps nothing alive.
+#[derive(Debug)]
+struct Recorder {
+    stream: Weak<StreamCore>,
+    end: Weak<StreamEnd>,
 }
 
 /// A point of a stream: its key, and the number of the completion event. Both are 0 before the completion event is recorded.
@@ -59,7 +74,13 @@ impl EventPool {
                 event
             }
         };
-        Ok(CompletionEvent { event, pool: Some(Arc::clone(self)), point: Point::default() })
+        Ok(CompletionEvent {
+            event,
+            pool: Some(Arc::clone(self)),
+            point: Point::default(),
+            progress: Progress::new(true),
+            recorder: None,
+        })
     }
 
     /// Removes every idle event from the pool, for the caller to destroy.
@@ -90,6 +111,42 @@ impl CompletionEvent {
         self.point = point;
     }
 
+    /// Makes this the event of a batch that the stream opens at the point.
+    pub(crate) fn open(mut self, point: Point, stream: &Arc<StreamCore>) -> Self {
+        self.point = point;
+        self.progress = Progress::new(false);
+        self.recorder = Some(Recorder { stream: Arc::downgrade(stream), end: Arc::downgrade(&stream.end()) });
+        self
+    }
+
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// Records the event if it belongs to an open batch. Returns whether it is recorded or passed now. Without `wait`, does
+    /// nothing if another thread has the submission lock of the stream. The caller must hold no submission lock.
+    ///
+    /// # Errors
+    /// `Capture` if other code captures the stream; the backend's error; `InvalidState` if the stream has ended and could
+    /// neither record the event nor wait.
+    pub(crate) fn ensure_recorded(&self, wait: bool) -> Result<bool> {
+        if self.progress.is_closed() {
+            return Ok(true);
+        }
+        let Some(recorder) = &self.recorder else { return Ok(true) };
+        if let Some(stream) = recorder.stream.upgrade() {
+            return stream.close_batch(self, wait);
+        }
+        // The last user of the stream is gone. Its thread has recorded the event, or is about to.
+        if wait && let Some(end) = recorder.end.upgrade() {
+            end.wait();
+        }
+        if wait && !self.progress.is_closed() {
+            return Err(never_recorded());
+        }
+        Ok(self.progress.is_closed())
+    }
+
     /// Removes the event from the pool, for the caller to destroy.
     pub(crate) fn into_event(mut self) -> EventId {
         if let Some(pool) = self.pool.take() {
@@ -97,6 +154,12 @@ impl CompletionEvent {
         }
         self.event
     }
+}
+
+#[cold]
+pub(crate) fn never_recorded() -> Error {
+    Error::new(ErrorKind::InvalidState, "record_event", "the end of earlier work could not be recorded")
+        .with_hint("drop the memory that the work uses; it is freed when the runtime ends")
 }
 
 impl Drop for CompletionEvent {

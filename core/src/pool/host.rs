@@ -29,6 +29,7 @@
 //! lock.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::sync::atomic::AtomicU64 as StdAtomicU64;
 use std::sync::{OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -467,11 +468,31 @@ impl HostCache {
         &self,
         is_passed: impl Fn(&CompletionEvent) -> bool,
         most_behind: usize,
+        is_enough: impl FnMut() -> bool,
+    ) {
+        self.collect_streams(0..=u64::MAX, is_passed, most_behind, is_enough);
+    }
+
+    /// As [`HostCache::collect`], for blocks that wait for one stream.
+    pub(crate) fn collect_stream(
+        &self,
+        stream: u64,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        is_enough: impl FnMut() -> bool,
+    ) {
+        self.collect_streams(stream..=stream, is_passed, 1, is_enough);
+    }
+
+    fn collect_streams(
+        &self,
+        streams: RangeInclusive<u64>,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        most_behind: usize,
         mut is_enough: impl FnMut() -> bool,
     ) {
-        let (mut from, mut behind) = (0, 0);
+        let (mut from, mut behind) = (*streams.start(), 0);
         while !is_enough() {
-            let Some((stream, block)) = self.pop_waiting_from(from) else { return };
+            let Some((stream, block)) = self.pop_waiting_in(from..=*streams.end()) else { return };
             from = stream;
             let is_over = block.uses.are_over(&is_passed);
             let is_behind = block.uses.first().is_some_and(|point| point.stream == stream);
@@ -487,10 +508,13 @@ impl HostCache {
         }
     }
 
-    fn pop_waiting_from(&self, from: u64) -> Option<(u64, OwnedBlock)> {
+    fn pop_waiting_in(&self, streams: RangeInclusive<u64>) -> Option<(u64, OwnedBlock)> {
         let mut state = self.state.lock();
-        let start = Point { stream: from, number: 0 };
+        let start = Point { stream: *streams.start(), number: 0 };
         let key = *state.waiting.range((start, 0)..).next()?.0;
+        if key.0.stream > *streams.end() {
+            return None;
+        }
         let block = state.waiting.remove(&key)?;
         state.waiting_bytes -= block.bytes() as u64;
         Some((key.0.stream, block))

@@ -48,6 +48,9 @@ mod statistics_tests;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;
+pub(crate) mod use_batches;
+#[cfg(test)]
+mod use_tests;
 pub(crate) mod workspaces;
 
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};

@@ -570,8 +570,9 @@ fn a_copy_whose_mark_fails_is_waited_for() {
     let runtime = Runtime::new(backend.clone()).unwrap();
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
-    let pinned = runtime.pinned::<u8>(64).unwrap();
-    let buffer = device.allocate::<u8>(64).unwrap();
+    // A use of a large block is recorded at once.
+    let pinned = runtime.pinned::<u8>(4 << 20).unwrap();
+    let buffer = device.allocate::<u8>(4 << 20).unwrap();
     backend.fail_record(true);
     stream.copy_to_device(&pinned, &buffer).unwrap();
     assert!(!backend.is_in_use(pinned.ptr().address() as u64));

@@ -9,7 +9,7 @@ use super::HostCacheStatistics;
 use super::active_trims::ActiveTrims;
 use super::background::Background;
 use super::block::{Block, KeptBlock, OwnedBlock};
-use super::block_uses::{BlockUses, CpuAccess};
+use super::block_uses::{BegunUse, BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::CompletionEvent;
 use super::host::{Found, HostCache, Leaving, Reason, Request};
@@ -22,6 +22,7 @@ use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
+use crate::stream::uses::last_used_stream;
 use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, fork::Generation};
 
 /// Maximum number of pages of a request: more than the pool can count.
@@ -341,14 +342,18 @@ impl PinnedPool {
             return Ok(block);
         }
         let mut found = None;
-        self.cache.collect(
-            |completion| self.services.is_surely_passed(completion),
-            usize::MAX,
-            || {
+        let is_passed = |completion: &CompletionEvent| self.services.is_surely_passed(completion);
+        // Work of other threads is queried only if that of this thread frees too little.
+        self.cache.collect_stream(last_used_stream(), is_passed, || {
+            found = look(Found::Waiting);
+            found.is_some()
+        });
+        if found.is_none() {
+            self.cache.collect(is_passed, usize::MAX, || {
                 found = look(Found::Waiting);
                 found.is_some()
-            },
-        );
+            });
+        }
         if let Some(block) = found {
             return Ok(block);
         }
@@ -551,10 +556,26 @@ impl PinnedPool {
 
     fn wait_for_completions(&self, block: &Block, completions: Vec<Arc<CompletionEvent>>) -> Result<()> {
         for completion in completions {
-            self.services.backend.synchronize_event(completion.event())?;
+            if !completion.progress().is_closed() {
+                block.uses.set_awaited();
+            }
+            self.services.is_passed(&completion, true)?;
             block.uses.forget(&completion);
         }
         Ok(())
+    }
+
+    /// Records the completion events that an operation must wait for, where their batches are open, and returns those that are
+    /// not passed. The caller must hold no submission lock.
+    pub(crate) fn record_racing<'b>(
+        block: &Block,
+        begun: &'b BegunUse<'_>,
+    ) -> Result<impl Iterator<Item = &'b Arc<CompletionEvent>> + use<'b>> {
+        for completion in begun.racing.iter().filter(|completion| !completion.progress().is_closed()) {
+            block.uses.set_awaited();
+            completion.ensure_recorded(true)?;
+        }
+        Ok(begun.racing.iter().filter(|completion| !completion.progress().is_passed()))
     }
 
     /// Begins access by the CPU, once the streams that use the block are done. Launches of graphs that conflict with it are
@@ -633,7 +654,10 @@ impl PinnedPool {
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {
-            uses.forget_passed(|completion| self.services.is_surely_passed(completion));
+            // Not worth a record: a use of an open batch is recent.
+            uses.forget_passed(|completion| {
+                completion.progress().is_closed() && self.services.is_surely_passed(completion)
+            });
         }
     }
 

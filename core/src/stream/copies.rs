@@ -261,8 +261,8 @@ impl Stream {
         })?;
         // Checked after the wait: an operation that this one has waited for may have failed.
         PinnedPool::check_known(&block.uses)?;
-        // The event is acquired before anything is enqueued, so that only its recording can fail afterward.
-        let mut completion = inner.device(stream.id.device()).events.take(&*inner.backend)?;
+        let racing = PinnedPool::record_racing(block, &begun)?;
+        let mut event = stream.event_for_use()?;
         let mut submission = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
         if let Some(recording) = &mut submission.recording {
             let surplus = recording.keep_pinned(block.keep(), writes);
@@ -271,7 +271,8 @@ impl Stream {
             surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return enqueued.map_err(|refused| refused.error);
         }
-        for completion in &begun.racing {
+        stream.prepare_use(&mut submission, &mut event)?;
+        for completion in racing {
             inner.backend.stream_wait_event(stream.id, completion.event())?;
         }
         let enqueued = match enqueue(&mut submission) {
@@ -280,17 +281,19 @@ impl Stream {
             Err(NotEnqueued { error, in_part: true }) => Err(error),
             Err(NotEnqueued { error, in_part: false }) => return Err(error),
         };
-        if let Err(error) = stream.record(&mut submission, &mut completion) {
-            // Without a completion event, the only remaining option is to wait. If the wait fails too, the end of the device's
-            // use is unknown. Then the block is never accessed or reused, and is freed when the runtime ends.
-            let waited = stream.wait_for_all(submission).map_err(|_| {
-                block.uses.unmarked.store(true, Ordering::Relaxed);
-                error
-            });
-            return waited.and(enqueued);
-        }
+        let completion = match stream.note_use(&mut submission, block, writes) {
+            Ok(completion) => completion,
+            Err(error) => {
+                // Without a completion event, the only remaining option is to wait. If the wait fails too, the end of the
+                // device's use is unknown. Then the block is never accessed or reused, and is freed when the runtime ends.
+                let waited = stream.wait_for_all(submission).map_err(|_| {
+                    block.uses.unmarked.store(true, Ordering::Relaxed);
+                    error
+                });
+                return waited.and(enqueued);
+            }
+        };
         drop(submission);
-        let completion = Arc::new(completion);
         inner.pinned.watch_use(block, &completion);
         if begun.settle(completion) {
             inner.pinned.forget_passed(&block.uses);

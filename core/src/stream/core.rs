@@ -5,7 +5,7 @@
 //! event, which it cannot record. So the end of each submission lock records a completion event.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, ThreadId};
 
@@ -33,6 +33,10 @@ pub(crate) struct StreamCore {
     pub(super) submission: Mutex<SubmissionState>,
     /// True if a call needs more checks before it enqueues: of its thread, or of a capture by other code.
     pub(super) asks: bool,
+    /// True if each use of page-locked memory is recorded at once: other code may end or capture the stream.
+    pub(super) records_at_use: bool,
+    /// True if a batch of uses is open. Written under the submission lock.
+    pub(super) has_batch: AtomicBool,
     /// True if other code may capture the stream, so that calls must query the backend.
     pub(super) ask_capture: bool,
     /// True if the device can capture. Other code may have the id of any stream and capture it.
@@ -146,6 +150,8 @@ impl StreamCore {
             submission: Mutex::default(),
             settled: Condvar::new(),
             bound_as: AtomicU64::new(key),
+            has_batch: AtomicBool::new(false),
+            records_at_use: owner.is_some() || foreign,
             asks: owner.is_some() || (foreign && capabilities.capture),
             ask_capture: foreign && capabilities.capture,
             can_capture: capabilities.capture,
@@ -188,6 +194,9 @@ impl StreamCore {
             return Ok(Arc::clone(&recording.before));
         }
         self.refuse_if_captured("record_event")?;
+        if let Some(batch) = self.record_batch(&mut submission)? {
+            return Ok(batch);
+        }
         self.record(&mut submission, &mut completion)?;
         drop(submission);
         Ok(Arc::new(completion))
@@ -196,6 +205,7 @@ impl StreamCore {
     /// Records a completion event after all work enqueued on the stream so far. The caller must have the submission
     /// lock, so that the numbers follow the order of the records.
     pub(crate) fn record(&self, submission: &mut SubmissionState, completion: &mut CompletionEvent) -> Result<()> {
+        self.record_batch(submission)?;
         self.services.backend.record_event(completion.event(), self.id)?;
         submission.completions += 1;
         completion.set_point(Point { stream: self.key, number: submission.completions });
@@ -242,6 +252,9 @@ impl Drop for StreamCore {
             .as_ref()
             .filter(|_| may_release)
             .and_then(|_| self.completion().inspect_err(|error| self.services.count_failed_release(error)).ok());
+        if may_release && owner.is_some() && last.is_none() {
+            self.wait_for_batch();
+        }
         ending.last.clone_from(&last);
         drop(ending);
         if !may_release {

@@ -4,6 +4,7 @@ pub(crate) mod copies;
 pub(crate) mod core;
 mod order;
 pub(crate) mod submission;
+pub(crate) mod uses;
 mod values;
 mod workspace;
 

@@ -4,7 +4,8 @@
 //! have handles of their own, bound to one stream and its one workspace. Without the lock, their kernels would interleave
 //! and read each other's intermediate results.
 //!
-//! The submission lock is the one lock that is held over a vendor call. No other lock of this crate is taken inside it. BLAS
+//! The submission lock is the one lock that is held over a vendor call. No other lock of this crate is taken inside it, except
+//! that of the list of idle events, which is held for no call. BLAS
 //! and Lt calls share it, as they share the workspace. Every other call that enqueues takes it too, because it also decides
 //! whether a call comes before, in or after a capture of the stream.
 
@@ -19,6 +20,7 @@ use crate::capture::recording::Recording;
 use crate::capture::thread::nothing_is_executed;
 use crate::device_block::{DeviceBlock, Noted};
 use crate::pool::completion_events::CompletionEvent;
+use crate::pool::use_batches::OpenBatch;
 use highwater_hal::{Error, ErrorKind, Result};
 
 /// The state that the submission lock guards.
@@ -34,8 +36,12 @@ pub(crate) struct SubmissionState {
     pub(crate) recording: Option<Box<Recording>>,
     /// For the per-thread default stream: the completion event after all enqueued work. `None` if it could not be recorded.
     pub(super) latest: Option<Arc<CompletionEvent>>,
-    /// The number of completion events recorded so far.
+    /// The number of completion events recorded so far, and of the open batch.
     pub(super) completions: u64,
+    /// The small uses of page-locked memory that no record follows yet. None while the stream takes part in a capture.
+    pub(super) batch: OpenBatch<CompletionEvent>,
+    /// The event of the next batch, taken before the work of its first use is enqueued.
+    pub(super) spare: Option<CompletionEvent>,
 }
 
 /// The submission lock of a stream, held by the caller.
