@@ -12,13 +12,13 @@
 //! The completion event of an open batch (see `use_batches.rs`) is numbered, but not yet recorded. Every other record of the
 //! stream first records the open batch, so the order above holds.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::use_batches::Progress;
-use crate::stream::core::{StreamCore, StreamEnd};
 use highwater_hal::{Backend, Error, ErrorKind, EventId, EventOptions, Result, fork::Generation};
 
 /// Idle events of one device, without timing.
@@ -45,9 +45,22 @@ pub(crate) struct CompletionEvent {
 
 /// A stream that records the event of its batch. It keeps nothing alive.
 #[derive(Debug)]
-struct Recorder {
-    stream: Weak<StreamCore>,
-    end: Weak<StreamEnd>,
+pub(crate) struct Recorder {
+    pub(crate) stream: Weak<dyn CloseBatch>,
+    pub(crate) end: Weak<dyn WaitForEnd>,
+}
+
+/// A stream with an open batch.
+pub(crate) trait CloseBatch: fmt::Debug + Send + Sync {
+    /// Closes a batch of the stream, if it is open. Returns whether it is closed now. Without `wait`, does nothing if another
+    /// thread has the submission lock.
+    fn close_batch(&self, batch: &CompletionEvent, wait: bool) -> Result<bool>;
+}
+
+/// The end of a stream.
+pub(crate) trait WaitForEnd: fmt::Debug + Send + Sync {
+    /// Waits until the stream has closed its batch for the last time.
+    fn wait_for_end(&self);
 }
 
 /// A point of a stream: its key, and the number of the completion event. Both are 0 before the completion event is recorded.
@@ -112,10 +125,10 @@ impl CompletionEvent {
     }
 
     /// Makes this the event of a batch that the stream opens at the point.
-    pub(crate) fn open(mut self, point: Point, stream: &Arc<StreamCore>) -> Self {
+    pub(crate) fn open(mut self, point: Point, recorder: Recorder) -> Self {
         self.point = point;
         self.progress = Progress::new(false);
-        self.recorder = Some(Recorder { stream: Arc::downgrade(stream), end: Arc::downgrade(&stream.end()) });
+        self.recorder = Some(recorder);
         self
     }
 
@@ -139,7 +152,7 @@ impl CompletionEvent {
         }
         // The last user of the stream is gone. Its thread has recorded the event, or is about to.
         if wait && let Some(end) = recorder.end.upgrade() {
-            end.wait();
+            end.wait_for_end();
         }
         if wait && !self.progress.is_closed() {
             return Err(never_recorded());

@@ -10,13 +10,13 @@
 //! - uses by streams that other code owns.
 
 use std::cell::Cell;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
-use super::core::StreamCore;
+use super::core::{StreamCore, StreamEnd};
 use super::submission::{SubmissionGuard, SubmissionState};
 use crate::pool::block::Block;
-use crate::pool::completion_events::{CompletionEvent, Point, never_recorded};
+use crate::pool::completion_events::{CloseBatch, CompletionEvent, Point, Recorder, WaitForEnd, never_recorded};
 use crate::pool::use_batches::MOST_BYTES;
 use highwater_hal::{Completion, Result};
 
@@ -72,7 +72,9 @@ impl StreamCore {
         if let Some(spare) = submission.spare.take() {
             submission.completions += 1;
             let point = Point { stream: self.key, number: submission.completions };
-            submission.batch.open(spare.open(point, self));
+            let stream = Arc::downgrade(self) as Weak<dyn CloseBatch>;
+            let recorder = Recorder { stream, end: Arc::downgrade(&self.end()) as Weak<dyn WaitForEnd> };
+            submission.batch.open(spare.open(point, recorder));
             self.has_batch.store(true, Ordering::Relaxed);
         }
         let (batch, is_full) = submission.batch.join(block.bytes()).ok_or_else(never_recorded)?;
@@ -105,10 +107,22 @@ impl StreamCore {
         batch
     }
 
-    /// Closes a batch of this stream, if it is open: as passed if the stream has executed everything, else by a record. Returns
-    /// whether it is closed now. Without `wait`, does nothing if another thread has the submission lock.
+    /// Waits for the uses of the open batch, at the end of a stream that could not record it.
     #[cold]
-    pub(crate) fn close_batch(&self, batch: &CompletionEvent, wait: bool) -> Result<bool> {
+    pub(super) fn wait_for_batch(&self) {
+        let Some(batch) = self.take_batch(&mut self.lock_submission()) else { return };
+        match self.services.backend.synchronize_stream(self.id) {
+            Ok(()) => batch.progress().set_passed(),
+            // The blocks wait for the end of the runtime.
+            Err(error) => self.services.count_failed_release(&error),
+        }
+    }
+}
+
+impl CloseBatch for StreamCore {
+    /// Closes the batch as passed if the stream has executed everything, else by a record.
+    #[cold]
+    fn close_batch(&self, batch: &CompletionEvent, wait: bool) -> Result<bool> {
         let mut submission: SubmissionGuard<'_> = match self.submission.try_lock() {
             Some(submission) => submission.into(),
             None if wait => self.lock_submission(),
@@ -140,15 +154,10 @@ impl StreamCore {
         batch.progress().set_passed();
         Ok(true)
     }
+}
 
-    /// Waits for the uses of the open batch, at the end of a stream that could not record it.
-    #[cold]
-    pub(super) fn wait_for_batch(&self) {
-        let Some(batch) = self.take_batch(&mut self.lock_submission()) else { return };
-        match self.services.backend.synchronize_stream(self.id) {
-            Ok(()) => batch.progress().set_passed(),
-            // The blocks wait for the end of the runtime.
-            Err(error) => self.services.count_failed_release(&error),
-        }
+impl WaitForEnd for StreamEnd {
+    fn wait_for_end(&self) {
+        self.wait();
     }
 }
