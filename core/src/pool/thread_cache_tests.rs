@@ -98,7 +98,7 @@ fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
         let (sender, receiver) = mpsc::sync_channel::<PinnedBuffer<u8>>(4);
         thread::scope(|scope| {
             let runtime = &runtime;
-            scope.spawn(move || {
+            let allocating = scope.spawn(move || {
                 for round in 0..2000_usize {
                     let mut pinned = runtime.pinned::<u8>(bytes).unwrap();
                     pinned.write().unwrap()[0] = round as u8;
@@ -108,6 +108,8 @@ fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
             for (round, pinned) in receiver.into_iter().enumerate() {
                 assert_eq!(pinned.read().unwrap()[0], round as u8);
             }
+            // The end of a scope does not wait for the destructors of a thread's locals; a join does.
+            allocating.join().unwrap();
         });
         let statistics = host(&runtime);
         assert!(statistics.peak_held_bytes <= 2 * PIECE as u64, "{statistics:?}");
