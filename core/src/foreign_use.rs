@@ -4,7 +4,8 @@ use std::sync::atomic::Ordering;
 
 use crate::buffer::DeviceSlice;
 use crate::ledger::HostBlockInfo;
-use crate::pool::block::KeptBlock;
+use crate::pinned::PinnedBuffer;
+use crate::pool::block::OwnedBlock;
 use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{Element, Error, ErrorKind, HostPtr, Result};
@@ -71,12 +72,44 @@ impl Stream {
                 .with_hint("note the use while the buffer is alive, on a stream of the runtime that it came from")
         };
         let kept = inner.pinned.keep_live_block(ptr).ok_or_else(unknown)?;
-        let noted = self.note_kept(OPERATION, &kept, access == Access::Write);
+        let noted = self.note_block(OPERATION, &kept, access == Access::Write);
         if noted.is_err() {
             // The end of the work is unknown.
             kept.uses.unmarked.store(true, Ordering::Relaxed);
         }
         inner.pinned.let_go(kept);
+        noted
+    }
+
+    /// As [`Stream::note_host_use`], for a buffer instead of an address in it. It is faster, because the buffer need not be found.
+    ///
+    /// ```
+    /// # use highwater_core::{Access, Runtime};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// # let stream = runtime.device(0)?.create_stream()?;
+    /// let pinned = runtime.pinned::<f32>(1000)?;
+    /// // Code that knows the address and the raw stream has enqueued a copy to the device.
+    /// stream.note_pinned_use(&pinned, Access::Read)?;
+    /// drop(pinned); // reused after the copy
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Stream::note_host_use`].
+    pub fn note_pinned_use<T: Element>(&self, buffer: &PinnedBuffer<T>, access: Access) -> Result<()> {
+        const OPERATION: &str = "note_pinned_use";
+        let inner = &self.runtime().inner;
+        inner.check(OPERATION)?;
+        if !buffer.is_of(&inner.pinned) {
+            return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the buffer belongs to another runtime")
+                .with_hint("note the use on a stream of the runtime that the buffer came from"));
+        }
+        let noted = self.note_block(OPERATION, buffer.block(), access == Access::Write);
+        if noted.is_err() {
+            // The end of the work is unknown.
+            buffer.block().uses.unmarked.store(true, Ordering::Relaxed);
+        }
         noted
     }
 
@@ -138,24 +171,25 @@ impl Stream {
         self.core().enter(OPERATION)?.keep_device(OPERATION, noted, &[slice.block])
     }
 
-    fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {
+    /// Notes a use of a block that the caller keeps.
+    fn note_block(&self, operation: &'static str, block: &OwnedBlock, writes: bool) -> Result<()> {
         let (inner, core) = (&self.runtime().inner, self.core());
         let mut event = core.event_for_use();
         let mut submission = core.enter(operation)?;
         if let Some(recording) = &mut submission.recording {
-            let surplus = recording.keep_pinned(kept.keep(), writes);
+            let surplus = recording.keep_pinned(block.keep(), writes);
             drop(submission);
             surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return Ok(());
         }
         let prepared =
             event.as_mut().map_err(|error| error.clone()).and_then(|event| core.prepare_use(&mut submission, event));
-        match prepared.and_then(|()| core.note_use(&mut submission, kept, writes)) {
+        match prepared.and_then(|()| core.note_use(&mut submission, block, writes)) {
             Ok(completion) => {
                 drop(submission);
-                inner.pinned.watch_use(kept, &completion);
-                if kept.uses.note(completion, writes) {
-                    inner.pinned.forget_passed(&kept.uses);
+                inner.pinned.watch_use(block, &completion);
+                if block.uses.note(completion, writes) {
+                    inner.pinned.forget_passed(&block.uses);
                 }
                 Ok(())
             }

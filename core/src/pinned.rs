@@ -229,7 +229,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// that do not follow one another on the device. Otherwise the backend's error.
     pub fn device_address(&self, device: &Device) -> Result<DevicePtr> {
         const OPERATION: &str = "device_address";
-        if !device.runtime().inner.pinned.contain(self.pool) {
+        if !self.is_of(&device.runtime().inner.pinned) {
             return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the buffer belongs to another runtime")
                 .with_hint("pass a device of the runtime that the buffer came from"));
         }
@@ -243,6 +243,11 @@ impl<T: Element> PinnedBuffer<T> {
             }
         }
         Ok(start)
+    }
+
+    /// Returns whether the memory belongs to one of the pools of a runtime.
+    pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
+        pools.contain(self.pool)
     }
 
     pub(crate) fn block(&self) -> &OwnedBlock {
@@ -366,7 +371,7 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
 
     /// Returns whether the memory belongs to one of the pools of a runtime.
     pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
-        pools.contain(self.buffer.pool)
+        self.buffer.is_of(pools)
     }
 
     /// Returns the range of bytes that the values occupy in the block.

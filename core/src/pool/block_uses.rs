@@ -171,6 +171,11 @@ impl BlockUses {
         !self.is_kept() && self.is_empty() && !self.unmarked.load(Ordering::Relaxed)
     }
 
+    /// Returns whether streams may use the block for a known time, and nothing else keeps it.
+    pub(crate) fn waits_for_streams(&self) -> bool {
+        !self.is_kept() && !self.is_empty() && !self.unmarked.load(Ordering::Relaxed)
+    }
+
     /// Returns whether a capture, a graph or a note keeps the block.
     #[inline]
     pub(crate) fn is_kept(&self) -> bool {

@@ -404,17 +404,20 @@ impl HostCache {
         }
         for block in blocks {
             state.out_bytes -= block.bytes() as u64;
-            state.merge(&block);
+            if block.uses.is_empty() { state.merge(&block) } else { state.file(block) }
         }
     }
 
-    /// Takes the blocks back that thread caches keep, and merges them.
-    pub(crate) fn empty_thread_caches(&self) {
+    /// Takes the blocks back that thread caches keep, and merges those that are free. Returns whether others wait.
+    pub(crate) fn empty_thread_caches(&self) -> bool {
         let registry = self.registry.lock();
+        let mut has_waiting = false;
         for cache in registry.caches_of(self.id) {
             let (blocks, allowance) = cache.take_back();
+            has_waiting |= blocks.iter().any(|block| !block.uses.is_empty());
             self.put_back(blocks, allowance);
         }
+        has_waiting
     }
 
     /// Returns the block that contains an address, if a buffer owns it.
@@ -680,11 +683,13 @@ impl HostCache {
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
         let registry = self.registry.lock();
         let counts = if self.is_first { registry.counts() } else { Counts::default() };
-        let Counts { live, hits: own_hits, inbox_hits } = counts;
-        let (mut kept, mut inboxes) = ((0, 0), (0, 0));
+        let Counts { live, hits: own_hits, inbox_hits, waited_hits } = counts;
+        let (mut kept, mut waiting, mut inboxes) = ((0, 0), (0, 0), (0, 0));
         let add = |sum: &mut (u64, u64), (blocks, bytes)| *sum = (sum.0 + blocks, sum.1 + bytes);
         for cache in registry.caches_of(self.id) {
-            add(&mut kept, cache.cached.other(|cached| cached.kept()));
+            let (free, in_use) = cache.cached.other(|cached| (cached.kept(), cached.waiting()));
+            add(&mut kept, free);
+            add(&mut waiting, in_use);
             add(&mut inboxes, cache.inbox());
         }
         let state = self.state.lock();
@@ -709,18 +714,18 @@ impl HostCache {
             cached_bytes: kept.1 + inboxes.1,
             inbox_blocks: inboxes.0,
             inbox_bytes: inboxes.1,
-            waiting_blocks: state.waiting.len() as u64,
-            waiting_bytes: state.waiting_bytes,
+            waiting_blocks: state.waiting.len() as u64 + waiting.0,
+            waiting_bytes: state.waiting_bytes + waiting.1,
             unmarked_blocks: state.unmarked.len() as u64,
             unmarked_bytes: sum(&mut state.unmarked.iter()),
             remnant_blocks: state.remnants.len() as u64,
             remnant_bytes: state.remnants.values().map(|piece| piece.bytes as u64).sum(),
-            hits: own_hits + state.hits.iter().sum::<u64>(),
+            hits: own_hits + waited_hits + state.hits.iter().sum::<u64>(),
             // The thread cache found them after it had emptied its inbox.
             cache_hits: own_hits - inbox_hits,
             inbox_hits,
             free_hits,
-            waiting_hits,
+            waiting_hits: waiting_hits + waited_hits,
             merged_hits,
             misses: state.misses,
             allocations: state.allocations,

@@ -326,13 +326,36 @@ impl PinnedPool {
             if !surplus.is_empty() {
                 self.cache.put_back(surplus, 0);
             }
-            if let Some(block) = found {
+            if let Some(block) = found.or_else(|| self.take_waited(own, request)) {
                 return Ok(block);
             }
         }
         let block = self.take_shared(request, own.as_ref())?;
         count(&self.cache, own.as_deref(), 1);
         Ok(block)
+    }
+
+    /// Returns the block that has waited longest in the calling thread's cache, if its streams are done.
+    fn take_waited(&self, own: &ThreadCache, request: Request) -> Option<OwnedBlock> {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        let block = unsafe { own.cached.own(|cached| cached.pop_waiting(request.size())) }?;
+        let is_over = block.uses.are_over(|completion| self.services.is_surely_passed(completion));
+        let is_usable = is_over && (request.borders == Borders::Allowed || block.is_undivided());
+        let keep = |cached: &mut Cached| {
+            if !is_usable {
+                return (None, if is_over { cached.keep(block) } else { cached.put_back_waiting(block) });
+            }
+            cached.counts.live += 1;
+            cached.counts.waited_hits += 1;
+            block.begin_life(request.bytes);
+            (Some(block), None)
+        };
+        // SAFETY: As above.
+        let (taken, surplus) = unsafe { own.cached.own(keep) };
+        if surplus.is_some() {
+            self.cache.put_back(surplus.into_iter().collect(), 0);
+        }
+        taken
     }
 
     /// Makes a block, in the order of the costs.
@@ -357,9 +380,18 @@ impl PinnedPool {
         if let Some(block) = found {
             return Ok(block);
         }
-        self.cache.empty_thread_caches();
+        let has_waiting = self.cache.empty_thread_caches();
         if let Some(block) = look(Found::ThreadCaches) {
             return Ok(block);
+        }
+        if has_waiting {
+            self.cache.collect(is_passed, usize::MAX, || {
+                found = look(Found::Waiting);
+                found.is_some()
+            });
+            if let Some(block) = found {
+                return Ok(block);
+            }
         }
         // While this thread held blocks, other threads may have seen less idle memory than there is.
         self.trim_in_passing();
@@ -761,6 +793,14 @@ impl PinnedPool {
                 (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
                 _ => block,
             };
+        } else if self.poison.is_none()
+            && let Some(own) = own
+            && let Some(waiting) = block.take_if(|block| {
+                block.home.as_ref().is_some_and(|home| Arc::ptr_eq(home, own)) && block.uses.waits_for_streams()
+            })
+        {
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            block = unsafe { own.cached.own(|cached| cached.keep_waiting(waiting)) };
         }
         if let Some(block) = block
             && self.cache.give_back(block)

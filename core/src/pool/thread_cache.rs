@@ -4,6 +4,10 @@
 //! than 64 KiB is kept only if its size was requested at least twice. A block returns to the thread that requested it: another
 //! thread that frees it puts it into the *inbox* of that thread, which the owner empties when a list is empty.
 //!
+//! A dropped block that streams may still use *waits* in the list of its size, if its own thread dropped it. A request that finds
+//! no free block asks whether the block that has waited longest is free now. So a thread that uses blocks with its own stream
+//! needs no lock of other threads.
+//!
 //! A thread that is about to grow the pool takes the blocks out of every thread cache first. [`BiasedLock`] makes that safe.
 //!
 //! *Liveness.* A buffer holds no reference to its runtime. Each thread counts the buffers that it created less those that it
@@ -15,6 +19,7 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::fmt;
 
 use super::biased_lock::BiasedLock;
@@ -29,14 +34,18 @@ const SMALL_BYTES: usize = 64 << 10;
 /// Blocks of one size that are kept.
 const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
+/// Blocks of one size that are kept although streams may still use them, by as many times as free blocks.
+const WAITING: usize = 8;
 
 /// What a thread counts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counts {
     /// The buffers that it created less those that it dropped.
     pub(crate) live: i64,
-    /// Requests that its own cache served.
+    /// Requests that its own cache served with free blocks.
     pub(crate) hits: u64,
+    /// Requests that it served with blocks that streams had used.
+    pub(crate) waited_hits: u64,
     /// Those among them that found a block from the inbox.
     pub(crate) inbox_hits: u64,
 }
@@ -45,6 +54,7 @@ impl Counts {
     pub(crate) fn add(&mut self, other: Self) {
         self.live += other.live;
         self.hits += other.hits;
+        self.waited_hits += other.waited_hits;
         self.inbox_hits += other.inbox_hits;
     }
 }
@@ -81,14 +91,19 @@ pub(crate) struct Cached {
     lists: [List; SIZES],
     /// The list whose size is replaced next.
     next: usize,
-    /// Bytes of the blocks in the lists, and the most that the cap allows.
+    /// Bytes of the free blocks in the lists, and the most that the cap allows.
     bytes: u64,
     pub(super) allowance: u64,
+    /// Bytes of the blocks that wait for streams.
+    waiting_bytes: u64,
 }
 
 #[derive(Default)]
 struct List {
+    /// Free blocks.
     blocks: Vec<OwnedBlock>,
+    /// Blocks that streams may still use, in the order in which they were dropped.
+    waiting: VecDeque<OwnedBlock>,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
 }
@@ -142,6 +157,36 @@ impl Cached {
         None
     }
 
+    /// Keeps a block that streams may still use, or returns it.
+    pub(crate) fn keep_waiting(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
+        let Some(index) = self.list_of(block.size) else { return Some(block) };
+        let is_small = block.bytes() <= SMALL_BYTES;
+        let list = &mut self.lists[index];
+        let has_room = list.waiting.len() < WAITING * if is_small { MOST_SMALL } else { MOST_LARGE };
+        if !has_room || self.allowance < u64::MAX || !(is_small || list.is_repeated) {
+            return Some(block);
+        }
+        self.waiting_bytes += block.bytes() as u64;
+        list.waiting.push_back(block);
+        None
+    }
+
+    /// Takes out the block of a size that has waited longest.
+    pub(crate) fn pop_waiting(&mut self, size: u32) -> Option<OwnedBlock> {
+        let index = self.list_of(size)?;
+        let block = self.lists[index].waiting.pop_front()?;
+        self.waiting_bytes -= block.bytes() as u64;
+        Some(block)
+    }
+
+    /// Puts a block back that [`Cached::pop_waiting`] took out. Returns it if its list has another size now.
+    pub(crate) fn put_back_waiting(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
+        let Some(index) = self.list_of(block.size) else { return Some(block) };
+        self.waiting_bytes += block.bytes() as u64;
+        self.lists[index].waiting.push_front(block);
+        None
+    }
+
     /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
     pub(crate) fn note_miss(&mut self, size: u32) -> Vec<OwnedBlock> {
         if let Some(index) = self.list_of(size) {
@@ -156,8 +201,11 @@ impl Cached {
     }
 
     fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
-        let blocks = std::mem::take(&mut self.lists[index].blocks);
+        let mut blocks = std::mem::take(&mut self.lists[index].blocks);
         self.bytes -= blocks.iter().map(|block| block.bytes() as u64).sum::<u64>();
+        let waiting = std::mem::take(&mut self.lists[index].waiting);
+        self.waiting_bytes -= waiting.iter().map(|block| block.bytes() as u64).sum::<u64>();
+        blocks.extend(waiting);
         blocks
     }
 
@@ -166,9 +214,14 @@ impl Cached {
         (0..SIZES).flat_map(|index| self.empty(index)).collect()
     }
 
-    /// The number and the bytes of the blocks in the lists.
+    /// The number and the bytes of the free blocks in the lists.
     pub(crate) fn kept(&self) -> (u64, u64) {
         (self.lists.iter().map(|list| list.blocks.len() as u64).sum(), self.bytes)
+    }
+
+    /// The number and the bytes of the blocks that wait for streams.
+    pub(crate) fn waiting(&self) -> (u64, u64) {
+        (self.lists.iter().map(|list| list.waiting.len() as u64).sum(), self.waiting_bytes)
     }
 }
 

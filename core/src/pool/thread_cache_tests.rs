@@ -7,7 +7,7 @@ use std::thread;
 use super::thread_cache;
 use crate::runtime::RuntimeInner;
 use crate::testing::ManualBackend;
-use crate::{Backend, ErrorKind, HostCacheStatistics, PinnedBuffer, Runtime, RuntimeOptions};
+use crate::{Access, Backend, ErrorKind, HostCacheStatistics, PinnedBuffer, Runtime, RuntimeOptions};
 
 const KIB: usize = 1 << 10;
 const PIECE: usize = 2 << 20;
@@ -380,4 +380,51 @@ fn a_runtime_with_live_buffers_does_not_close_and_works_afterward() {
     assert_eq!(pinned.read().unwrap()[0], 7);
     drop(pinned);
     assert!(has_ended(&backend, &inner));
+}
+
+#[test]
+fn a_block_that_a_stream_uses_waits_in_the_cache_of_its_thread() {
+    let (backend, runtime) = open();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let use_once = || {
+        let pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
+        backend.enqueue_use(stream.id(), pinned.ptr().address() as u64);
+        stream.note_pinned_use(&pinned, Access::Read).unwrap();
+        pinned.ptr()
+    };
+    let first = use_once();
+    assert_eq!((host(&runtime).waiting_blocks, host(&runtime).waiting_bytes), (1, 4 * KIB as u64));
+    let second = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_ne!(second.ptr(), first, "the stream still uses it");
+    backend.advance(stream.id());
+    let third = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_eq!((third.ptr(), host(&runtime).waiting_hits, host(&runtime).misses), (first, 1, 1));
+    drop((second, third));
+
+    // A request that needs all memory takes the block back, once the stream is done.
+    use_once();
+    backend.advance(stream.id());
+    drop(runtime.pinned::<u8>(PIECE).unwrap());
+    assert_eq!((host(&runtime).misses, host(&runtime).waiting_blocks), (1, 0));
+    // Before that, the pool grows instead.
+    use_once();
+    drop(runtime.pinned::<u8>(PIECE).unwrap());
+    assert_eq!((host(&runtime).misses, host(&runtime).waiting_blocks), (2, 1));
+    backend.advance(stream.id());
+
+    // A thread that ends leaves its waiting blocks to the pool.
+    thread::scope(|scope| {
+        scope.spawn(use_once).join().unwrap();
+    });
+    assert_eq!((host(&runtime).waiting_blocks, registered()), (2, 1), "that of this thread waits too");
+    backend.advance(stream.id());
+    runtime.trim().unwrap();
+    assert_eq!((host(&runtime).held_bytes, host(&runtime).waiting_blocks), (0, 0));
+
+    let (_other_backend, other) = open();
+    let error = stream.note_pinned_use(&other.pinned::<u8>(1).unwrap(), Access::Read).unwrap_err();
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidPointer, "note_pinned_use"));
+    drop(stream);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+    assert_eq!(other.close().unwrap().total(), 0);
 }

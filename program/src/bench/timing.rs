@@ -98,7 +98,7 @@ fn uses(bench: &Bench<'_>) -> Result<Vec<Row>> {
                 let settled = Rc::clone(&stream);
                 let operation = move || {
                     let block = runtime.pinned::<u8>(bytes)?;
-                    stream.note_host_use(block.ptr(), Access::Read)
+                    stream.note_pinned_use(&block, Access::Read)
                 };
                 Ok(Worker { settle: Box::new(move || settled.synchronize()), ..Worker::of(operation) })
             };
