@@ -144,6 +144,10 @@ mod completion_events {
         pub(crate) fn point(&self) -> Point {
             self.0
         }
+
+        pub(crate) fn is_recorded(&self) -> bool {
+            true
+        }
     }
 }
 

@@ -223,6 +223,12 @@ impl BlockUses {
         self.rest.get()?.state.lock().list.first().map(|use_| use_.after.point())
     }
 
+    /// Returns whether the completion event of the first use is not recorded yet.
+    pub(crate) fn joined_open_batch(&self) -> bool {
+        let first = || self.rest.get()?.state.lock().list.first().map(|use_| !use_.after.is_recorded());
+        first().unwrap_or(false)
+    }
+
     /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true if the caller should now
     /// check which uses are over.
     #[must_use]

@@ -136,6 +136,11 @@ impl CompletionEvent {
         &self.progress
     }
 
+    /// Returns whether the event is recorded or passed. Otherwise its batch is open.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.progress.is_closed()
+    }
+
     /// Records the event if it belongs to an open batch. Returns whether it is recorded or passed now. Without `wait`, does
     /// nothing if another thread has the submission lock of the stream. The caller must hold no submission lock.
     ///

@@ -325,6 +325,10 @@ impl PinnedPool {
             };
             if !surplus.is_empty() {
                 self.cache.put_back(surplus, 0);
+                // The thread keeps what the cap allowed it.
+                if self.cache.exceeds_cap() {
+                    self.keep_to_cap();
+                }
             }
             if let Some(block) = found.or_else(|| self.take_waited(own, request)) {
                 return Ok(block);
@@ -339,7 +343,9 @@ impl PinnedPool {
     fn take_waited(&self, own: &ThreadCache, request: Request) -> Option<OwnedBlock> {
         // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
         let block = unsafe { own.cached.own(|cached| cached.pop_waiting(request.size())) }?;
-        let is_over = block.uses.are_over(|completion| self.services.is_surely_passed(completion));
+        // To close an open batch costs a query or a record. Before the pool grows, it is closed for all blocks that it covers.
+        let is_over = !block.uses.joined_open_batch()
+            && block.uses.are_over(|completion| self.services.is_surely_passed(completion));
         let is_usable = is_over && (request.borders == Borders::Allowed || block.is_undivided());
         let keep = |cached: &mut Cached| {
             if !is_usable {
@@ -364,34 +370,15 @@ impl PinnedPool {
         if let Some(block) = look(Found::Free) {
             return Ok(block);
         }
-        let mut found = None;
-        let is_passed = |completion: &CompletionEvent| self.services.is_surely_passed(completion);
-        // Work of other threads is queried only if that of this thread frees too little.
-        self.cache.collect_stream(last_used_stream(), is_passed, || {
-            found = look(Found::Waiting);
-            found.is_some()
-        });
-        if found.is_none() {
-            self.cache.collect(is_passed, usize::MAX, || {
-                found = look(Found::Waiting);
-                found.is_some()
-            });
-        }
-        if let Some(block) = found {
+        if let Some(block) = self.collect_until(|| look(Found::Waiting)) {
             return Ok(block);
         }
         let has_waiting = self.cache.empty_thread_caches();
         if let Some(block) = look(Found::ThreadCaches) {
             return Ok(block);
         }
-        if has_waiting {
-            self.cache.collect(is_passed, usize::MAX, || {
-                found = look(Found::Waiting);
-                found.is_some()
-            });
-            if let Some(block) = found {
-                return Ok(block);
-            }
+        if has_waiting && let Some(block) = self.collect_until(|| look(Found::Waiting)) {
+            return Ok(block);
         }
         // While this thread held blocks, other threads may have seen less idle memory than there is.
         self.trim_in_passing();
@@ -408,6 +395,24 @@ impl PinnedPool {
             }
             result => result,
         }
+    }
+
+    /// Collects the waiting blocks whose streams are done, until `look` finds a block.
+    fn collect_until(&self, look: impl Fn() -> Option<OwnedBlock>) -> Option<OwnedBlock> {
+        let is_passed = |completion: &CompletionEvent| self.services.is_surely_passed(completion);
+        let mut found = None;
+        // Work of other threads is queried only if that of this thread frees too little.
+        self.cache.collect_stream(last_used_stream(), is_passed, || {
+            found = look();
+            found.is_some()
+        });
+        if found.is_none() {
+            self.cache.collect(is_passed, usize::MAX, || {
+                found = look();
+                found.is_some()
+            });
+        }
+        found
     }
 
     /// Grows the pool for a request, once no other thread does.

@@ -36,6 +36,8 @@ const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
 /// Blocks of one size that are kept although streams may still use them, by as many times as free blocks.
 const WAITING: usize = 8;
+/// Small blocks that must be dropped after a query that failed before the next.
+const ASK_AFTER: usize = 32;
 
 /// What a thread counts.
 #[derive(Debug, Clone, Copy, Default)]
@@ -104,6 +106,8 @@ struct List {
     blocks: Vec<OwnedBlock>,
     /// Blocks that streams may still use, in the order in which they were dropped.
     waiting: VecDeque<OwnedBlock>,
+    /// The length of `waiting` at which the next request asks for one of them.
+    ask_at: usize,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
 }
@@ -171,10 +175,14 @@ impl Cached {
         None
     }
 
-    /// Takes out the block of a size that has waited longest.
+    /// Takes out the block of a size that has waited longest, unless the device is known to be behind.
     pub(crate) fn pop_waiting(&mut self, size: u32) -> Option<OwnedBlock> {
         let index = self.list_of(size)?;
-        let block = self.lists[index].waiting.pop_front()?;
+        let list = &mut self.lists[index];
+        if list.waiting.len() < list.ask_at {
+            return None;
+        }
+        let block = list.waiting.pop_front()?;
         self.waiting_bytes -= block.bytes() as u64;
         Some(block)
     }
@@ -183,7 +191,10 @@ impl Cached {
     pub(crate) fn put_back_waiting(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         let Some(index) = self.list_of(block.size) else { return Some(block) };
         self.waiting_bytes += block.bytes() as u64;
-        self.lists[index].waiting.push_front(block);
+        let more = if block.bytes() <= SMALL_BYTES { ASK_AFTER } else { 0 };
+        let list = &mut self.lists[index];
+        list.waiting.push_front(block);
+        list.ask_at = (list.waiting.len() + more).min(WAITING * MOST_SMALL);
         None
     }
 
@@ -203,6 +214,7 @@ impl Cached {
     fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
         let mut blocks = std::mem::take(&mut self.lists[index].blocks);
         self.bytes -= blocks.iter().map(|block| block.bytes() as u64).sum::<u64>();
+        self.lists[index].ask_at = 0;
         let waiting = std::mem::take(&mut self.lists[index].waiting);
         self.waiting_bytes -= waiting.iter().map(|block| block.bytes() as u64).sum::<u64>();
         blocks.extend(waiting);

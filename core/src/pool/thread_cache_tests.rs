@@ -386,35 +386,39 @@ fn a_runtime_with_live_buffers_does_not_close_and_works_afterward() {
 fn a_block_that_a_stream_uses_waits_in_the_cache_of_its_thread() {
     let (backend, runtime) = open();
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    let use_once = || {
+    let use_once = |access| {
         let pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
         backend.enqueue_use(stream.id(), pinned.ptr().address() as u64);
-        stream.note_pinned_use(&pinned, Access::Read).unwrap();
+        stream.note_pinned_use(&pinned, access).unwrap();
         pinned.ptr()
     };
-    let first = use_once();
+    // A write is recorded at once.
+    let first = use_once(Access::Write);
     assert_eq!((host(&runtime).waiting_blocks, host(&runtime).waiting_bytes), (1, 4 * KIB as u64));
-    let second = runtime.pinned::<u8>(4 * KIB).unwrap();
-    assert_ne!(second.ptr(), first, "the stream still uses it");
     backend.advance(stream.id());
-    let third = runtime.pinned::<u8>(4 * KIB).unwrap();
-    assert_eq!((third.ptr(), host(&runtime).waiting_hits, host(&runtime).misses), (first, 1, 1));
-    drop((second, third));
+    let again = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_eq!((again.ptr(), host(&runtime).waiting_hits, host(&runtime).misses), (first, 1, 1));
+    drop(again);
+    let used = use_once(Access::Write);
+    let other = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_ne!(other.ptr(), used, "the stream still uses it");
+    backend.advance(stream.id());
+    drop(other);
 
     // A request that needs all memory takes the block back, once the stream is done.
-    use_once();
+    use_once(Access::Read);
     backend.advance(stream.id());
     drop(runtime.pinned::<u8>(PIECE).unwrap());
     assert_eq!((host(&runtime).misses, host(&runtime).waiting_blocks), (1, 0));
     // Before that, the pool grows instead.
-    use_once();
+    use_once(Access::Read);
     drop(runtime.pinned::<u8>(PIECE).unwrap());
     assert_eq!((host(&runtime).misses, host(&runtime).waiting_blocks), (2, 1));
     backend.advance(stream.id());
 
     // A thread that ends leaves its waiting blocks to the pool.
     thread::scope(|scope| {
-        scope.spawn(use_once).join().unwrap();
+        scope.spawn(|| use_once(Access::Read)).join().unwrap();
     });
     assert_eq!((host(&runtime).waiting_blocks, registered()), (2, 1), "that of this thread waits too");
     backend.advance(stream.id());

@@ -48,7 +48,7 @@ fn a_thousand_small_uses_make_a_record_for_each_32() {
     }
     let queries = backend.gpu.calls(Operation::QueryEvent) + backend.gpu.calls(Operation::QueryStream);
     assert!(records(&backend) <= 1000 / 32 + 4, "{} records", records(&backend));
-    assert!(queries <= 1000 / 32, "{queries} queries");
+    assert!(queries <= 1000 / 32 + 4, "{queries} queries");
     backend.advance(stream.id());
     runtime.trim().unwrap();
     let after = backend.gpu.calls(Operation::QueryEvent) + backend.gpu.calls(Operation::QueryStream);
