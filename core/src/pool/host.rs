@@ -986,7 +986,8 @@ impl State {
 pub struct HostCacheStatistics {
     /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
-    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages.
+    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages, or to multiples of 256
+    /// bytes up to 2 KiB.
     pub rounding_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
@@ -1018,7 +1019,8 @@ pub struct HostCacheStatistics {
     pub inbox_blocks: u64,
     /// Bytes of those.
     pub inbox_bytes: u64,
-    /// Blocks whose streams may not have passed their last use.
+    /// Blocks whose streams may not have passed their last use. A block counts until the pool queries its completion events, even
+    /// if its streams are done: at the latest before the pool grows, or at a trim.
     pub waiting_blocks: u64,
     /// Bytes of those.
     pub waiting_bytes: u64,

@@ -67,7 +67,8 @@ impl HugePages {
 /// The options of the page-locked host memory of a [`Runtime`](crate::Runtime).
 ///
 /// The environment variable `HIGHWATER_HOST_MEMORY` sets those that the program does not set. It has `key=value` pairs,
-/// separated by commas: `cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent`.
+/// separated by commas: `cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent`. Each field names its key.
+/// [`RuntimeOptions::with_host_memory`](crate::RuntimeOptions::with_host_memory) passes the options to a runtime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostMemoryOptions {
