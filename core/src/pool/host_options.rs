@@ -160,7 +160,7 @@ impl HostMemoryOptions {
 
     /// Returns the options with a file to which the runtime writes a trace: each request, each use by a stream and each end of
     /// a buffer, with its time in nanoseconds and the number of its thread. `highwater bench host --replay` reads it. The file
-    /// is created anew. Runtimes of one process that name the same path share it; other processes must not use it. Lines are
+    /// is created anew. Runtimes of one process that name the same file share it, also one after the other; other processes must not use it. Lines are
     /// kept in memory and written in groups, the last ones when the runtime ends. If the file cannot be created, the runtime
     /// is not created. If a write fails later, the trace ends and a warning is logged.
     ///

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,8 +45,9 @@ impl fmt::Debug for Trace {
     }
 }
 
-/// The files of this process. A child of a fork opens its own.
-static FILES: Mutex<BTreeMap<(u32, PathBuf), Arc<Recorder>>> = Mutex::new(BTreeMap::new());
+/// The files of this process, by process, device and inode: a file has several paths, and a removed file loses its own. A child
+/// of a fork opens its own.
+static FILES: Mutex<BTreeMap<(u32, u64, u64), Arc<Recorder>>> = Mutex::new(BTreeMap::new());
 
 /// Returns the number of the calling thread.
 fn thread_number() -> u64 {
@@ -64,16 +66,23 @@ impl Recorder {
     /// # Errors
     /// `InvalidArgument` if the file cannot be created.
     pub(crate) fn open(file: &Path) -> Result<Arc<Self>> {
-        let mut files = FILES.lock();
-        let key = (std::process::id(), file.to_owned());
-        if let Some(recorder) = files.get(&key) {
-            return Ok(Arc::clone(recorder));
-        }
-        let writer = File::create(file).map_err(|error| {
+        let invalid = |error: io::Error| {
             let message = format!("the trace of page-locked memory cannot be written to {}: {error}", file.display());
             Error::new(ErrorKind::InvalidArgument, "host memory options", message)
                 .with_hint("set `record` to a file that can be written")
-        })?;
+        };
+        // Not truncated yet: another runtime may be writing it. A recorder keeps its file open until a write fails, so until then
+        // no other file gets the inode.
+        let writer = File::options().write(true).create(true).truncate(false).open(file).map_err(invalid)?;
+        let metadata = writer.metadata().map_err(invalid)?;
+        let mut files = FILES.lock();
+        let key = (std::process::id(), metadata.dev(), metadata.ino());
+        if let Some(recorder) = files.get(&key) {
+            return Ok(Arc::clone(recorder));
+        }
+        if metadata.is_file() {
+            writer.set_len(0).map_err(invalid)?;
+        }
         let trace = Trace { writer: Some(BufWriter::with_capacity(BUFFER, writer)), ids: HashMap::new(), next: 0 };
         let recorder = Arc::new(Self { file: file.to_owned(), started: Instant::now(), trace: Mutex::new(trace) });
         files.insert(key, Arc::clone(&recorder));

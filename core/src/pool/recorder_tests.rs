@@ -64,3 +64,22 @@ fn a_file_that_cannot_be_created_is_an_error_of_the_runtime() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.message().contains("/nowhere/trace"), "{error}");
 }
+
+#[test]
+fn a_file_is_known_by_every_path_and_a_removed_file_is_created_anew() {
+    let folder = std::env::temp_dir();
+    let name = format!("highwater-record-paths-{}", std::process::id());
+    let file = folder.join(&name);
+    let runtimes =
+        [file.clone(), folder.join(".").join("..").join(folder.file_name().unwrap()).join(&name)].map(|path| {
+            let runtime = open(path).unwrap();
+            drop(runtime.pinned::<u8>(7).unwrap());
+            runtime
+        });
+    drop(runtimes);
+    assert_eq!(fs::read_to_string(&file).unwrap().lines().map(values).count(), 4);
+    fs::remove_file(&file).unwrap();
+    drop(open(file.clone()).unwrap().pinned::<u8>(7).unwrap());
+    assert_eq!(fs::read_to_string(&file).unwrap().lines().map(values).count(), 2);
+    fs::remove_file(&file).unwrap();
+}

@@ -188,7 +188,8 @@ impl Runtime {
     /// backend.
     ///
     /// # Errors
-    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is aXX
+    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has one of its
+    ///   buffers open. Nothing is closed. The message has the number of other live objects, and the backend's count by kind.
     /// - `Capture`: this thread is inside a capture.
     /// - Otherwise the first error of the backend. The rest is freed nevertheless.
     pub fn close(self) -> Result<LiveObjects> {
