@@ -95,9 +95,9 @@ pub use highwater_plugin as plugin;
 pub use highwater_rocm as rocm;
 
 pub use highwater_core::{
-    Access, BlasLease, Device, DeviceBuffer, DeviceSlice, Event, Graph, HandleLease, HandlePool, LtLease, Matmul,
-    Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions, Scope, Statistics, Stream,
-    Ticket, numerics,
+    Access, BlasLease, Device, DeviceBuffer, DeviceSlice, Event, Graph, HandleLease, HandlePool, HostMemoryOptions,
+    HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions,
+    Scope, Statistics, Stream, Ticket, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,

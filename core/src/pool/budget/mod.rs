@@ -117,7 +117,7 @@ impl Budget {
     /// Returns the error for a request that does not fit even after idle memory was released.
     pub(crate) fn out_of_memory(&self, operation: &'static str, shortage: &Shortage) -> Error {
         let Shortage { request, held, cap, ref left } = *shortage;
-        let mut message = format!("{request} bytes were requested, {held} bytes are held, ");
+        let mut message = format!("the pool would grow by {request} bytes, {held} bytes are held, ");
         let _ = match cap {
             Some(cap) => write!(message, "the cap is {cap} bytes"),
             None => write!(message, "there is no cap"),
