@@ -288,13 +288,13 @@ impl PinnedPool {
 
     fn check_poison(&self, poison: &Poison, block: &Block) -> Result<()> {
         let is_passed = (!in_capture()).then_some(|completion: &_| self.services.is_surely_passed(completion));
-        poison.check(block, is_passed)
+        poison.check(block.ptr, block.bytes(), is_passed)
     }
 
     /// Notes that a stream uses a block up to a completion event, for the trace and for the check of the pool's own record.
     pub(crate) fn watch_use(&self, block: &Block, completion: &Arc<CompletionEvent>) {
         if let Some(poison) = &self.poison {
-            poison.note(block, completion);
+            poison.note(block.ptr, block.bytes(), completion);
         }
         if let Some(recorder) = &self.recorder {
             recorder.used(block);

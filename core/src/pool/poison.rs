@@ -11,7 +11,6 @@ use std::ops::Range;
 
 use parking_lot::Mutex;
 
-use super::block::Block;
 use super::completion_events::CompletionEvent;
 use crate::primitive::{Arc, HostPtr};
 use highwater_hal::{Error, ErrorKind};
@@ -33,20 +32,19 @@ pub(crate) unsafe fn fill(ptr: HostPtr, bytes: usize) {
 #[derive(Debug, Default)]
 pub(crate) struct Poison(Mutex<Vec<(Range<usize>, Arc<CompletionEvent>)>>);
 
-fn addresses(block: &Block) -> Range<usize> {
-    let start = block.ptr.address();
-    start..start + block.bytes()
+fn addresses(ptr: HostPtr, bytes: usize) -> Range<usize> {
+    ptr.address()..ptr.address() + bytes
 }
 
-fn misused(block: &Block, how: &str) -> Error {
-    let message = format!("the block of {} bytes at {:?} {how}", block.bytes(), block.ptr);
+fn misused(ptr: HostPtr, bytes: usize, how: &str) -> Error {
+    let message = format!("the block of {bytes} bytes at {ptr:?} {how}");
     Error::new(ErrorKind::InvalidState, "pinned", message)
 }
 
 impl Poison {
-    /// Notes a use, up to a completion event.
-    pub(crate) fn note(&self, block: &Block, completion: &Arc<CompletionEvent>) {
-        let (own, point) = (addresses(block), completion.point());
+    /// Notes a use of a block, up to a completion event.
+    pub(crate) fn note(&self, ptr: HostPtr, bytes: usize, completion: &Arc<CompletionEvent>) {
+        let (own, point) = (addresses(ptr, bytes), completion.point());
         let mut uses = self.0.lock();
         // Earlier uses by the stream are complete when this one is.
         uses.retain(|(range, earlier)| {
@@ -66,27 +64,28 @@ impl Poison {
     /// checked.
     pub(crate) fn check(
         &self,
-        block: &Block,
+        ptr: HostPtr,
+        bytes: usize,
         is_passed: Option<impl Fn(&CompletionEvent) -> bool>,
     ) -> Result<(), Error> {
         if let Some(is_passed) = is_passed {
-            let own = addresses(block);
+            let own = addresses(ptr, bytes);
             let overlap = |uses: &mut (Range<usize>, _)| uses.0.start < own.end && own.start < uses.0.end;
             let mut uses: Vec<_> = self.0.lock().extract_if(.., overlap).collect();
             uses.retain(|(_, completion)| !is_passed(completion));
             if let Some((_, completion)) = uses.first() {
                 let how = format!("was to be reused before stream {} completed its use", completion.point().stream);
                 self.0.lock().append(&mut uses);
-                return Err(misused(block, &how).with_hint("this is a bug of the pool: please report it"));
+                return Err(misused(ptr, bytes, &how).with_hint("this is a bug of the pool: please report it"));
             }
         }
         // SAFETY: The block is free and page-locked memory is readable. Whoever writes it now breaks the rule checked here.
-        let values = unsafe { std::slice::from_raw_parts(block.ptr.as_ptr().cast_const(), block.bytes()) };
+        let values = unsafe { std::slice::from_raw_parts(ptr.as_ptr().cast_const(), bytes) };
         let intact = values.chunks(PATTERNS.len()).position(|part| *part != PATTERNS[..part.len()]);
         let Some(part) = intact else { return Ok(()) };
         let offset = part * PATTERNS.len();
         let offset = offset + values[offset..].iter().position(|value| *value != PATTERN).unwrap_or(0);
         let how = format!("was written at offset {offset} after it was freed: {:#04x}", values[offset]);
-        Err(misused(block, &how).with_hint("note each use of a buffer, and use no address of it after its end"))
+        Err(misused(ptr, bytes, &how).with_hint("note each use of a buffer, and use no address of it after its end"))
     }
 }
