@@ -238,7 +238,7 @@ use ranges::{Borders, PAGE, Run};
 use shuttle::thread;
 use thread_cache::{ThreadCache, enlist, with_mine};
 
-const SCHEDULES: usize = 400;
+const SCHEDULES: usize = 250;
 
 /// As shuttle's own, with threads whose stacks have room for a rig and for what a failed assertion prints.
 fn check_random(scenario: impl Fn() + Send + Sync + 'static, schedules: usize) {

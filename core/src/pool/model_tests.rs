@@ -554,7 +554,7 @@ proptest! {
 
 proptest! {
     // Each sequence makes a runtime.
-    #![proptest_config(sequences(500))]
+    #![proptest_config(sequences(300))]
 
     #[test]
     fn memory_is_used_again_only_after_its_streams_and_given_back_in_the_end(
