@@ -4,13 +4,14 @@
 A crate is published unless it says `publish = false`. Each published crate has a description, keywords, categories, a license
 with its files, a README of its own, settings for docs.rs, and the same repository as the others. Its package holds what the
 crate needs and nothing of `.ci`, `scripts` or `tests`. Crates depend on each other without a cycle. At the end,
-`cargo publish --dry-run` packages all of them, in order, and builds each from its package. That takes the registry.
+`cargo package` packages all of them, in order, and builds each from its package, as `cargo publish` does.
 
   --no-build  leaves the last step out
   --publish   before publishing: a missing repository is a failure too, and not a warning
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,8 @@ if problems:
 
 if "--no-build" not in OPTIONS:
     chosen = [argument for name in order for argument in ("--package", name)]
-    # Cargo requires a clean tree to publish. This check must also work before a commit.
-    cargo("publish", "--dry-run", "--locked", "--allow-dirty", "--quiet", *chosen)
+    # A package lacks the workspace's profile. With this, it uses the dependencies that were built for the workspace.
+    os.environ["CARGO_PROFILE_DEV_DEBUG"] = "line-tables-only"
+    # Cargo requires a clean tree to package. This check must also work before a commit.
+    cargo("package", "--locked", "--allow-dirty", "--quiet", *chosen)
 print(f"packages: ok, in this order: {', '.join(order)}")

@@ -415,7 +415,7 @@ fn a_worker_killed_from_outside_ends_the_job_and_the_other_workers() {
 
 #[test]
 fn a_worker_that_is_stopped_is_told_and_waited_for() {
-    let arguments = ["--backend", "mock", "--workers", "2", "--repeat", "100", "--json"];
+    let arguments = ["--backend", "mock", "--workers", "2", "--repeat", "20", "--json"];
     let mut job = Job::spawn_on("latency=5ms", &arguments);
     job.wait_for_workers(2);
     let victim = job.workers[0];

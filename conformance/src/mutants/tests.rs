@@ -1,4 +1,4 @@
-//! Tests of the list, the wrapper and the run. `tests/mutants.rs` tests whether the suite catches the mutants.
+//! Tests of the list, the wrapper and the run. `tests/suite/mutants.rs` tests whether the suite catches the mutants.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;

@@ -553,7 +553,7 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>, registe
 
 proptest! {
     // Each sequence starts threads.
-    #![proptest_config(sequences(2_000))]
+    #![proptest_config(sequences(1_000))]
 
     #[test]
     fn the_handle_pool_does_what_its_model_does(operations in vec(handle_operation(), OPERATIONS)) {

@@ -108,13 +108,8 @@ fn every_conformance_case_passes_on_one_device_built_in_and_as_plugin() {
 }
 
 #[test]
-fn every_conformance_case_passes_on_two_devices() {
-    CUDA.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 25);
-}
-
-#[test]
-fn every_conformance_case_passes_with_the_libraries_of_cuda_12() {
-    CUDA.conforms("cuda-12", &[], 35);
+fn every_conformance_case_passes_on_two_devices_with_the_libraries_of_cuda_12() {
+    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 25);
 }
 
 #[test]

@@ -59,11 +59,6 @@ fn every_conformance_case_passes_on_rocm_7_built_in_and_as_plugin() {
 }
 
 #[test]
-fn every_conformance_case_passes_on_two_devices_of_rocm_7() {
-    ROCM_7.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 80);
-}
-
-#[test]
-fn every_conformance_case_passes_on_rocm_6_built_in_and_as_plugin() {
-    ROCM_6.conforms_as_plugin_too(93);
+fn every_conformance_case_passes_on_two_devices_of_rocm_6() {
+    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 87);
 }

@@ -22,7 +22,12 @@ fn peer() {
 
 fn options() -> MutantOptions {
     let launcher = Launcher::current_executable().unwrap();
-    MutantOptions::new().with_launcher(launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]))
+    MutantOptions::new().with_launcher(launcher.with_arguments([
+        "mutants::peer",
+        "--exact",
+        "--ignored",
+        "--nocapture",
+    ]))
 }
 
 /// Runs mutants, with a line for each.

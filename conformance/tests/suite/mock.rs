@@ -17,7 +17,7 @@ const DEVICES: &str = "HIGHWATER_TEST_DEVICES";
 /// Returns options with a launcher that starts this test binary for [`peer`].
 fn options(devices: u32) -> Options {
     let launcher = Launcher::current_executable().unwrap();
-    let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
+    let launcher = launcher.with_arguments(["mock::peer", "--exact", "--ignored", "--nocapture"]);
     Options::new().with_launcher(launcher.with_environment(DEVICES, devices.to_string()))
 }
 
@@ -104,7 +104,7 @@ fn a_launcher_that_starts_something_else_is_told_so() {
     let other = case(Launcher::new("/bin/false"));
     assert!(other.contains("the second process ended"), "{other}");
     // The serving test exists, but its mock has another number of devices than it reports.
-    let failing = Launcher::current_executable().unwrap().with_arguments(["peer", "--exact", "--ignored"]);
+    let failing = Launcher::current_executable().unwrap().with_arguments(["mock::peer", "--exact", "--ignored"]);
     let failing = case(failing.with_environment(DEVICES, "0"));
     assert!(failing.contains("0 devices were asked for"), "{failing}");
 }

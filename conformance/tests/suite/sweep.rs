@@ -18,7 +18,7 @@ fn peer() {
 #[test]
 fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let launcher = Launcher::current_executable().unwrap();
-    let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
+    let launcher = launcher.with_arguments(["sweep::peer", "--exact", "--ignored", "--nocapture"]);
     let backend = MockGpu::open(MockOptions::new()).unwrap();
     let mut retried = 0;
     // The groups whose objects differ. The program sweeps every group and every call.
