@@ -966,28 +966,30 @@ impl State {
 
 /// The state and the history of the pool of page-locked memory.
 ///
-/// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
+/// These laws hold at rest, when no other thread is inside the pool ([`HostCacheStatistics::broken_law`] checks them). The parts
+/// of a reading are read one after the other. So while other threads request or drop buffers, a reading may be torn: a block that
+/// moves in the meantime is counted twice or not at all.
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
 ///   free_bytes + slab_bytes`.
 /// - Requests are rounded up: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 * live_blocks`.
-/// - What is in inboxes is counted as cached too: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
-/// - Every hit was found somewhere: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
+/// - Blocks in inboxes also count as cached: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
+/// - Every hit has a place where its memory was found: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
 /// - No piece is lost: `pieces = allocations - frees`.
 /// - The pool grows only for requests: `misses <= allocations`.
 /// - Every free has a reason: `frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees`.
 /// - `held_bytes <= peak_held_bytes` and `live_bytes + cached_bytes <= peak_live_bytes <= peak_held_bytes`.
 ///
-/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation), `slab_bytes`,
-/// `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and `waiting_bytes`, `graph_bytes` and `unmarked_bytes` (work of
-/// streams).
+/// Waste is the part of `held_bytes` that no live buffer requested. Its causes are `rounding_bytes`, `free_bytes` (fragmentation),
+/// `slab_bytes`, `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and the work of streams: `waiting_bytes`,
+/// `graph_bytes` and `unmarked_bytes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
     /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
-    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages, or to multiples of 256
-    /// bytes up to 2 KiB.
+    /// Bytes that the blocks of those buffers have in addition. Requests of up to 2 KiB are rounded up to multiples of 256 bytes,
+    /// larger ones to pages.
     pub rounding_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
@@ -1001,7 +1003,7 @@ pub struct HostCacheStatistics {
     pub pieces: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
-    /// Bytes of those, in whole pages, or in multiples of 256 bytes up to 2 KiB.
+    /// Bytes of those, including `rounding_bytes`.
     pub live_bytes: u64,
     /// Blocks whose buffers are gone and that captures or graphs keep.
     pub graph_blocks: u64,
@@ -1015,16 +1017,16 @@ pub struct HostCacheStatistics {
     pub cached_blocks: u64,
     /// Bytes of those.
     pub cached_bytes: u64,
-    /// Those among them that other threads dropped and that wait in the inbox of their thread.
+    /// Cached blocks that another thread dropped, and that are in the inbox of the thread that requested them.
     pub inbox_blocks: u64,
     /// Bytes of those.
     pub inbox_bytes: u64,
     /// Blocks whose streams may not have passed their last use. A block counts until the pool queries its completion events, even
-    /// if its streams are done: at the latest before the pool grows, or at a trim.
+    /// if its streams are done. The pool does so at the latest before it grows, and in each trim.
     pub waiting_blocks: u64,
     /// Bytes of those.
     pub waiting_bytes: u64,
-    /// Blocks whose end of use is unknown; freed when the runtime ends.
+    /// Blocks of which it is unknown when the device stops using them. They are freed when the runtime ends.
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
@@ -1057,15 +1059,15 @@ pub struct HostCacheStatistics {
     pub cap_evictions: u64,
     /// Pieces that were released because no request had used them for the idle time.
     pub idle_time_frees: u64,
-    /// Pieces that were released because a growth had no room: in the cap, on the machine or in the backend.
+    /// Pieces that were released because memory was scarce for a growth: below the cap, on the machine or in the backend.
     pub exhaustion_frees: u64,
     /// Pieces that were released because a later piece of the same growth failed.
     pub failed_growth_frees: u64,
 }
 
 impl HostCacheStatistics {
-    /// Returns the first law that does not hold, or `None` if all hold. Active threads may hold a block that is temporarily in
-    /// no state.
+    /// Returns the first law that does not hold, or `None` if all hold. A broken law is a bug only if the statistics were read at
+    /// rest. While other threads are inside the pool, the reading may be torn, and a block may be in no state for a moment.
     #[must_use]
     pub fn broken_law(&self) -> Option<&'static str> {
         let bytes = self.live_bytes
