@@ -108,7 +108,8 @@ unsafe fn map_reserved(target: HostPtr, bytes: usize) -> Result<(), Errno> {
     // SAFETY: The mapping is new. No code uses the target, as the caller promises.
     let moved = unsafe { move_to(mapped, bytes, target.as_ptr().cast()) };
     if moved.is_err() {
-        // The kernel makes its checks before it unmaps the target. In case it was unmapped: an error means that it was not.
+        // The kernel makes its checks before it unmaps the target. If the target is unmapped nevertheless, this reserves it again.
+        // An error here means that the target is still mapped.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
         // SAFETY: Replaces no mapping.
         let _ = unsafe { rustix::mm::mmap_anonymous(target.as_ptr().cast(), bytes, ProtFlags::empty(), flags) };
