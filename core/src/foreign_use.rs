@@ -81,7 +81,8 @@ impl Stream {
         noted
     }
 
-    /// As [`Stream::note_host_use`], for a buffer instead of an address in it. It is faster, because the buffer need not be found.
+    /// As [`Stream::note_host_use`], for a buffer instead of an address in it. This is faster, because the pool does not search
+    /// for the buffer.
     ///
     /// ```
     /// # use highwater_core::{Access, Runtime};
@@ -96,7 +97,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// As [`Stream::note_host_use`].
+    /// As [`Stream::note_host_use`]. `InvalidPointer` means that the buffer belongs to another runtime.
     pub fn note_pinned_use<T: Element>(&self, buffer: &PinnedBuffer<T>, access: Access) -> Result<()> {
         const OPERATION: &str = "note_pinned_use";
         let inner = &self.runtime().inner;

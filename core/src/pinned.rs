@@ -16,12 +16,17 @@ impl Runtime {
     /// Returns page-locked host memory for `len` values of `T`, from the pool. The contents are unspecified.
     ///
     /// A size of up to 2 KiB is rounded up to a multiple of 256 bytes, and the memory is aligned to 256 bytes. A larger size is
-    /// rounded up to whole pages of 4 KiB, and the memory is aligned to a page. The pool grows only if none of its
-    /// free memory fits, in steps of 2 MiB. The request does not wait for a stream.
+    /// rounded up to whole pages of 4 KiB, and the memory is aligned to a page. The pool grows only if none of its free memory
+    /// fits, in steps of 2 MiB. The request does not wait for a stream.
     ///
     /// # Errors
-    /// `OutOfMemory` if the backend or the machine has no memory left, or the pool's cap is reached, even after idle memory was
-    /// released.
+    /// - `OutOfMemory`: the backend or the machine has no memory left, or the cap is reached, even after idle memory was released.
+    /// - `InvalidArgument`: the size does not fit the address space, or `T` is zero-sized.
+    /// - `Forked`: the process is a child that was forked after the backend was opened.
+    /// - `ShuttingDown`: the process is exiting, and the thread keeps no free block of that size.
+    /// - `InvalidState`, only in the test mode [`poison`](crate::HostMemoryOptions::with_poison): the memory was written after its
+    ///   buffer was dropped, or a stream still uses it.
+    /// - Otherwise the backend's error.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(self.inner.pinned.of_runtime(), len)
@@ -30,9 +35,9 @@ impl Runtime {
     /// Returns page-locked host memory of a kind. [`Runtime::pinned`] returns memory of the default kind. The contents are
     /// unspecified.
     ///
-    /// The CPU does not cache write-combined memory. Use it for values that the CPU only writes, in order, and the device reads.
-    /// NVIDIA calls reads by the CPU prohibitively slow. [`PinnedBuffer::read`] works nevertheless. The memory consists of
-    /// allocations of the backend, under the limits of the runtime, and is reused only for the same kind.
+    /// The CPU does not cache write-combined memory. Use it for values that the CPU only writes, in order, and that the device
+    /// reads. NVIDIA calls reads by the CPU prohibitively slow. [`PinnedBuffer::read`] works nevertheless. The backend allocates
+    /// the memory. It counts toward the limits of the runtime, and is reused only for the same kind.
     ///
     /// ```
     /// use highwater_core::{HostMemoryKind, Runtime};
@@ -50,8 +55,8 @@ impl Runtime {
         PinnedBuffer::new(self.inner.pinned.of_kind(kind)?, len)
     }
 
-    /// As [`Runtime::pinned`], for memory in one registration. Code that cannot split copies at the borders of
-    /// [`PinnedBuffer::registrations`] needs such memory, for example a library that gets the address.
+    /// As [`Runtime::pinned`], for memory in one registration. Code that cannot split its copies at the borders of
+    /// [`PinnedBuffer::registrations`] needs such memory. An example is a library that receives only the address.
     ///
     /// A registration has at most [`Capabilities::register_piece_bytes`](crate::Capabilities::register_piece_bytes) bytes,
     /// rounded up to 2 MiB. It has no limit if the backend allocates the memory. Other requests may use the memory later.
@@ -70,7 +75,7 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// As [`Runtime::pinned`]; `InvalidArgument` if the size exceeds the limit of a registration.
+    /// As [`Runtime::pinned`]; `InvalidArgument` also if the size exceeds the limit of a registration.
     pub fn pinned_undivided<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::with(self.inner.pinned.of_runtime(), len, PinnedPool::take_undivided)
     }
@@ -79,13 +84,17 @@ impl Runtime {
 impl Device {
     /// Returns page-locked host memory for `len` values of `T` on the NUMA node of the device. The contents are unspecified.
     ///
-    /// On a machine with one node, or if the node is unknown ([`DeviceInfo::numa_node`](highwater_hal::DeviceInfo::numa_node)) or
-    /// has no memory, this is [`Runtime::pinned`]; also if the backend cannot register memory. Each node has memory of its own,
-    /// under the limits of the runtime. The buffer can be copied from and to any device. A full node is no error: the system then
-    /// takes pages of another node.
+    /// In each of these cases, the call is the same as [`Runtime::pinned`]:
+    ///
+    /// - the machine has one node;
+    /// - the node is unknown ([`DeviceInfo::numa_node`](highwater_hal::DeviceInfo::numa_node)) or has no memory;
+    /// - the backend cannot register memory.
+    ///
+    /// Each node has memory of its own, under the limits of the runtime. The buffer can be copied from and to any device. A full
+    /// node is not an error: the system takes pages of another node.
     ///
     /// # Errors
-    /// As [`Runtime::pinned`].
+    /// As [`Runtime::pinned`], among them `InvalidArgument` and `Forked`.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(self.runtime().inner.pinned.of_device(self.ordinal()), len)
@@ -101,8 +110,8 @@ impl Device {
 /// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive. So
 /// while the graph exists, use [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] instead of slices.
 ///
-/// Buffers of more than 4 MiB may consist of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory is
-/// not mapped, if the backend can register memory; with most vendors, neither is memory that the backend allocates.
+/// Buffers of more than 4 MiB may consist of several registrations ([`PinnedBuffer::registrations`]). In a forked child, memory
+/// that core registered is not mapped. With most vendors, neither is memory that the backend allocated.
 ///
 /// A buffer may outlive every clone of its [`Runtime`]. The last such buffer ends the runtime.
 ///
@@ -199,9 +208,11 @@ impl<T: Element> PinnedBuffer<T> {
     }
 
     /// Returns the registrations of the memory, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order and without
-    /// gaps. A buffer of up to 4 MiB has one, unless the backend's pieces are smaller. Vendors refuse a copy that crosses from one registration into the next (CUDA: error 1).
-    /// The methods of [`Stream`](crate::Stream) split their copies at these borders, and other code that copies must do the
-    /// same. A border may lie inside a value.
+    /// gaps. A buffer of up to 4 MiB has one, unless the backend's pieces are smaller.
+    ///
+    /// Vendors refuse a copy that crosses from one registration into the next (CUDA: error 1). The methods of
+    /// [`Stream`](crate::Stream) split their copies at these borders. Other code that copies must do the same, or use
+    /// [`Runtime::pinned_undivided`]. A border may lie inside a value.
     ///
     /// ```
     /// use highwater_core::Runtime;
@@ -222,11 +233,16 @@ impl<T: Element> PinnedBuffer<T> {
     /// Returns the address at which kernels of a device access the values, which may differ from the CPU's.
     ///
     /// Devices can access page-locked memory of every kind directly, over the bus. Highwater does not see such accesses. Note
-    /// them with [`Stream::note_host_use`](crate::Stream::note_host_use), after the work is enqueued.
+    /// them with [`Stream::note_pinned_use`](crate::Stream::note_pinned_use), after the work is enqueued.
+    ///
+    /// One address covers the whole buffer only if its registrations are adjacent on the device.
+    /// [`Runtime::pinned_undivided`] returns a buffer in one registration, of which this is always true.
     ///
     /// # Errors
-    /// `InvalidPointer` if the buffer belongs to another runtime. `InvalidState` if the buffer consists of several registrations
-    /// that do not follow one another on the device. Otherwise the backend's error.
+    /// - `InvalidPointer`: the buffer belongs to another runtime.
+    /// - `InvalidState`: the buffer consists of several registrations that are not adjacent on the device.
+    /// - `Forked`: the process is a child that was forked after the backend was opened. `ShuttingDown`: the process is exiting.
+    /// - Otherwise the backend's error.
     pub fn device_address(&self, device: &Device) -> Result<DevicePtr> {
         const OPERATION: &str = "device_address";
         if !self.is_of(&device.runtime().inner.pinned) {

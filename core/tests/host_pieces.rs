@@ -159,7 +159,7 @@ fn more_than_the_system_or_the_backend_has_is_an_error_and_costs_nothing() {
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
     assert!(error.message().contains("piece 7") && error.message().contains("2097152"), "{error}");
     assert_eq!((registered(&gpu), host(&runtime).held_bytes), (0, 0));
-    // Cached memory gives way or serves, whatever its sizes were.
+    // Cached memory of any size is released or reused.
     drop((runtime.pinned::<u8>(BLOCK).unwrap(), runtime.pinned::<u8>(MIB).unwrap()));
     let pinned = runtime.pinned::<u8>(12 * MIB).unwrap();
     assert_eq!((registered(&gpu), host(&runtime).pieces), (6, 6));

@@ -1,4 +1,4 @@
-//! Random schedules of threads over the pool of page-locked memory and its thread caches: no page is in two hands, in the end
+//! Random schedules of threads over the pool of page-locked memory and its thread caches: no page has two owners, in the end
 //! every page is accounted for, and the last buffer ends the runtime.
 //!
 //! The files under test are compiled against shuttle's types; their `crate::primitive` is the module here. `pinned.rs` is not
@@ -799,7 +799,7 @@ fn a_stream_has_one_entry_which_covers_all_its_uses() {
 
 // ------------------------------------------------------------------------------------------------ thread caches
 
-/// A thread has hits while another grows the pool and takes its blocks out. The blocks of the first are merged or in its hands,
+/// A thread has hits while another grows the pool and takes its blocks out. The blocks of the first are merged or its own,
 /// and the pool holds no more than both need at once.
 #[test]
 fn a_growth_takes_blocks_out_of_caches_that_have_hits() {

@@ -1,4 +1,4 @@
-//! The thread that releases idle page-locked memory, which a program gets only on request.
+//! The thread that releases idle page-locked memory. It exists only if the program asks for it.
 //!
 //! Without it, a program that makes no more calls keeps its idle memory. The thread wakes twice in each idle time. It refers to
 //! the pool weakly, so it keeps no runtime alive. The last user of the runtime ends it, and waits for the piece that it is

@@ -1,6 +1,6 @@
 //! A lock that one thread takes with plain loads and stores, and other threads rarely.
 //!
-//! The owner announces itself (`busy`), then looks whether the lock is revoked. Another thread revokes the lock, then waits until
+//! The owner announces itself (`busy`), then checks whether the lock is revoked. Another thread revokes the lock, then waits until
 //! the owner is not busy. Each side stores first and loads second, so at least one of them sees the other, if neither load is
 //! executed before the store. The owner pays only a compiler fence for that. The other side makes the kernel execute a barrier
 //! on every running thread of the process (`membarrier`). Where the kernel lacks it, both sides execute a fence.

@@ -62,7 +62,7 @@ pub(crate) struct BlockUses {
     /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
     /// block.
     pub(crate) unmarked: AtomicBool,
-    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. It is here because here is room.
+    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. It is stored here because this struct has space for it.
     pub(super) rounding: AtomicU16,
 }
 
@@ -163,7 +163,7 @@ impl BlockUses {
         self.live.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the life of the buffer. Returns whether the block is free: no stream uses it, nobody keeps it, and the end of
+    /// Ends the life of the buffer. Returns whether the block is free: no stream uses it, it has no keeper, and the end of
     /// every use is known.
     #[inline]
     pub(crate) fn end_life(&self) -> bool {
@@ -199,7 +199,7 @@ impl BlockUses {
         self.rest.get().is_some_and(|rest| rest.awaited.load(Ordering::Relaxed))
     }
 
-    /// Has the end of each later use recorded at once.
+    /// Makes streams record the end of each later use at once.
     #[cold]
     pub(crate) fn set_awaited(&self) {
         self.rest().awaited.store(true, Ordering::Relaxed);

@@ -2,11 +2,11 @@
 //! them has passed that use.
 //!
 //! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Requests of up
-//! to 2 KiB are carved from slabs, which are blocks of 64 KiB in this respect (`slabs.rs`). Each thread
-//! keeps a few blocks of the sizes that it requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still
-//! use it waits, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a
-//! request that finds no free memory queries each stream's first block, and skips the rest if that stream is behind. A stuck
-//! stream delays its own blocks and no others. No vendor call happens under a lock.
+//! to 2 KiB are carved from slabs, which are runs of 64 KiB (`slabs.rs`). Each thread keeps a few blocks of the sizes that it
+//! requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still use it waits, filed under the point of a
+//! stream that it waits for. The completion events of one stream pass in order. So a request that finds no free memory queries
+//! each stream's first block, and skips the rest if that stream is behind. A stuck stream delays its own blocks and no others. No
+//! vendor call happens under a lock.
 //!
 //! | state of a block | where | leaves by |
 //! | --- | --- | --- |
@@ -16,10 +16,10 @@
 //! | kept | in the pool: its buffer is gone, captures or graphs recorded it | the last of them releases it |
 //! | unmarked | in the pool: the end of its use is unknown | the end of the runtime |
 //!
-//! A block that leaves for good becomes free pages.
+//! A block that is in none of these states becomes free pages.
 //!
 //! *Growth.* The pool grows only if no free run fits the request, after completed uses were collected and all thread caches
-//! emptied. It grows by the shortfall, rounded up to 2 MiB. One thread at a time grows; the others wait and look again.
+//! emptied. It grows by the shortfall, rounded up to 2 MiB. One thread at a time grows; the others wait and search again.
 //!
 //! *The cap* bounds the idle bytes: free pages, waiting blocks, and what thread caches may keep. A live buffer is never refused
 //! because of it, and blocks that graphs keep are not counted. A release that exceeds it releases whole pieces that are free,
@@ -48,14 +48,14 @@ use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
 
 /// Without a cap.
 const NO_CAP: u64 = u64::MAX;
-/// The number of streams found behind before the cap stops querying.
+/// The number of streams that are behind after which a release for the cap stops querying.
 const ENOUGH_BEHIND: usize = 16;
 
 fn bytes_of(pages: u32) -> usize {
     pages as usize * PAGE
 }
 
-/// The addresses of pieces that were released, below others.
+/// The addresses of released pieces that lie before other pieces.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Hole {
     pub(crate) pages: u32,
@@ -124,7 +124,7 @@ struct State {
     unmarked: Vec<OwnedBlock>,
     waiting_bytes: u64,
     held_bytes: u64,
-    /// What the cap has granted to thread caches.
+    /// Bytes that the cap has granted to thread caches.
     granted_bytes: u64,
     /// Requests that the free pages served, by [`Found`], and those that grew the pool.
     hits: [u64; 3],
@@ -149,7 +149,7 @@ pub(crate) struct HostCache {
     /// True if a growth can continue the last piece. False if the backend allocates, at addresses of its choice.
     is_reserved: bool,
     state: Mutex<State>,
-    /// The pools of a runtime share what follows. See `pinned_pools.rs`.
+    /// The pools of a runtime share this and the next three fields. See `pinned_pools.rs`.
     pub(super) registry: Arc<Mutex<Registry>>,
     /// True while a thread grows a pool.
     growing: Arc<Mutex<bool>>,
@@ -161,7 +161,7 @@ pub(crate) struct HostCache {
     others: OnceLock<Box<[Weak<Self>]>>,
 }
 
-/// What a buffer needs.
+/// A request for a block.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Request {
     pub(crate) pages: u32,
@@ -178,14 +178,14 @@ impl Request {
     }
 }
 
-/// What a growth needs, in bytes.
+/// The plan of a growth, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
     /// The first page of released pieces whose place is large enough, and the place.
     pub(crate) hole: Option<(u32, Hole)>,
     /// The last piece.
     pub(crate) last: Option<Piece>,
-    /// What the request needs if the new memory continues the last piece, and otherwise.
+    /// The bytes that the request needs: `more` if the new memory continues the last piece, else `whole`.
     pub(crate) more: usize,
     pub(crate) whole: usize,
     /// True if the request needs one piece, which may be larger than others.
@@ -199,7 +199,7 @@ pub(crate) struct Leaving {
     pub(crate) run: Run,
 }
 
-/// The turn of the thread that grows the pool; ends when dropped.
+/// The right to grow the pool, which one thread has at a time; ends when dropped.
 #[derive(Debug)]
 pub(crate) struct GrowthTurn<'c>(&'c HostCache);
 
@@ -216,7 +216,7 @@ impl HostCache {
         Self::with(None, options, piece_bytes, generation)
     }
 
-    /// Returns a pool that shares liveness, limits and the turn to grow with the first pool of a runtime.
+    /// Returns a pool that shares liveness, limits and the right to grow with the first pool of a runtime.
     pub(crate) fn beside(first: &Self, options: &HostMemoryOptions, piece_bytes: Option<usize>) -> Arc<Self> {
         Self::with(Some(first), options, piece_bytes, first.generation)
     }
@@ -283,7 +283,7 @@ impl HostCache {
         self.take_found(Found::Free, request, home)
     }
 
-    /// As [`HostCache::take`], after the pool has done what `found` says.
+    /// As [`HostCache::take`]. Counts a hit of the kind `found`.
     pub(crate) fn take_found(
         &self,
         found: Found,
@@ -297,7 +297,7 @@ impl HostCache {
         Some(block)
     }
 
-    /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the turn to grow.
+    /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the right to grow.
     pub(crate) fn begin_growth(
         &self,
         request: Request,
@@ -324,7 +324,7 @@ impl HostCache {
         bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
     }
 
-    /// Returns what a growth for a request needs. `None` if the pool cannot count so many pages. The caller must pass the plan
+    /// Returns the plan of a growth for a request. `None` if the pool cannot count so many pages. The caller must pass the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
     pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
         let Request { pages, borders, .. } = request;
@@ -385,7 +385,7 @@ impl HostCache {
         self.sum_of_others(|state| state.held_bytes) + self.state.lock().held_bytes
     }
 
-    /// Grants a thread cache the right to keep so many bytes more, if the cap allows it.
+    /// Lets a thread cache keep so many bytes more, if the cap allows it. Returns whether it does.
     pub(crate) fn grant(&self, bytes: u64) -> bool {
         let cap = self.cap_here();
         let mut state = self.state.lock();
@@ -396,7 +396,7 @@ impl HostCache {
         is_granted
     }
 
-    /// Merges blocks of a thread cache, and takes back what the cap allowed it.
+    /// Merges blocks of a thread cache, and takes back the bytes that the cap allowed it.
     pub(crate) fn put_back(&self, blocks: Vec<OwnedBlock>, allowance: u64) {
         let mut state = self.state.lock();
         if self.has_cap() {
@@ -617,7 +617,7 @@ impl HostCache {
         }
     }
 
-    /// Returns a piece whose release was refused.
+    /// Puts a piece back whose release was refused.
     pub(crate) fn stays(&self, leaving: Leaving) {
         let mut state = self.state.lock();
         state.held_bytes += leaving.piece.bytes as u64;
@@ -627,7 +627,7 @@ impl HostCache {
         state.ranges.free(leaving.run);
     }
 
-    /// Takes a piece out again that has just been returned.
+    /// Takes a piece out again that was just put back.
     pub(crate) fn take_again(&self, leaving: &Leaving) {
         self.state.lock().take_piece(leaving);
     }
@@ -966,28 +966,30 @@ impl State {
 
 /// The state and the history of the pool of page-locked memory.
 ///
-/// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
+/// These laws hold at rest, when no other thread is inside the pool ([`HostCacheStatistics::broken_law`] checks them). The parts
+/// of a reading are read one after the other. So while other threads request or drop buffers, a reading may be torn: a block that
+/// moves in the meantime is counted twice or not at all.
 ///
 /// - Every byte is in one state: `held_bytes = live_bytes + graph_bytes + waiting_bytes + unmarked_bytes + cached_bytes +
 ///   free_bytes + slab_bytes`.
 /// - Requests are rounded up: `live_bytes = requested_bytes + rounding_bytes`, and `rounding_bytes <= 4096 * live_blocks`.
-/// - What is in inboxes is counted as cached too: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
-/// - Every hit was found somewhere: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
+/// - Blocks in inboxes also count as cached: `inbox_bytes <= cached_bytes`, `inbox_blocks <= cached_blocks`.
+/// - Every hit has a place where its memory was found: `hits = cache_hits + inbox_hits + free_hits + waiting_hits + merged_hits`.
 /// - No piece is lost: `pieces = allocations - frees`.
 /// - The pool grows only for requests: `misses <= allocations`.
 /// - Every free has a reason: `frees = trim_frees + cap_evictions + idle_time_frees + exhaustion_frees + failed_growth_frees`.
 /// - `held_bytes <= peak_held_bytes` and `live_bytes + cached_bytes <= peak_live_bytes <= peak_held_bytes`.
 ///
-/// The causes of waste, the part of `held_bytes` that no request asked for, are `rounding_bytes`, `free_bytes` (fragmentation), `slab_bytes`,
-/// `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and `waiting_bytes`, `graph_bytes` and `unmarked_bytes` (work of
-/// streams).
+/// Waste is the part of `held_bytes` that no live buffer requested. Its causes are `rounding_bytes`, `free_bytes` (fragmentation),
+/// `slab_bytes`, `cached_bytes - inbox_bytes` (thread caches), `inbox_bytes`, and the work of streams: `waiting_bytes`,
+/// `graph_bytes` and `unmarked_bytes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
     /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
-    /// Bytes that the blocks of those buffers have in addition, because requests are rounded up to pages, or to multiples of 256
-    /// bytes up to 2 KiB.
+    /// Bytes that the blocks of those buffers have in addition. Requests of up to 2 KiB are rounded up to multiples of 256 bytes,
+    /// larger ones to pages.
     pub rounding_bytes: u64,
     /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
@@ -1001,7 +1003,7 @@ pub struct HostCacheStatistics {
     pub pieces: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
-    /// Bytes of those, in whole pages, or in multiples of 256 bytes up to 2 KiB.
+    /// Bytes of those, including `rounding_bytes`.
     pub live_bytes: u64,
     /// Blocks whose buffers are gone and that captures or graphs keep.
     pub graph_blocks: u64,
@@ -1015,16 +1017,16 @@ pub struct HostCacheStatistics {
     pub cached_blocks: u64,
     /// Bytes of those.
     pub cached_bytes: u64,
-    /// Those among them that other threads dropped and that wait in the inbox of their thread.
+    /// Cached blocks that another thread dropped, and that are in the inbox of the thread that requested them.
     pub inbox_blocks: u64,
     /// Bytes of those.
     pub inbox_bytes: u64,
     /// Blocks whose streams may not have passed their last use. A block counts until the pool queries its completion events, even
-    /// if its streams are done: at the latest before the pool grows, or at a trim.
+    /// if its streams are done. The pool does so at the latest before it grows, and in each trim.
     pub waiting_blocks: u64,
     /// Bytes of those.
     pub waiting_bytes: u64,
-    /// Blocks whose end of use is unknown; freed when the runtime ends.
+    /// Blocks of which it is unknown when the device stops using them. They are freed when the runtime ends.
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
@@ -1057,15 +1059,15 @@ pub struct HostCacheStatistics {
     pub cap_evictions: u64,
     /// Pieces that were released because no request had used them for the idle time.
     pub idle_time_frees: u64,
-    /// Pieces that were released because a growth had no room: in the cap, on the machine or in the backend.
+    /// Pieces that were released because memory was scarce for a growth: below the cap, on the machine or in the backend.
     pub exhaustion_frees: u64,
     /// Pieces that were released because a later piece of the same growth failed.
     pub failed_growth_frees: u64,
 }
 
 impl HostCacheStatistics {
-    /// Returns the first law that does not hold, or `None` if all hold. Active threads may hold a block that is temporarily in
-    /// no state.
+    /// Returns the first law that does not hold, or `None` if all hold. A broken law is a bug only if the statistics were read at
+    /// rest. While other threads are inside the pool, the reading may be torn, and a block may be in no state for a moment.
     #[must_use]
     pub fn broken_law(&self) -> Option<&'static str> {
         let bytes = self.live_bytes

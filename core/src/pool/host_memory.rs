@@ -13,8 +13,8 @@
 //!
 //! *Pieces.* A growth is divided into pieces of at most 64 MiB and at most the backend's capability `register_piece_bytes`,
 //! rounded to whole huge pages. Each is one registration. A request that must not be divided gets a larger one, up to that
-//! capability. A copy must not cross from one registration into another, so copies
-//! are split at the borders ([`Block::cut`](super::block::Block::cut)).
+//! capability. A copy must not cross from one registration into another, so copies are split at the borders
+//! ([`Block::cut`](super::block::Block::cut)).
 //!
 //! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners. A
 //! piece whose unregistration is refused stays in use. A piece that is unregistered, but whose pages the system does not take
@@ -150,7 +150,7 @@ impl HostMemory {
         self.most_undivided_bytes
     }
 
-    /// Returns the memory with its pages on a NUMA node. Memory that the backend allocates lies where the backend decides.
+    /// Returns the memory with its pages on a NUMA node. For memory that the backend allocates, the backend chooses the node.
     pub(crate) fn on_node(self, node: u32) -> Self {
         Self { node: Some(node), ..self }
     }
@@ -409,7 +409,7 @@ struct Touching<'t> {
     is_ready: Condvar,
 }
 
-/// What is left to do for a piece.
+/// The remaining work of a piece.
 #[derive(Debug)]
 struct Left {
     /// Grains that are not yet touched.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 
-/// The variable that sets options which the program does not set.
+/// The variable that sets options that the program does not set.
 const VARIABLE: &str = "HIGHWATER_HOST_MEMORY";
 const OPERATION: &str = "host memory options";
 
@@ -47,8 +47,8 @@ pub enum HugePages {
     /// Transparent huge pages, where the kernel has them.
     #[default]
     Transparent,
-    /// Huge pages that the user reserved (`vm.nr_hugepages`), where some of 2 MiB are free; otherwise transparent ones. They do
-    /// not count against the memory that the machine and the control group have left.
+    /// Huge pages of 2 MiB that the user reserved (`vm.nr_hugepages`), as far as some are free; otherwise transparent ones.
+    /// Reserved pages do not reduce the memory that the machine and the control group have left.
     Reserved,
     /// Small pages only.
     Off,
@@ -66,9 +66,9 @@ impl HugePages {
 
 /// The options of the page-locked host memory of a [`Runtime`](crate::Runtime).
 ///
-/// The environment variable `HIGHWATER_HOST_MEMORY` sets those that the program does not set. It has `key=value` pairs,
-/// separated by commas: `cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent`. Each field names its key.
-/// [`RuntimeOptions::with_host_memory`](crate::RuntimeOptions::with_host_memory) passes the options to a runtime.
+/// [`RuntimeOptions::with_host_memory`](crate::RuntimeOptions::with_host_memory) passes the options to a runtime. The environment
+/// variable `HIGHWATER_HOST_MEMORY` sets those that the program does not set. It has `key=value` pairs, separated by commas:
+/// `cap=8GiB,idle-cap=512MiB,idle-seconds=60,huge-pages=transparent`. The key of each field is in parentheses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostMemoryOptions {
@@ -79,11 +79,11 @@ pub struct HostMemoryOptions {
     pub idle_cap_bytes: Option<u64>,
     /// The time after which idle memory is released; never by default (`idle-seconds`).
     pub idle_time: Option<Duration>,
-    /// Whether a thread of the runtime releases memory that is idle for that time; off by default (`background`).
+    /// Whether a thread of the runtime releases memory after the idle time; off by default (`background`).
     pub background: Option<bool>,
     /// The huge pages that may be used (`huge-pages`).
     pub huge_pages: Option<HugePages>,
-    /// Whether free memory is checked for writes; off by default (`poison`).
+    /// Whether memory is checked for writes before it is reused; off by default (`poison`).
     pub poison: Option<bool>,
     /// The file to which a trace of all requests is written; none by default (`record`).
     pub record: Option<&'static Path>,
@@ -122,19 +122,21 @@ impl HostMemoryOptions {
         self
     }
 
-    /// Returns the options with a time after which idle memory is released, by a later request or a later wait for a stream. A
-    /// program that makes no more calls keeps its idle memory, unless it has a [background](Self::with_background) thread.
+    /// Returns the options with a time after which idle memory is released. A later request or a later wait for a stream does it.
+    /// A program that makes no more calls keeps its idle memory, unless it has a [background](Self::with_background) thread.
     #[must_use]
     pub const fn with_idle_time(mut self, time: Duration) -> Self {
         self.idle_time = Some(time);
         self
     }
 
-    /// Returns the options with a thread, or without one, that releases memory that is idle for the idle time. The thread needs
-    /// that time; it releases the memory after at most three times as long. The runtime starts the thread, and its last user ends
-    /// it. A forked child has no such thread.
+    /// Returns the options with or without a thread that releases memory after the idle time. Without an
+    /// [idle time](Self::with_idle_time), the runtime is not created (`InvalidArgument`). The thread releases memory at the latest
+    /// after three times the idle time. The runtime starts the thread, and its last user ends it. A forked child has no such
+    /// thread.
     ///
-    /// The thread calls the backend at any time. A release of a piece may delay GPU calls of other threads by some milliseconds.
+    /// The thread may call the backend at any time. The release of a piece may delay GPU calls of other threads by a few
+    /// milliseconds.
     #[must_use]
     pub const fn with_background(mut self, is_on: bool) -> Self {
         self.background = Some(is_on);
@@ -152,6 +154,9 @@ impl HostMemoryOptions {
     /// complete, and checks the pattern when it reuses the memory. A request for memory that was written after its buffer was
     /// dropped, or that a stream still uses, returns `InvalidState` with the address and the offset. The memory is then not
     /// used before the runtime ends. Every request and every drop touches all bytes of the buffer.
+    ///
+    /// Only a reuse is checked. The mode does not report a write to memory that no later request gets, or that the pool releases
+    /// first. The end of the runtime checks nothing.
     #[must_use]
     pub const fn with_poison(mut self, is_on: bool) -> Self {
         self.poison = Some(is_on);
@@ -160,11 +165,11 @@ impl HostMemoryOptions {
 
     /// Returns the options with a file to which the runtime writes a trace: each request, each use by a stream and each end of
     /// a buffer, with its time in nanoseconds and the number of its thread. `highwater bench host --replay` reads it. The file
-    /// is created anew. Runtimes of one process that name the same file share it, also one after the other; other processes must not use it. Lines are
-    /// kept in memory and written in groups, the last ones when the runtime ends. If the file cannot be created, the runtime
-    /// is not created. If a write fails later, the trace ends and a warning is logged.
+    /// is created anew. Runtimes of one process that name the same file share it, also one after the other. Other processes must
+    /// not use it. Lines are kept in memory and written in groups, the last ones when the runtime ends. If the file cannot be
+    /// created, neither is the runtime (`InvalidArgument`). If a write fails later, the trace ends and a warning is logged.
     ///
-    /// Every request and every drop takes the slow path and a lock.
+    /// Every request and every drop takes a lock, so it is slower than without a trace.
     #[must_use]
     pub const fn with_record(mut self, file: &'static Path) -> Self {
         self.record = Some(file);

@@ -1,5 +1,5 @@
-//! The pool of page-locked memory over a backend whose streams move only when told, and that panics when it is called under a
-//! lock.
+//! The pool of page-locked memory over a backend whose streams advance only when a test advances them. The backend panics when it
+//! is called under a lock.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -427,7 +427,7 @@ fn an_address_in_no_live_buffer_is_an_error() {
     refused(pinned.ptr().offset(info.bytes));
     let foreign = other.pinned::<u8>(64).unwrap();
     refused(foreign.ptr());
-    // Cached, not live: the block is nobody's.
+    // Cached, not live: no buffer owns the block.
     let dropped = pinned.ptr();
     drop(pinned);
     assert_eq!(host(&runtime).cached_blocks, 1);

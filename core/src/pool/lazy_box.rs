@@ -49,7 +49,7 @@ impl<T> Drop for LazyBox<T> {
     fn drop(&mut self) {
         let value = self.value.load(Ordering::Acquire);
         if !value.is_null() {
-            // SAFETY: From `Box::into_raw`, and nobody borrows it any more.
+            // SAFETY: From `Box::into_raw`, and no code borrows it anymore.
             drop(unsafe { Box::from_raw(value) });
         }
     }

@@ -233,7 +233,7 @@ fn memory_operation() -> impl Strategy<Value = MemoryOperation> {
     ]
 }
 
-/// A thread that runs what it is told, one thing at a time.
+/// A thread that runs jobs, one at a time.
 struct Hand {
     jobs: mpsc::Sender<Box<dyn FnOnce() + Send>>,
     thread: thread::JoinHandle<()>,
@@ -284,7 +284,7 @@ struct MemoryModel {
 }
 
 impl MemoryModel {
-    /// Forgets what has become free.
+    /// Removes the memory that has become free.
     fn update(&mut self) {
         let backend = &self.backend;
         self.occupied.retain(|block| block.is_live || block.graphs > 0 || backend.is_in_use(block.start as u64));
@@ -356,7 +356,7 @@ fn end_batch(stream: &Stream) {
     drop(stream.record().unwrap());
 }
 
-/// Page-locked memory and device memory, copied between on streams that move only when told, by several threads. The backend
+/// Page-locked memory and device memory, with copies by several threads on streams that advance only on request. The backend
 /// itself panics when memory is freed while a stream or a graph uses it, and when it is called under a lock. The model knows
 /// every page: which of them may be given out, when the pool may grow and by how much, what a trim releases, and what every
 /// buffer contains.

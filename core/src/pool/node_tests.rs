@@ -108,7 +108,7 @@ fn without_a_choice_of_nodes_a_device_uses_the_memory_of_the_runtime() {
         let on_device = || device.pinned::<u8>(MIB).unwrap();
         assert!(shares(on_device, || runtime.pinned(MIB).unwrap()), "{nodes}");
     }
-    // The backend allocates, wherever it likes.
+    // The backend allocates, and chooses the node.
     let backend = ManualBackend::new();
     backend.attach(&[1]);
     let runtime = Runtime::on_nodes(backend, &RuntimeOptions::new(), &machine("0-1")).unwrap();

@@ -55,7 +55,7 @@ fn numbers(list: &str) -> Option<BTreeSet<u32>> {
 pub(crate) unsafe fn prefer_node(ptr: HostPtr, bytes: usize, node: u32) -> io::Result<()> {
     let mut mask = [0_u64; (MOST_NODES / 64) as usize];
     *mask.get_mut(node as usize / 64).ok_or(io::ErrorKind::InvalidInput)? = 1 << (node % 64);
-    // The kernel reads one bit less than it is told.
+    // The kernel reads one bit less than the number that it gets.
     let bits = u64::from(MOST_NODES) + 1;
     // SAFETY: The caller's own mapping, and a mask of so many bits. The policy changes no contents.
     let result = unsafe { libc::syscall(libc::SYS_mbind, ptr.as_ptr(), bytes, MPOL_PREFERRED, mask.as_ptr(), bits, 0) };

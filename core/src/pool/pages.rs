@@ -1,18 +1,18 @@
-//! How the pages of a growth come into being: huge pages that the user reserved, and the first touch of every page.
+//! The pages of a growth: huge pages that the user reserved, and the first touch of every page.
 //!
 //! *Reserved huge pages* (`vm.nr_hugepages`) are mapped without `MAP_NORESERVE`, so the mapping fails if there are too few. With
-//! it, the first touch would raise SIGBUS. A mapping at a fixed address first unmaps what is there, also if it fails then. So
-//! the pages are mapped elsewhere and moved to their address, which kernels since 5.16 can do. Whether this one can is found out
-//! beside the reservation of addresses, because an older one unmaps the target before it refuses.
+//! it, the first touch would raise SIGBUS. A mapping at a fixed address first unmaps the target, even if it then fails. So the
+//! pages are mapped elsewhere and moved to their address, which kernels since 5.16 support. The support is tested outside the
+//! reservation of addresses, because an older kernel unmaps the target before it refuses.
 //!
 //! Pages may still be missing at the first touch: a control group limits them, or the memory policy names a node without any.
 //! So the touch asks the kernel to populate the range, which returns an error instead of SIGBUS.
 //!
-//! *Slow touching.* On a fragmented host, the kernel compacts memory to find each huge page, for minutes in all. To zero a huge
-//! page takes 0.1 to 2 ms, and to touch the same memory in small pages 1 ms more at most. A virtual machine whose host has not
-//! backed the memory yet took up to 9 ms in a test. So a piece is slow if its threads spent 20 ms on each of
-//! its huge pages on average. They must also have spent 100 ms in all, because a thread that waits for a processor loses some
-//! time too. After a slow piece, the pool uses small pages.
+//! *Slow touching.* On a fragmented host, the kernel compacts memory to find each huge page, which takes minutes in all. Zeroing a
+//! huge page takes 0.1 to 2 ms, and touching the same memory in small pages takes 1 ms more at most. A virtual machine whose host
+//! has not backed the memory yet took up to 9 ms in a test. So a piece is slow if its threads spent 20 ms on each of its huge
+//! pages on average. They must also have spent 100 ms in all, because a thread that waits for a processor loses some time too.
+//! After a slow piece, the pool uses small pages.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -97,7 +97,7 @@ pub(super) fn are_reserved(bytes: usize) -> bool {
 /// As [`PageSource::map_reserved`].
 ///
 /// # Safety
-/// As there.
+/// The caller must ensure the same as for [`PageSource::map_reserved`].
 unsafe fn map_reserved(target: HostPtr, bytes: usize) -> Result<(), Errno> {
     if !can_move()? {
         return Err(Errno::OPNOTSUPP);
@@ -108,7 +108,8 @@ unsafe fn map_reserved(target: HostPtr, bytes: usize) -> Result<(), Errno> {
     // SAFETY: The mapping is new. No code uses the target, as the caller promises.
     let moved = unsafe { move_to(mapped, bytes, target.as_ptr().cast()) };
     if moved.is_err() {
-        // The kernel makes its checks before it unmaps the target. In case it was unmapped: an error means that it was not.
+        // The kernel makes its checks before it unmaps the target. If the target is unmapped nevertheless, this reserves it again.
+        // An error here means that the target is still mapped.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
         // SAFETY: Replaces no mapping.
         let _ = unsafe { rustix::mm::mmap_anonymous(target.as_ptr().cast(), bytes, ProtFlags::empty(), flags) };
@@ -137,7 +138,7 @@ fn unmap(ptr: *mut c_void, bytes: usize) {
     }
 }
 
-/// Returns whether the kernel moves reserved huge pages. Finds it out with one page, once.
+/// Returns whether the kernel moves reserved huge pages. Tests it once, with one page.
 fn can_move() -> Result<bool, Errno> {
     static CAN_MOVE: OnceLock<bool> = OnceLock::new();
     if let Some(can_move) = CAN_MOVE.get() {

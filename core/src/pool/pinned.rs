@@ -38,21 +38,21 @@ pub(crate) struct PinnedPool {
     /// The id of the cache, copied here for the hit path. [`NO_CACHE`] sends every request and every drop to the slow path.
     id: u64,
     cache: Arc<HostCache>,
-    /// The most that may be held.
+    /// Maximum of the bytes held.
     cap_bytes: Option<u64>,
     memory: HostMemory,
     poison: Option<Poison>,
     recorder: Option<Arc<Recorder>>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: Arc<ActiveTrims>,
-    /// If the program asked for it.
+    /// The background thread, if the program asked for one.
     background: OnceLock<Background>,
     /// The other pools of the runtime.
     others: OnceLock<Box<[Weak<Self>]>>,
     services: Arc<Services>,
 }
 
-/// What the memory of a pool has that the first pool's has not.
+/// The property by which a pool differs from the first pool of its runtime.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Special {
     /// A NUMA node.
@@ -211,7 +211,7 @@ impl PinnedPool {
     pub(super) fn release_idle(&self, is_stopping: impl Fn() -> bool) -> bool {
         let may_call = || self.services.check("pinned").is_ok();
         let is_enough = || is_stopping() || !may_call();
-        // No later request may come that collects them.
+        // Without a later request, no other code collects the waiting blocks.
         let release = |pool: &Self| {
             pool.cache.collect(|completion| self.services.is_surely_passed(completion), usize::MAX, is_enough);
             pool.cache.release_old(is_enough, |leaving| drop(pool.free(leaving, Reason::IdleTime)));
@@ -271,7 +271,7 @@ impl PinnedPool {
             && let Err(error) = self.check_poison(poison, &block)
         {
             block.uses.unmarked.store(true, Ordering::Relaxed);
-            // SAFETY: As the end of a buffer that nobody saw. The runtime is borrowed, so the pool lives on.
+            // SAFETY: As the end of a buffer, which the caller did not get. The runtime is borrowed, so the pool lives on.
             unsafe { Self::give_back(self.reference(), block) };
             return Err(error);
         }
@@ -364,7 +364,7 @@ impl PinnedPool {
         taken
     }
 
-    /// Makes a block, in the order of the costs.
+    /// Makes a block. Tries the cheapest way first.
     fn take_shared(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
         let look = |found| self.cache.take_found(found, request, home);
         if let Some(block) = look(Found::Free) {
@@ -441,7 +441,7 @@ impl PinnedPool {
         }
     }
 
-    /// Releases the pieces of a growth that failed, so that it costs nothing. In a capture they stay in the pool.
+    /// Releases the pieces of a growth that failed, so that it leaves no memory behind. In a capture they stay in the pool.
     fn release_failed(&self, pieces: &[Piece]) {
         if !in_capture() {
             for leaving in pieces.iter().rev().filter_map(|piece| self.cache.take_piece_at(piece.ptr)) {
@@ -451,7 +451,7 @@ impl PinnedPool {
         }
     }
 
-    /// Checks that the cap and the machine leave room for a growth. Where memory is scarce, idle memory is released first.
+    /// Checks that the cap and the machine have enough memory left for a growth. If memory is scarce, releases idle memory first.
     fn check_room(&self, request: Request) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
@@ -687,7 +687,7 @@ impl PinnedPool {
         result
     }
 
-    /// Removes uses of a block that are over. So a buffer that outlives many streams does not keep an event for each.
+    /// Removes uses of a block that are over, so that a buffer that outlives many streams does not keep an event for each.
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {

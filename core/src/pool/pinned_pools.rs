@@ -1,9 +1,9 @@
 //! The pools of page-locked memory of a runtime: one for requests without a device, one for each NUMA node that a device is on, if
 //! the machine has several (`nodes.rs`), and one for write-combined memory, if the devices have it.
 //!
-//! Each pool has ranges and thread caches of its own, so a block stays on its node and of its kind. The pools share what a runtime has once: the
-//! registry of thread caches with the count of live buffers, the turn to grow, the cap, and the cap on idle memory. A pool that
-//! exceeds a cap, or is out of memory, also releases the idle memory of the others.
+//! Each pool has ranges and thread caches of its own, so a block keeps its node and its kind. The pools share the parts that a
+//! runtime has once: the registry of thread caches with the count of live buffers, the right to grow, the cap, and the cap on idle
+//! memory. A pool that exceeds a cap, or is out of memory, also releases the idle memory of the others.
 
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -2,7 +2,8 @@
 //!
 //! With the option `poison`, every free page and every free block of a thread cache has the pattern: it is written when memory
 //! is added, and when the last use of a block is complete. A request checks it before the block has an owner again. So a write
-//! after the free is found at the next reuse. A thread cache serves such requests too, but on the slow path.
+//! after the free is found at the next reuse, and only then: memory that is not reused is not checked. A thread cache serves such
+//! requests too, but on the slow path.
 //!
 //! The pattern cannot show a stream that still reads. So the pool also notes the completion event of every use, apart from the
 //! record in the block, and a request queries those of its addresses.
@@ -79,7 +80,7 @@ impl Poison {
                 return Err(misused(ptr, bytes, &how).with_hint("this is a bug of the pool: please report it"));
             }
         }
-        // SAFETY: The block is free and page-locked memory is readable. Whoever writes it now breaks the rule checked here.
+        // SAFETY: The block is free and page-locked memory is readable. Code that writes it now breaks the rule checked here.
         let values = unsafe { std::slice::from_raw_parts(ptr.as_ptr().cast_const(), bytes) };
         let intact = values.chunks(PATTERNS.len()).position(|part| *part != PATTERNS[..part.len()]);
         let Some(part) = intact else { return Ok(()) };

@@ -4,18 +4,18 @@
 //! piece either continues the address range of the piece before it, or begins a new range. This file knows page numbers
 //! only; its user maps them to addresses.
 //!
-//! *Placement.* A request takes the first free run, by address, that is at most a sixteenth larger than the request. If none
-//! is, it takes the first free run that is large enough. On traces of random sizes this holds less memory than best fit,
+//! *Placement.* A request takes the first free run, by address, that is at most a sixteenth larger than the request. If there
+//! is none, it takes the first free run that is large enough. On traces of random sizes this holds less memory than best fit,
 //! and less than plain first fit where few sizes repeat (`docs/host-memory.md`). Low addresses are preferred, so free
 //! memory gathers at the top, where pieces are released.
 //!
 //! *Borders.* Vendors refuse a copy that crosses from one registration into the next. Runs of up to [`UNDIVIDED_PAGES`] never
-//! cross a border; larger ones may, and their copies are cut there. A caller that cannot cut asks for [`Borders::None`].
+//! cross a border; larger ones may, and their copies are split there. A caller that cannot split passes [`Borders::None`].
 //!
 //! *Free runs* are found in three ways, all exact:
 //! - by their ends: the first and the last page of a free run carry its length, so a freed run finds both neighbors at once;
 //! - by size: bins of sixteen steps to each power of two, each ordered by address;
-//! - by size and address: the lowest run of each bin is at hand, so a search looks at one number for each bin.
+//! - by size and address: the lowest run of each bin is stored, so a search reads one number for each bin.
 //!
 //! Free neighbors always merge, so two free runs never touch, except where a range ends.
 
@@ -43,7 +43,7 @@ const FREE: u32 = 1 << 31;
 /// The most pages of all pieces together: 8 TiB.
 const MOST_PAGES: u32 = FREE - 1;
 
-/// Pages in a row.
+/// Contiguous pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Run {
     pub(crate) start: u32,
@@ -76,7 +76,7 @@ enum Begin {
     Wall,
 }
 
-/// The free and the given-out pages of all pieces.
+/// The pages of all pieces, free or in use.
 #[derive(Debug)]
 pub(crate) struct Ranges {
     /// For each page: the length of the free run that it begins or ends, with [`FREE`], or 0.
@@ -164,7 +164,7 @@ impl Ranges {
         if self.must_be_undivided(pages, borders) { pages } else { pages.saturating_sub(top).max(1) }
     }
 
-    /// Adds a piece of whole granules at the end, all of it free. Returns its first page, or `None` if that were too many pages.
+    /// Adds a piece of whole granules at the end, all of it free. Returns its first page, or `None` if the pages are too many.
     /// `continues` says whether its address is the end of the last piece's.
     pub(crate) fn add_piece(&mut self, pages: u32, continues: bool) -> Option<u32> {
         debug_assert!(pages > 0 && pages.is_multiple_of(GRANULE_PAGES));

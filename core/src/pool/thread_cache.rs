@@ -5,17 +5,17 @@
 //! thread that frees it puts it into the *inbox* of that thread, which the owner empties when a list is empty.
 //!
 //! A dropped block that streams may still use *waits* in the list of its size, if its own thread dropped it. A request that finds
-//! no free block asks whether the block that has waited longest is free now. So a thread that uses blocks with its own stream
-//! needs no lock of other threads.
+//! no free block queries the uses of the block that has waited longest. So a thread that uses blocks with its own stream takes no
+//! lock that other threads take.
 //!
 //! A thread that is about to grow the pool takes the blocks out of every thread cache first. [`BiasedLock`] makes that safe.
 //!
 //! *Liveness.* A buffer holds no reference to its runtime. Each thread counts the buffers that it created less those that it
 //! dropped, in its cache, and the sum over all threads is the number of live buffers. When the last other user of the runtime
-//! is dropped, it marks every thread cache as *closing* and sums up. If buffers are left, it leaves the runtime in the
-//! registry. A thread that drops a buffer finds the mark in the same critical section in which it counts. It then sums up too,
-//! and the one that finds zero ends the runtime. A buffer counts as dropped only once its block is back, and after that its
-//! thread no longer touches the pool, only its own cache and the registry, which it keeps alive.
+//! is dropped, it marks every thread cache as *closing* and adds the counts up. If buffers are alive, it leaves the runtime in the
+//! registry. A thread that drops a buffer finds the mark in the same critical section in which it counts. It then adds the counts
+//! up too, and the thread that finds zero ends the runtime. A buffer counts as dropped only once its block is back. After that,
+//! its thread no longer accesses the pool. It accesses only its own cache and the registry, which it keeps alive.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -34,21 +34,21 @@ const SMALL_BYTES: usize = 64 << 10;
 /// Blocks of one size that are kept.
 const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
-/// Blocks of one size that are kept although streams may still use them, by as many times as free blocks.
+/// Blocks of one size that wait for streams are kept up to this many times the limit of free blocks.
 const WAITING: usize = 8;
-/// Small blocks that must be dropped after a query that failed before the next.
+/// Small blocks that must be dropped between a query that found a stream behind and the next query.
 const ASK_AFTER: usize = 32;
 
-/// What a thread counts.
+/// The counts of a thread.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counts {
     /// The buffers that it created less those that it dropped.
     pub(crate) live: i64,
     /// Requests that its own cache served with free blocks.
     pub(crate) hits: u64,
-    /// Requests that it served with blocks that streams had used.
+    /// Requests that it served with blocks that had waited for streams.
     pub(crate) waited_hits: u64,
-    /// Those among them that found a block from the inbox.
+    /// Those among `hits` that were served after the inbox had been emptied into the cache.
     pub(crate) inbox_hits: u64,
 }
 
@@ -61,7 +61,7 @@ impl Counts {
     }
 }
 
-/// What one thread keeps of one pool. Aligned so that other threads write to no cache line that a hit uses: neither the count of
+/// The blocks of one pool that one thread keeps. Aligned so that other threads write to no cache line that a hit uses: neither the count of
 /// references before it, nor the inbox.
 #[repr(align(128))]
 pub(crate) struct ThreadCache {
@@ -106,7 +106,7 @@ struct List {
     blocks: Vec<OwnedBlock>,
     /// Blocks that streams may still use, in the order in which they were dropped.
     waiting: VecDeque<OwnedBlock>,
-    /// The length of `waiting` at which the next request asks for one of them.
+    /// The length of `waiting` at which the next request queries one of them.
     ask_at: usize,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
@@ -248,7 +248,7 @@ impl ThreadCache {
         })
     }
 
-    /// Returns a block that another thread dropped. Returns it to the caller if this cache's thread has ended.
+    /// Puts a block that another thread dropped into the inbox. Returns it if this cache's thread has ended.
     pub(crate) fn send(&self, block: OwnedBlock) -> Option<OwnedBlock> {
         match &mut *self.inbox.0.lock() {
             Some(inbox) => {
@@ -271,7 +271,7 @@ impl ThreadCache {
         blocks.fold((0, 0), |(count, bytes), block| (count + 1, bytes + block.bytes() as u64))
     }
 
-    /// Takes out every block, in any thread. Returns also what the cap allowed the cache to keep.
+    /// Takes out every block, in any thread. Returns also the bytes that the cap allowed the cache to keep.
     pub(crate) fn take_back(&self) -> (Vec<OwnedBlock>, u64) {
         let (mut blocks, allowance) = self.cached.other(|cached| {
             let allowance = if self.cache.has_cap() { std::mem::take(&mut cached.allowance) } else { 0 };
@@ -363,7 +363,7 @@ impl Drop for Mine {
     }
 }
 
-/// Returns what a thread has of a pool, at the end of the thread.
+/// Gives the blocks and the counts of a thread back to the pool, at the end of the thread.
 fn depart(mine: &Arc<ThreadCache>) {
     if !mine.cache.generation().is_current() {
         return;

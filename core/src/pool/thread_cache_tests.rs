@@ -90,7 +90,7 @@ fn a_buffer_that_another_thread_drops_returns_to_its_own_thread() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-/// A producer and a consumer, as a data loader has them: memory goes around, and the pool does not grow with the rounds.
+/// A producer and a consumer, as in a data loader: memory is reused in each round, and the pool does not grow.
 #[test]
 fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
     for bytes in [4 * KIB, 300 * KIB] {

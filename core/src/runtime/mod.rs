@@ -75,9 +75,10 @@ impl Runtime {
     /// Creates a runtime over an open backend.
     ///
     /// # Errors
-    /// As [`Runtime::new`]; `InvalidArgument` if the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a bad value, if a
-    /// background thread is requested without an idle time, or if the file of a trace cannot be created; `OperatingSystem` if that
-    /// thread cannot be created.
+    /// As [`Runtime::new`], and also:
+    /// - `InvalidArgument`: the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a malformed value, a background thread is
+    ///   requested without an idle time, or the file of a trace cannot be created.
+    /// - `OperatingSystem`: the background thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         Self::on_nodes(backend, options, &Nodes::of_machine(Path::new("/")))
     }

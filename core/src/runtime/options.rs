@@ -52,8 +52,8 @@ impl RuntimeOptions {
         self
     }
 
-    /// Returns the options with other options of page-locked memory. The variable `HIGHWATER_HOST_MEMORY` sets those that are
-    /// not set here.
+    /// Returns the options with these options of page-locked memory. The variable `HIGHWATER_HOST_MEMORY` sets those that the
+    /// program does not set.
     #[must_use]
     pub const fn with_host_memory(mut self, options: HostMemoryOptions) -> Self {
         self.host_memory = options;

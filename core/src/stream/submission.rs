@@ -5,9 +5,9 @@
 //! and read each other's intermediate results.
 //!
 //! The submission lock is the one lock that is held over a vendor call. No other lock of this crate is taken inside it, except
-//! that of the list of idle events, which is held for no call. BLAS
-//! and Lt calls share it, as they share the workspace. Every other call that enqueues takes it too, because it also decides
-//! whether a call comes before, in or after a capture of the stream.
+//! that of the list of idle events. No vendor call is made under that one. BLAS and Lt calls share the submission lock, as they
+//! share the workspace. Every other call that enqueues takes it too, because it also decides whether a call comes before, in or
+//! after a capture of the stream.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(crate) struct SubmissionState {
     pub(super) latest: Option<Arc<CompletionEvent>>,
     /// The number of completion events recorded so far, and of the open batch.
     pub(super) completions: u64,
-    /// The small uses of page-locked memory that no record follows yet. None while the stream takes part in a capture.
+    /// The small uses of page-locked memory that no record follows yet. Empty while the stream takes part in a capture.
     pub(super) batch: OpenBatch<CompletionEvent>,
     /// The event of the next batch, taken before the work of its first use is enqueued.
     pub(super) spare: Option<CompletionEvent>,

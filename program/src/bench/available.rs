@@ -2,7 +2,7 @@
 
 use std::fs::read_to_string;
 
-/// Returns the bytes that the machine has available and the control group leaves, or `None` if the system does not say.
+/// Returns the bytes that the machine has available and the control group leaves, or `None` if the system does not report it.
 pub(super) fn bytes() -> Option<u64> {
     let machine = read_to_string("/proc/meminfo").ok().and_then(|text| of_machine(&text));
     let number = |path: &str| read_to_string(path).ok()?.trim().parse::<u64>().ok();

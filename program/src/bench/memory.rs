@@ -1,4 +1,4 @@
-//! The rows of memory: traces on caches of their own, with the bytes held over the largest peak of bytes given out.
+//! The rows of memory: traces on pools of their own. A value is the bytes held, divided by the largest peak of the bytes in use.
 
 use std::time::{Duration, Instant};
 

@@ -254,7 +254,7 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("PyTorch has no device")
-    # Whatever a compiler prints goes to standard error.
+    # The output of a compiler goes to standard error.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.empty(1, device="cuda")

@@ -9,7 +9,7 @@ use super::super::table::Table;
 /// The tolerance of rows under 100 ns.
 const TOLERANCE: f64 = 1.1;
 
-/// The bound that a value has to keep.
+/// The bound that a value must meet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Bar {
     None,

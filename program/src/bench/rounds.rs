@@ -26,7 +26,7 @@ type Start<'a> = dyn Fn(usize) -> Result<Worker<'a>> + Sync + 'a;
 pub(super) struct Loop<'a> {
     pub(super) name: String,
     threads: usize,
-    /// Operations between two looks at the clock.
+    /// Operations between two readings of the clock.
     batch: u32,
     /// Creates the worker of a thread, in that thread.
     start: Box<Start<'a>>,
@@ -41,7 +41,7 @@ impl<'a> Loop<'a> {
         Self { name: name.into(), threads, batch: 256, start: Box::new(start) }
     }
 
-    /// Returns the loop with another number of operations between two looks at the clock, after each of which it settles.
+    /// Returns the loop with another number of operations between two readings of the clock. It settles after each reading.
     pub(super) fn with_batch(self, batch: u32) -> Self {
         Self { batch, ..self }
     }

@@ -290,7 +290,7 @@ fn page_lock(bench: &Bench<'_>) -> Result<Vec<Row>> {
     }
     let runtime = bench.runtime()?;
     let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
-    // Relaxed: the flags order nothing. Each thread only has to see them some time.
+    // Relaxed: the flags order nothing. Each thread must see them eventually.
     let (taken, stall) = thread::scope(|scope| {
         let caller = scope.spawn(|| {
             let raw = RawCalls::new(&**bench.backend, 0, SMALL);

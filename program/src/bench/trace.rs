@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::super::failure::Failure;
 use super::numpy::NumpyRng;
 
-/// Requests in between two looks at the bytes held.
+/// Requests between two readings of the bytes held.
 const SAMPLE: usize = 8;
 
 /// A trace that replaces blocks: request `i` frees the block of slot `slots[i]`, if any, and puts a new one there.
@@ -96,7 +96,7 @@ impl Trace {
     }
 }
 
-/// The largest number of bytes held by a cache, and the largest sum of the bytes given out.
+/// The maximum of the bytes that a pool holds, and the maximum of the bytes in use.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     pub(super) held: u64,
@@ -118,7 +118,7 @@ impl Held {
         self.held = self.held.max(runtime.statistics().host.held_bytes);
     }
 
-    /// Returns the bytes held over the largest peak of bytes given out.
+    /// Returns the first maximum divided by the second.
     pub(super) fn ratio(&self) -> f64 {
         self.held as f64 / self.peak.max(1) as f64
     }
@@ -215,7 +215,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<Event>> {
     Ok(events)
 }
 
-/// Replays events in the order of their lines, by one thread, with a stream for each traced thread. Times are not waited for.
+/// Replays events in the order of their lines, by one thread, with a stream for each traced thread. It does not wait for the times of the lines.
 pub(super) fn replay(runtime: &Runtime, events: &[Event], held: &mut Held) -> highwater::Result<()> {
     let device = runtime.device(0)?;
     let mut streams: HashMap<u64, Stream> = HashMap::new();

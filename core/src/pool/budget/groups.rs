@@ -35,7 +35,7 @@ pub(super) struct Group {
     pub(super) hides_ancestors: bool,
 }
 
-/// Where a hierarchy is mounted.
+/// The mount of a hierarchy.
 #[derive(Debug)]
 struct Mount {
     version: Version,

@@ -12,7 +12,7 @@ const RESERVE: u64 = 64 << 20;
 const RESERVE_PART: u64 = 50;
 
 /// Reads the limits of the machine and of the process's control groups. The paths are found once: a process that is moved to
-/// another group later is measured by its old one. Whatever cannot be read or parsed counts as absent.
+/// another group later is measured by its old one. A file that cannot be read or parsed counts as absent.
 #[derive(Debug)]
 pub(crate) struct Machine {
     root: PathBuf,
