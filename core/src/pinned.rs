@@ -255,7 +255,7 @@ impl<T: Element> PinnedBuffer<T> {
             if address_of(registration.start)? != start.offset(registration.start) {
                 let message = "the registrations of the buffer do not follow one another on the device";
                 return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
-                    .with_hint("request a buffer of at most 4 MiB, which has one registration"));
+                    .with_hint("request the buffer with `Runtime::pinned_undivided`"));
             }
         }
         Ok(start)

@@ -78,7 +78,7 @@ pub struct Capabilities {
     pub event_waits_end_with_peer: bool,
     /// Maximum bytes of one registration of the page-locked memory that core makes; needs `host_register`. With 0, the
     /// backend's own allocation provides all of it. Core rounds this fact up to huge pages of 2 MiB, registers at most 64 MiB
-    /// at once, and cuts its copies at the borders, because no copy may cross from one registration into another.
+    /// at once except for a request that must not be divided, and cuts its copies at the borders, because no copy may cross from one registration into another.
     pub register_piece_bytes: usize,
     /// Transports that share this device's memory with another process.
     pub ipc_transports: Transports,

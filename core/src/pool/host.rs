@@ -3,8 +3,8 @@
 //!
 //! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Requests of up
 //! to 2 KiB are carved from slabs, which are runs of 64 KiB (`slabs.rs`). Each thread keeps a few blocks of the sizes that it
-//! requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still use it waits, filed under the point of a
-//! stream that it waits for. The completion events of one stream pass in order. So a request that finds no free memory queries
+//! requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still use it waits: in the cache of its
+//! thread, or in the pool, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a request that finds no free memory queries
 //! each stream's first block, and skips the rest if that stream is behind. A stuck stream delays its own blocks and no others. No
 //! vendor call happens under a lock.
 //!
@@ -12,7 +12,7 @@
 //! | --- | --- | --- |
 //! | live | with a buffer | the end of the buffer |
 //! | cached | in a thread cache or its inbox | a request of its thread; a growth, the cap or a trim merges it |
-//! | waiting | in the pool, streams may use it | a request, the cap or a trim that finds them done |
+//! | waiting | in the cache of its thread or in the pool, streams may use it | a request, the cap or a trim that finds them done |
 //! | kept | in the pool: its buffer is gone, captures or graphs recorded it | the last of them releases it |
 //! | unmarked | in the pool: the end of its use is unknown | the end of the runtime |
 //!
@@ -995,9 +995,9 @@ pub struct HostCacheStatistics {
     pub held_bytes: u64,
     /// Maximum of `held_bytes` so far.
     pub peak_held_bytes: u64,
-    /// Maximum of `live_bytes + cached_bytes` so far, as a bound of the maximum of `live_bytes`. The bound is too large by at most
-    /// the `cached_bytes` of the time of that maximum. It is found on slow paths, because a hit of a thread cache does not
-    /// change the sum.
+    /// Maximum so far of `live_bytes`, `cached_bytes` and the bytes that wait in thread caches together, as a bound of the maximum
+    /// of `live_bytes`. The bound is too large by at most the other two at the time of that maximum. It is found on slow paths,
+    /// because a hit of a thread cache does not change the sum.
     pub peak_live_bytes: u64,
     /// Pieces held: memory that the backend registered, or allocated, in one call.
     pub pieces: u64,
@@ -1043,7 +1043,8 @@ pub struct HostCacheStatistics {
     pub inbox_hits: u64,
     /// Of those, requests that free pages served.
     pub free_hits: u64,
-    /// Of those, requests that free pages served after waiting blocks had been collected.
+    /// Of those, requests that a block served whose streams were found to be done: one that waited in the cache of the thread, or
+    /// free pages after waiting blocks had been collected.
     pub waiting_hits: u64,
     /// Of those, requests that free pages served after all thread caches had been emptied and their blocks merged.
     pub merged_hits: u64,

@@ -24,9 +24,7 @@ const KEYS: [(&str, &str, Set); 7] = [
         let names = [HugePages::Transparent, HugePages::Reserved, HugePages::Off].map(|pages| (pages.as_str(), pages));
         Some(options.with_huge_pages(named(value, &names)?))
     }),
-    ("poison", "`on` or `off`", |options, value| {
-        Some(options.with_poison(named(value, &[("on", true), ("off", false)])?))
-    }),
+    ("poison", "`on` or `off`", |options, value| Some(options.with_poison(named(value, &SWITCH)?))),
     ("record", "the path of a file, without a comma", |options, value| {
         // The options are `Copy`. The variable is read once for each runtime, so little is leaked.
         let path = || Path::new(Box::leak(Box::<str>::from(value)));

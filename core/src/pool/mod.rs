@@ -1,6 +1,7 @@
 //! The pools: handles, workspaces, device memory, completion events and page-locked host memory, generic over the backend.
 //!
-//! All of them grow to the high-water mark of what is in use at once and have no cap. (A cap on handles deadlocks N + 1
+//! All of them grow to the high-water mark of what is in use at once. None has a cap, except page-locked memory if the program sets
+//! one. (A cap on handles deadlocks N + 1
 //! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
 mod active_trims;

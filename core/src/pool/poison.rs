@@ -16,7 +16,7 @@ use super::completion_events::CompletionEvent;
 use crate::primitive::{Arc, HostPtr};
 use highwater_hal::{Error, ErrorKind};
 
-/// Neither a frequent value of a program nor a valid number of any float type.
+/// No frequent value of a program: a negative float of large magnitude, and a negative integer.
 const PATTERN: u8 = 0xf5;
 const PATTERNS: [u8; 64] = [PATTERN; 64];
 

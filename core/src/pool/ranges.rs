@@ -5,8 +5,8 @@
 //! only; its user maps them to addresses.
 //!
 //! *Placement.* A request takes the first free run, by address, that is at most a sixteenth larger than the request. If there
-//! is none, it takes the first free run that is large enough. On traces of random sizes this holds less memory than best fit,
-//! and less than plain first fit where few sizes repeat (`docs/host-memory.md`). Low addresses are preferred, so free
+//! is none, it takes the first free run that is large enough. In a simulation of the traces of random sizes this held less memory than best fit,
+//! and less than plain first fit where few sizes repeat. Low addresses are preferred, so free
 //! memory gathers at the top, where pieces are released.
 //!
 //! *Borders.* Vendors refuse a copy that crosses from one registration into the next. Runs of up to [`UNDIVIDED_PAGES`] never
