@@ -56,7 +56,7 @@ unsafe impl BackendLayer for Validated<'_> {
             (Holding::StreamOrdered(of), Some(stream)) if of.device() != stream.device() => Some("wrong device".into()),
             (Holding::StreamOrdered(_), Some(_)) | (Holding::Plain | Holding::Shareable(_), None) => None,
             (Holding::Mapped { .. }, _) => Some("memory of another process must be closed, not freed".into()),
-            (Holding::Piece, _) => Some("mapped memory must be unmapped, not freed".into()),
+            (Holding::Piece { .. }, _) => Some("mapped memory must be unmapped, not freed".into()),
             (Holding::StreamOrdered(of), None) => {
                 Some(format!("wrong stream: the memory belongs to {of:?} and was freed on none"))
             }
@@ -91,7 +91,7 @@ unsafe impl BackendLayer for Validated<'_> {
     fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
         let call = Call::new("create_memory", &[&device]);
         let memory = self.books.call(&call, || self.inner.create_memory(device, options))?;
-        self.books.ledger().memory_bytes.insert(memory, options.bytes as u64);
+        self.books.ledger().memory.insert(memory, (options.bytes as u64, options.shareable));
         Ok(memory)
     }
 

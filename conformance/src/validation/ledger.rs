@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::Location;
 
-use highwater_hal::{AnyId, BackendTag, LiveObjects, PhysicalMemoryId, StreamId};
+use highwater_hal::{AnyId, BackendTag, LiveObjects, PhysicalMemoryId, StreamId, Transport};
 
 use super::ranges::{Holding, Range, Ranges, Space};
 
@@ -63,10 +63,10 @@ pub(super) struct Ledger {
     /// Handles by number.
     pub(super) handles: HashMap<u64, Made>,
     pub(super) ranges: Ranges,
-    /// The bytes of physical memory.
-    pub(super) memory_bytes: HashMap<PhysicalMemoryId, u64>,
-    /// The bytes of each piece of mapped memory, by address.
-    pub(super) pieces: BTreeMap<u64, u64>,
+    /// The bytes of physical memory, and the transport that shares it.
+    pub(super) memory: HashMap<PhysicalMemoryId, (u64, Option<Transport>)>,
+    /// The same for each piece of mapped memory, by address.
+    pub(super) pieces: BTreeMap<u64, (u64, Option<Transport>)>,
     /// The number of calls that made a handle for another process.
     exports: u64,
     /// The number of releases that a fault refused and that were repeated.
@@ -84,7 +84,7 @@ impl Ledger {
             dead: HashMap::new(),
             handles: HashMap::new(),
             ranges: Ranges::default(),
-            memory_bytes: HashMap::new(),
+            memory: HashMap::new(),
             pieces: BTreeMap::new(),
             exports: 0,
             retried: 0,
@@ -115,27 +115,27 @@ impl Ledger {
 
     /// Enters memory that was mapped for a device.
     pub(super) fn mapped(&mut self, device: u32, start: u64, memory: PhysicalMemoryId) {
-        let bytes = self.memory_bytes.get(&memory).copied().unwrap_or_default();
+        let (bytes, shareable) = self.memory.get(&memory).copied().unwrap_or_default();
         let end = start.saturating_add(bytes);
         let text = format!("`map_memory` accepted {bytes} bytes at {start:#x} of device {device}");
         let reserved = self.ranges.alive.range(..=(Space::Reserved(device), start)).next_back();
         if !reserved.is_some_and(|((space, at), range)| *space == Space::Reserved(device) && end <= at + range.bytes) {
             self.found(format!("{text}, which are not reserved"));
         }
-        if self.pieces.range(..end).next_back().is_some_and(|(at, length)| at + length > start) {
+        if self.pieces.range(..end).next_back().is_some_and(|(at, (length, _))| at + length > start) {
             self.found(format!("{text}, where memory is mapped"));
         }
         if memory.device() != device {
             self.found(format!("wrong device: {text} for {memory:?}"));
         }
-        self.pieces.insert(start, bytes);
+        self.pieces.insert(start, (bytes, shareable));
     }
 
     /// Returns the pieces in a range, and records if they do not form it exactly.
-    fn pieces_of(&mut self, operation: &'static str, start: u64, bytes: u64) -> Vec<(u64, u64)> {
+    fn pieces_of(&mut self, operation: &'static str, start: u64, bytes: u64) -> Vec<(u64, u64, Option<Transport>)> {
         let (mut next, end, mut found) = (start, start.saturating_add(bytes), Vec::new());
-        while let Some(&length) = self.pieces.get(&next).filter(|_| next < end) {
-            found.push((next, length));
+        while let Some(&(length, shareable)) = self.pieces.get(&next).filter(|_| next < end) {
+            found.push((next, length, shareable));
             next += length;
         }
         if next != end || bytes == 0 {
@@ -149,10 +149,11 @@ impl Ledger {
     pub(super) fn accessed(&mut self, (start, bytes): (u64, u64), device: u32, at: Option<&'static Location<'static>>) {
         const OPERATION: &str = "set_memory_access";
         self.check_device(OPERATION, device);
-        for (start, bytes) in self.pieces_of(OPERATION, start, bytes) {
+        for (start, bytes, shareable) in self.pieces_of(OPERATION, start, bytes) {
             if self.ranges.get(Space::Device(device), start).is_none() {
                 let made = self.made(OPERATION, at);
-                let range = Range { made, bytes, holding: Holding::Piece, releasing: false, refused: false };
+                let range =
+                    Range { made, bytes, holding: Holding::Piece { shareable }, releasing: false, refused: false };
                 if let Some(text) = self.ranges.insert(Space::Device(device), start, range) {
                     self.found(text);
                 }
@@ -162,7 +163,7 @@ impl Ledger {
 
     /// Removes memory that was unmapped.
     pub(super) fn unmapped(&mut self, start: u64, bytes: u64) {
-        for (start, _) in self.pieces_of("unmap_memory", start, bytes) {
+        for (start, ..) in self.pieces_of("unmap_memory", start, bytes) {
             self.pieces.remove(&start);
             (0..self.devices).for_each(|device| self.ranges.remove(Space::Device(device), start));
         }
@@ -251,7 +252,9 @@ impl Ledger {
         let unused = self.pieces.iter().filter(|(start, _)| {
             !(0..self.devices).any(|device| self.ranges.get(Space::Device(device), **start).is_some())
         });
-        left.extend(unused.map(|(start, bytes)| (u64::MAX, format!("memory mapped at {start:#x}, {bytes} bytes,"))));
+        left.extend(
+            unused.map(|(start, (bytes, _))| (u64::MAX, format!("memory mapped at {start:#x}, {bytes} bytes,"))),
+        );
         left.sort_unstable();
         for (_, text) in left {
             self.found(format!("leak: {text} was not given back"));
@@ -270,7 +273,7 @@ impl Ledger {
                 Holding::Mapped { .. } => mappings += 1,
                 Holding::Addresses { .. } => reservations += 1,
                 // Its physical memory and its addresses count.
-                Holding::Piece => {}
+                Holding::Piece { .. } => {}
             }
         }
         let (mut streams, mut events, mut graphs, mut physical) = (0, 0, 0, 0);

@@ -31,8 +31,10 @@ pub(super) enum Holding {
     Addresses {
         bytes: u64,
     },
-    /// Physical memory, for a device that has access.
-    Piece,
+    /// Physical memory, for a device that has access, with the transport that shares it.
+    Piece {
+        shareable: Option<Transport>,
+    },
 }
 
 impl Holding {
@@ -51,7 +53,7 @@ impl Holding {
             Self::HostRegistered => "registration",
             Self::Mapped { .. } => "mapping",
             Self::Addresses { .. } => "range of reserved addresses",
-            Self::Piece => "piece of mapped memory",
+            Self::Piece { .. } => "piece of mapped memory",
         }
     }
 }
@@ -132,7 +134,7 @@ impl Ranges {
 
     /// Returns whether a range lies inside pieces of mapped memory without a gap.
     fn is_mapped(&self, space: Space, start: u64, end: u64) -> bool {
-        let is_piece = |range: &Range| range.holding == Holding::Piece;
+        let is_piece = |range: &Range| matches!(range.holding, Holding::Piece { .. });
         let first =
             self.alive.range(..=(space, start)).next_back().filter(|((of, _), range)| *of == space && is_piece(range));
         let Some(((_, at), range)) = first else { return false };
