@@ -366,7 +366,7 @@ typedef struct hw_live_objects {
     uint64_t shared_files;
     /* Ranges of addresses that `reserve_addresses` returned. */
     uint64_t reservations;
-    /* Pieces of physical memory that `create_memory` made, until `destroy_memory`. */
+    /* Physical memory that `create_memory` made, until `destroy_memory`. */
     uint64_t physical_memory;
 } hw_live_objects;
 
@@ -905,7 +905,7 @@ struct hw_table {
      *  - mapped.returns: bytes that are destroyed and not mapped can be allocated again. */
     int32_t (*destroy_memory)(hw_backend *backend, hw_id memory, hw_error *error);
     /* Maps all of the memory at `ptr`, inside a reserved range. No device may access it before `set_memory_access`.
-     *  - mapped.contiguous: one copy, fill or product uses memory of several pieces that are mapped without a gap.
+     *  - mapped.contiguous: one copy, fill or product can use several mappings that have no gap between them.
      *  - mapped.move: memory that is unmapped and mapped at another address keeps its bytes.
      *  - mapped.map-checked: an address that is no multiple of hw_capabilities.mapped_memory_granularity returns
      *    HW_ERROR_INVALID_ARGUMENT. Bytes that leave the range, and those in which memory is mapped, return

@@ -490,7 +490,7 @@ raw_structs! {
         shared_files: u64,
         /// Ranges of addresses that `reserve_addresses` returned.
         reservations: u64,
-        /// Pieces of physical memory that `create_memory` made, until `destroy_memory`.
+        /// Physical memory that `create_memory` made, until `destroy_memory`.
         physical_memory: u64,
     }
 

@@ -205,7 +205,7 @@ pub struct LiveObjects {
     pub shared_files: u64,
     /// Ranges of addresses that `reserve_addresses` returned.
     pub reservations: u64,
-    /// Pieces of physical memory that `create_memory` made, until `destroy_memory`.
+    /// Physical memory that `create_memory` made, until `destroy_memory`.
     pub physical_memory: u64,
 }
 
@@ -241,7 +241,7 @@ impl std::fmt::Display for LiveObjects {
             (self.descriptors, "descriptor", "descriptors"),
             (self.shared_files, "shared file", "shared files"),
             (self.reservations, "range of reserved addresses", "ranges of reserved addresses"),
-            (self.physical_memory, "piece of physical memory", "pieces of physical memory"),
+            (self.physical_memory, "physical memory object", "physical memory objects"),
         ];
         let mut before = "";
         for (count, one, many) in counts.into_iter().filter(|(count, ..)| *count > 0) {
@@ -499,7 +499,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Maps all of the memory at `ptr`, inside a range of `reserve_addresses`. No device may access it before
     /// `set_memory_access`.
     ///
-    /// - `mapped.contiguous`: one copy, fill or product uses memory of several pieces that are mapped without a gap.
+    /// - `mapped.contiguous`: one copy, fill or product can use several mappings that have no gap between them.
     /// - `mapped.move`: memory that is unmapped and mapped at another address keeps its bytes.
     /// - `mapped.map-checked`: an address that is no multiple of `mapped_memory_granularity` returns `InvalidArgument`. Bytes
     ///   that leave the range, and those in which memory is mapped, return `InvalidPointer`. Memory of another device

@@ -139,7 +139,7 @@ object_id!(
 object_id!(
     /// Physical memory of a device, which has no address until it is mapped.
     PhysicalMemoryId,
-    "piece of physical memory"
+    "physical memory object"
 );
 
 /// The first slot that is not a slot of a table but a named constant.
