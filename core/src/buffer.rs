@@ -2,14 +2,15 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::capture::thread::refuse_in_capture;
 use crate::device_block::{DeviceBlock, Origin};
+use crate::pool::pinned::Liveness;
 use crate::runtime::Runtime;
 use crate::sharing::{Exported, Ticket};
-use crate::stream::core::StreamCore;
 use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, Result};
 
 /// `len` values of `T` in the memory of one device.
@@ -50,13 +51,32 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error
 /// let buffer = runtime.device(0).unwrap().allocate::<String>(4).unwrap();
 /// ```
 pub struct DeviceBuffer<T: Element> {
-    block: Arc<DeviceBlock>,
+    block: ManuallyDrop<Arc<DeviceBlock>>,
     /// First value, counted from the start of the block.
     offset: usize,
     len: usize,
     elements: PhantomData<T>,
-    /// Keeps the runtime alive. It is the last field, so that the block drops first.
-    _runtime: Runtime,
+    /// Dropped after the block.
+    _keeps: Keeps,
+}
+
+/// What keeps the runtime of a buffer alive.
+enum Keeps {
+    Runtime {
+        _runtime: Runtime,
+    },
+    /// No shared count: see *Liveness* in `pool/thread_cache.rs`.
+    Live {
+        _live: Liveness,
+    },
+}
+
+impl<T: Element> Drop for DeviceBuffer<T> {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: The buffer is not used afterward.
+        DeviceBlock::end(unsafe { ManuallyDrop::take(&mut self.block) });
+    }
 }
 
 impl<T: Element> fmt::Debug for DeviceBuffer<T> {
@@ -103,33 +123,19 @@ pub(crate) fn check_range(range: &Range<usize>, len: usize) -> Result<()> {
 
 impl<T: Element> DeviceBuffer<T> {
     pub(crate) fn new(runtime: Runtime, device: u32, len: usize, kind: DeviceMemoryKind) -> Result<Self> {
-        Self::with_home(runtime, device, len, kind, None)
-    }
-
-    pub(crate) fn with_home(
-        runtime: Runtime,
-        device: u32,
-        len: usize,
-        kind: DeviceMemoryKind,
-        home: Option<Arc<StreamCore>>,
-    ) -> Result<Self> {
         const OPERATION: &str = "allocate";
         let inner = &runtime.inner;
         inner.check(OPERATION)?;
         refuse_in_capture(OPERATION)?;
         let bytes = size_in_bytes::<T>(OPERATION, len)?;
         let options = AllocateOptions::new(bytes).with_kind(kind);
-        let make = || {
-            let _submission = home.as_ref().map(|home| home.enter_outside(OPERATION)).transpose()?;
-            inner.backend.allocate(device, &options)
-        };
-        let allocated = inner.frees.memory.allocate(device, bytes, make)?;
+        let allocated = inner.frees.memory.allocate(device, bytes, || inner.backend.allocate(device, &options))?;
         inner.ledger.insert_owned(allocated)?;
         let origin = match kind {
             DeviceMemoryKind::Shareable(transport) => {
                 Origin::Shared(Box::new(Exported::new(runtime.clone(), transport, bytes)))
             }
-            _ => Origin::Own { home },
+            _ => Origin::Own,
         };
         let block = DeviceBlock::new(&inner.frees, device, allocated.base, origin);
         Ok(Self::part(runtime, block, 0..len))
@@ -137,7 +143,16 @@ impl<T: Element> DeviceBuffer<T> {
 
     /// Returns a range of an existing block.
     pub(crate) fn part(runtime: Runtime, block: Arc<DeviceBlock>, range: Range<usize>) -> Self {
-        Self { block, offset: range.start, len: range.len(), elements: PhantomData, _runtime: runtime }
+        let block = ManuallyDrop::new(block);
+        let _keeps = Keeps::Runtime { _runtime: runtime };
+        Self { block, offset: range.start, len: range.len(), elements: PhantomData, _keeps }
+    }
+
+    /// Returns a whole block of a stream's memory.
+    #[inline]
+    pub(crate) fn ordered(live: Liveness, block: Arc<DeviceBlock>, len: usize) -> Self {
+        let (block, _keeps) = (ManuallyDrop::new(block), Keeps::Live { _live: live });
+        Self { block, offset: 0, len, elements: PhantomData, _keeps }
     }
 
     /// Returns the number of values.

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::capture::thread::{in_capture, refuse_in_capture};
-use crate::pool::completion_events::CompletionEvent;
+use crate::capture::thread::refuse_in_capture;
+use crate::pool::completion_events::{CompletionEvent, never_recorded};
 use crate::pool::deferred::{DeferredFree, DeferredFrees, StreamUse, UseEnd};
+use crate::pool::stream_memory::{Lot, StreamMemory, Waiting};
 use crate::services::Services;
 use crate::sharing::Ticket;
 use crate::stream::core::StreamCore;
@@ -64,13 +65,26 @@ impl Noted {
 
 /// The source of a block, which decides how it is freed.
 pub(crate) enum Origin {
-    /// Allocated here.
-    Own {
-        /// The stream whose order allocation and free follow, for stream-ordered memory.
-        home: Option<Arc<StreamCore>>,
-    },
+    /// Allocated by itself.
+    Own,
+    /// A part of the memory of a stream, whose order the allocation and the free follow.
+    Ordered(Ordered),
     /// Memory that several processes can have open.
     Shared(Box<dyn SharedMemory>),
+}
+
+/// A part of the memory of a stream.
+pub(crate) struct Ordered {
+    memory: Arc<StreamMemory>,
+    lot: Lot,
+    /// False once the memory has taken the part back.
+    has_lot: AtomicBool,
+}
+
+impl Ordered {
+    pub(crate) fn new(memory: &Arc<StreamMemory>, lot: Lot) -> Self {
+        Self { memory: Arc::clone(memory), lot, has_lot: AtomicBool::new(true) }
+    }
 }
 
 /// Memory that several processes can have open, as seen from its block.
@@ -131,7 +145,7 @@ impl DeviceBlock {
     #[cold]
     fn note_anew(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
         let home = match &self.origin {
-            Origin::Own { home: Some(home) } if home.key != stream.key => Some(home),
+            Origin::Ordered(Ordered { memory, .. }) if memory.key != stream.key => Some(memory),
             _ => None,
         };
         let mut noted = Noted::Ordered;
@@ -168,14 +182,18 @@ impl DeviceBlock {
     /// Makes a stream wait, on the device, for the allocation of the block in the order of another stream. Until then,
     /// work of the earlier block in this memory may be outstanding. The wait covers all work of the other stream so
     /// far, so that an allocation itself records no completion event.
-    fn order_after_allocation(&self, home: &StreamCore, stream: &StreamCore) -> Result<Noted> {
+    fn order_after_allocation(&self, home: &StreamMemory, stream: &StreamCore) -> Result<Noted> {
         const OPERATION: &str = "stream_wait_event";
         if stream.lock_submission().recording.is_some() {
             return Ok(Noted::InCapture);
         }
         let wait = || {
-            // If the home stream takes part in a capture, the allocation came before that.
-            let allocated = home.completion()?;
+            // If the home stream takes part in a capture, the allocation came before that. If it has ended, so has the work
+            // before the allocation been enqueued.
+            let allocated = match home.stream() {
+                Some(home) => home.completion()?,
+                None => home.last().ok_or_else(never_recorded)?,
+            };
             let submission = stream.enter(OPERATION)?;
             if submission.recording.is_some() {
                 return Ok(Noted::InCapture);
@@ -185,10 +203,9 @@ impl DeviceBlock {
         };
         wait().map_err(|error: Error| {
             let message = format!(
-                "{:?} cannot wait for the allocation of {:?} in the order of {:?}: {}",
+                "{:?} cannot wait for the allocation of {:?} in the order of its own stream: {}",
                 stream.id,
                 self.ptr,
-                home.id,
                 error.message()
             );
             let unordered = Error::new(error.kind(), OPERATION, message).with_hint(error.hint());
@@ -249,47 +266,83 @@ impl DeviceBlock {
         }
         match &self.origin {
             Origin::Shared(memory) => memory.share(self, after),
-            Origin::Own { home: Some(_) } => {
+            Origin::Ordered(_) => {
                 refused("stream-ordered memory cannot be shared", "allocate it with `Device::allocate_shared`")
             }
-            Origin::Own { .. } => {
+            Origin::Own => {
                 refused("the buffer was not allocated to be shared", "allocate it with `Device::allocate_shared`")
             }
         }
     }
 
+    /// Takes the streams that used the block out. The block has no owner any more.
+    fn take_uses(&mut self) -> Vec<StreamUse> {
+        std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect()
+    }
+
     /// Returns the free to run once every stream that used the block has passed that use. The block has no owner any more.
-    pub(crate) fn deferred_free(&mut self, home: Option<Arc<StreamCore>>) -> DeferredFree {
-        let later = std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect();
-        let mut free =
-            DeferredFree { device: self.device, ptr: self.ptr, home, after: Vec::new(), later, unmarked: false };
+    pub(crate) fn deferred_free(&mut self) -> DeferredFree {
+        let later = self.take_uses();
+        let mut free = DeferredFree { device: self.device, ptr: self.ptr, after: Vec::new(), later, unmarked: false };
         free.record_later();
         free
+    }
+
+    /// Returns the part of a stream's memory that the block is.
+    pub(crate) fn lot(&self) -> Option<Lot> {
+        match &self.origin {
+            Origin::Ordered(ordered) => Some(ordered.lot),
+            _ => None,
+        }
+    }
+
+    /// Notes that the memory has taken its part back. The end of the block then returns nothing.
+    pub(crate) fn forget_lot(&self) {
+        if let Origin::Ordered(ordered) = &self.origin {
+            // Relaxed: the caller owns the block.
+            ordered.has_lot.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends the life of a block whose buffer is gone.
+    #[inline]
+    pub(crate) fn end(mut block: Arc<Self>) {
+        if let Some(unique) = Arc::get_mut(&mut block)
+            && let Origin::Ordered(Ordered { memory, lot, .. }) = &unique.origin
+        {
+            let key = memory.key;
+            let is_used_by_others = unique.uses.get_mut().iter().any(|(use_, _)| use_.key() != key);
+            if !is_used_by_others && memory.pool.services.may_release() {
+                let (memory, lot) = (Arc::clone(memory), *lot);
+                return memory.give_back(lot, block);
+            }
+        }
     }
 }
 
 impl Drop for DeviceBlock {
     fn drop(&mut self) {
+        if let Origin::Ordered(ordered) = &mut self.origin
+            && !*ordered.has_lot.get_mut()
+        {
+            return;
+        }
         if !self.services().may_release() {
             return;
         }
-        let home = match std::mem::replace(&mut self.origin, Origin::Own { home: None }) {
-            Origin::Shared(memory) => return memory.release(self),
-            Origin::Own { home } => home,
-        };
-        let free = self.deferred_free(home);
-        if free.home.is_none() || free.unmarked || !free.later.is_empty() || in_capture() {
-            return self.frees.defer(free);
-        }
-        // Freed in the order of its own stream, which first waits, on the device, for the others.
-        //
-        // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the completion events.
-        match unsafe { self.frees.free(&free) } {
-            Ok(true) => {}
-            Ok(false) => self.frees.defer(free),
-            Err(error) => {
-                self.services().count_failed_release(&error);
-                self.frees.strand(free);
+        match std::mem::replace(&mut self.origin, Origin::Own) {
+            Origin::Shared(memory) => memory.release(self),
+            Origin::Own => {
+                let free = self.deferred_free();
+                self.frees.defer(free);
+            }
+            Origin::Ordered(Ordered { memory, lot, .. }) => {
+                let mut later = self.take_uses();
+                // Its own stream needs no event: the memory is free in its order.
+                later.retain(|use_| use_.key() != memory.key);
+                let mut waiting = Waiting { lot, after: Vec::new(), later, unmarked: false };
+                waiting.record_later();
+                memory.give_back_waiting(waiting);
             }
         }
     }

@@ -39,6 +39,8 @@ struct DeviceBlock {
     info: DeviceBlockInfo,
     /// True if a buffer owns the block. Then waiting for streams does not free it.
     owned: bool,
+    /// True if a pool divides the block, and knows what lies in it.
+    divided: bool,
 }
 
 #[derive(Debug, Default)]
@@ -49,12 +51,17 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// Adds a block. Refuses one that overlaps a live block, which a correct backend never returns.
     pub(crate) fn insert_device(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: false })
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: false })
     }
 
     /// As [`Ledger::insert_device`], for a block that a buffer owns.
     pub(crate) fn insert_owned(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: true })
+        self.insert_block(DeviceBlock { info: block, owned: true, divided: false })
+    }
+
+    /// As [`Ledger::insert_device`], for a block that a pool divides.
+    pub(crate) fn insert_divided(&self, block: DeviceBlockInfo) -> Result<()> {
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: true })
     }
 
     fn insert_block(&self, block: DeviceBlock) -> Result<()> {
@@ -122,8 +129,8 @@ impl Ledger {
 }
 
 fn find(blocks: &BTreeMap<u64, DeviceBlock>, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
-    let (_, DeviceBlock { info: block, .. }) = blocks.range(..=ptr.get()).next_back()?;
-    (ptr.get() - block.base.get() < block.bytes as u64).then_some(*block)
+    let (_, DeviceBlock { info: block, divided, .. }) = blocks.range(..=ptr.get()).next_back()?;
+    (!divided && ptr.get() - block.base.get() < block.bytes as u64).then_some(*block)
 }
 
 fn unknown(ptr: DevicePtr) -> Error {

@@ -268,6 +268,13 @@ impl<A: Address> Area<A> {
         })
     }
 
+    /// Gives up a plan: its hole is free again.
+    pub(crate) fn cancel(&mut self, plan: &Plan<A>) {
+        if let Some((page, hole)) = plan.hole {
+            self.vacate(page, hole);
+        }
+    }
+
     /// Adds the pieces of a growth, in the place of the plan's hole if there is one. Returns how many there are.
     pub(crate) fn add(&mut self, pieces: &[Piece<A>], hole: Option<(u32, Hole<A>)>) -> u64 {
         let mut next = hole.map(|(page, _)| page);
@@ -332,6 +339,23 @@ impl<A: Address> Area<A> {
         *below = page;
         let leaving = Leaving { piece, run: Run { start: page, pages: pages_of(piece.bytes) } };
         self.take_out(&leaving).then_some(leaving)
+    }
+
+    /// Takes the smallest free piece out that has at least so many bytes.
+    pub(crate) fn take_smallest_piece(&mut self, bytes: usize) -> Option<Leaving<A>> {
+        let is_free = |page: u32, held: &Held<A>| {
+            let run = self.ranges.free_runs().find(|run| run.start <= page && page < run.end());
+            run.is_some_and(|run| page + pages_of(held.piece.bytes) <= run.end())
+        };
+        let fits = self.pieces.iter().filter(|(page, held)| held.piece.bytes >= bytes && is_free(**page, held));
+        let (page, held) = fits.min_by_key(|(_, held)| held.piece.bytes)?;
+        let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
+        self.take_out(&leaving).then_some(leaving)
+    }
+
+    /// Returns the first page of the free run at the end, or the number of pages if there is none.
+    pub(crate) fn top(&self) -> u32 {
+        self.ranges.top()
     }
 
     /// Takes the piece out that begins at an address, if all of it is free.

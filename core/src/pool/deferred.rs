@@ -90,8 +90,6 @@ impl StreamUse {
 pub(crate) struct DeferredFree {
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    /// The stream in whose order the block must be freed, for stream-ordered memory.
-    pub(crate) home: Option<Arc<StreamCore>>,
     /// Completion events that are not known to be passed.
     pub(crate) after: Vec<Arc<CompletionEvent>>,
     /// Uses that have no completion event yet, because other code captures their stream.
@@ -205,53 +203,22 @@ impl DeferredFrees {
                 continue;
             }
             // SAFETY: Every stream that used the block has passed its last use, and its owner is gone.
-            match unsafe { self.free(&free) } {
-                Ok(true) => {}
-                Ok(false) => {
-                    pending += 1;
-                    self.push(free);
-                }
-                Err(error) => {
-                    // The end of the runtime retries once more.
-                    self.strand(free);
-                    result = result.and(self.services().note(Err(error)));
-                }
+            if let Err(error) = unsafe { self.free(&free) } {
+                // The end of the runtime retries once more.
+                self.strand(free);
+                result = result.and(self.services().note(Err(error)));
             }
         }
         result
     }
 
-    /// Frees a block; stream-ordered memory in the order of its home stream. Returns false if that stream takes part in a
-    /// capture.
+    /// Frees a block.
     ///
     /// # Safety
-    /// The owner must be gone. Every use by a stream must be passed or, for stream-ordered memory, precede a completion event
-    /// of the block.
-    pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<bool> {
-        let Some(home) = &free.home else {
-            // SAFETY: The caller upholds the contract.
-            return unsafe { self.memory.free(free.device, free.ptr, None) }.map(|()| true);
-        };
-        let in_order = || {
-            // `enter` also fails if other code captures the stream.
-            let Ok(submission) = home.enter("free") else { return Ok(false) };
-            if submission.recording.is_some() || home.refuse_if_captured("free").is_err() {
-                return Ok(false);
-            }
-            free.after
-                .iter()
-                .try_for_each(|completion| self.services().backend.stream_wait_event(home.id, completion.event()))?;
-            // SAFETY: The ledger, queried below, shows that the block came from `allocate` for this device and was not freed.
-            // The home stream waits for every use.
-            unsafe { self.services().backend.free(free.device, free.ptr, Some(home.id)) }.map(|()| true)
-        };
-        let block = self.services().ledger.remove_device(free.device, free.ptr)?;
-        let freed = in_order();
-        if !matches!(freed, Ok(true)) {
-            // The block counts as still allocated. The range is free in the ledger, so this cannot fail.
-            let _ = self.services().ledger.insert_device(block);
-        }
-        freed
+    /// The owner must be gone, and every use by a stream must be passed.
+    pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<()> {
+        // SAFETY: The caller upholds the contract.
+        unsafe { self.memory.free(free.device, free.ptr) }
     }
 }
 

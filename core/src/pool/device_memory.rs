@@ -3,27 +3,39 @@
 use std::sync::Arc;
 
 use super::active_trims::ActiveTrims;
+use super::device_pool::DevicePool;
 use crate::capture::thread::in_capture;
 use crate::ledger::DeviceBlockInfo;
-use crate::services::Services;
-use highwater_hal::{DevicePtr, Error, ErrorKind, Result, StreamId};
+use crate::services::{DeviceState, Services};
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
 
 pub(crate) struct DeviceMemory {
     pub(crate) services: Arc<Services>,
     /// Threads that free device memory. They may wait for streams.
     pub(crate) active_trims: ActiveTrims,
+    /// The memories of the streams of each device.
+    pub(crate) pools: Box<[Arc<DevicePool>]>,
 }
 
 impl DeviceMemory {
-    pub(crate) fn new(services: Arc<Services>) -> Self {
-        Self { services, active_trims: ActiveTrims::default() }
+    pub(crate) fn new(services: Arc<Services>, is_mapped: bool) -> Arc<Self> {
+        let pool = |device: &DeviceState| DevicePool::new(&services, device.info.ordinal, is_mapped);
+        let pools = services.devices.iter().map(pool).collect();
+        let memory = Arc::new(Self { services, active_trims: ActiveTrims::default(), pools });
+        memory.pools.iter().for_each(|pool| pool.beside(&memory));
+        memory
+    }
+
+    /// Returns the memories of a device's streams.
+    pub(crate) fn pool(&self, device: u32) -> &Arc<DevicePool> {
+        &self.pools[device as usize]
     }
 
     /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing the rest
     /// could not satisfy it.
-    fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
+    pub(crate) fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
         let total = self.services.device(device).info.memory_bytes;
-        let owned = self.services.ledger.owned_bytes(device);
+        let owned = self.services.ledger.owned_bytes(device) + self.pool(device).live_bytes();
         if bytes as u64 <= total.saturating_sub(owned) {
             return Ok(());
         }
@@ -82,11 +94,11 @@ impl DeviceMemory {
     /// # Safety
     /// As [`Backend::free`](highwater_hal::Backend::free), except that `ptr` may be any address. An address that is not the
     /// start of a live block is refused.
-    pub(crate) unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
+    pub(crate) unsafe fn free(&self, device: u32, ptr: DevicePtr) -> Result<()> {
         let block = self.services.ledger.remove_device(device, ptr)?;
         // SAFETY: The ledger shows that `ptr` came from `allocate` for this device and was not freed. The caller promises that
         // no work that uses it is outstanding.
-        unsafe { self.services.backend.free(device, ptr, stream) }.inspect_err(|_| {
+        unsafe { self.services.backend.free(device, ptr, None) }.inspect_err(|_| {
             // The block counts as still allocated. The range is free in the ledger, so this cannot fail.
             let _ = self.services.ledger.insert_device(block);
         })

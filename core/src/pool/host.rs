@@ -568,7 +568,7 @@ impl HostCache {
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
         let registry = self.registry.lock();
         let counts = if self.is_first { registry.counts() } else { Counts::default() };
-        let Counts { live, hits: own_hits, inbox_hits, waited_hits } = counts;
+        let Counts { live, live_on_devices, hits: own_hits, inbox_hits, waited_hits } = counts;
         let (mut kept, mut waiting, mut inboxes) = ((0, 0), (0, 0), (0, 0));
         let add = |sum: &mut (u64, u64), (blocks, bytes)| *sum = (sum.0 + blocks, sum.1 + bytes);
         for cache in registry.caches_of(self.id) {
@@ -590,7 +590,7 @@ impl HostCache {
             peak_held_bytes: state.peak_held_bytes,
             peak_live_bytes: state.peak_out_bytes,
             pieces: state.area.pieces(),
-            live_blocks: live as u64,
+            live_blocks: (live - live_on_devices) as u64,
             live_bytes: sum(&mut live_blocks()),
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),

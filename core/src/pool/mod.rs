@@ -16,7 +16,10 @@ mod budget;
 pub(crate) mod completion_events;
 pub(crate) mod deferred;
 pub(crate) mod device_memory;
+mod device_parts;
+pub(crate) mod device_pool;
 pub(crate) mod fences;
+mod free_lists;
 #[cfg(test)]
 mod growth_tests;
 mod handles;
@@ -47,6 +50,7 @@ mod recorder_tests;
 mod slabs;
 #[cfg(test)]
 mod statistics_tests;
+pub(crate) mod stream_memory;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;

@@ -18,7 +18,7 @@ use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
 use super::ranges::{Borders, PAGE};
 use super::recorder::Recorder;
-use super::thread_cache::{Cached, ThreadCache, enlist, with_mine};
+use super::thread_cache::{Cached, Counts, ThreadCache, enlist, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
@@ -749,6 +749,85 @@ fn count(cache: &HostCache, own: Option<&ThreadCache>, change: i64) -> bool {
         None => {
             let mut registry = cache.registry.lock();
             registry.departed.live += change;
+            registry.is_closing()
+        }
+    }
+}
+
+/// A buffer of device memory, counted like one of page-locked memory. Keeps the runtime alive without a shared count.
+#[derive(Debug)]
+pub(crate) struct Liveness(PoolRef);
+
+impl Liveness {
+    /// Counts a buffer of the runtime whose first pool this is.
+    #[inline]
+    pub(crate) fn new(pool: &PinnedPool) -> Self {
+        if Self::count(pool, 1).is_none() {
+            count_on_device(&pool.cache, 1);
+        }
+        Self(pool.reference())
+    }
+
+    /// Counts in the calling thread's cache. Returns whether the thread must check for the end of the runtime, or `None` if the
+    /// thread has no cache.
+    #[inline]
+    fn count(pool: &PinnedPool, change: i64) -> Option<Option<Arc<HostCache>>> {
+        with_mine(pool.id, |mine| {
+            let mine = mine?;
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let is_closing = unsafe {
+                mine.cached.own(|cached| {
+                    cached.counts.live += change;
+                    cached.counts.live_on_devices += change;
+                    cached.closing
+                })
+            };
+            // The pool may be gone now, but not this.
+            Some(is_closing.then(|| Arc::clone(&mine.cache)))
+        })
+    }
+}
+
+impl Drop for Liveness {
+    #[inline]
+    fn drop(&mut self) {
+        let pool = self.0.get();
+        if !pool.generation.is_current() {
+            return;
+        }
+        let closing = match Self::count(pool, -1) {
+            Some(closing) => closing,
+            None => {
+                // Once the buffer is counted as dropped, the pool may be gone, but not this.
+                let cache = Arc::clone(&pool.cache);
+                count_on_device(&cache, -1).then_some(cache)
+            }
+        };
+        if let Some(cache) = closing {
+            end_if_last(&cache);
+        }
+    }
+}
+
+/// Counts a buffer of device memory in a thread that has not used the pool yet, or is ending. Returns whether the thread must check
+/// for the end of the runtime.
+#[cold]
+fn count_on_device(cache: &Arc<HostCache>, change: i64) -> bool {
+    let add = |counts: &mut Counts| {
+        counts.live += change;
+        counts.live_on_devices += change;
+    };
+    match enlist(cache) {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        Some(own) => unsafe {
+            own.cached.own(|cached| {
+                add(&mut cached.counts);
+                cached.closing
+            })
+        },
+        None => {
+            let mut registry = cache.registry.lock();
+            add(&mut registry.departed);
             registry.is_closing()
         }
     }

@@ -160,8 +160,13 @@ impl Ranges {
     /// Returns how many pages a growth for this request must add at least, if the new piece continues the last one's
     /// address range. The free run at the top counts if the request may cross the border.
     pub(crate) fn shortfall(&self, pages: u32, borders: Borders) -> u32 {
-        let top = self.ends.last().map_or(0, |end| if end & FREE != 0 { end & !FREE } else { 0 });
+        let top = self.pages() - self.top();
         if self.must_be_undivided(pages, borders) { pages } else { pages.saturating_sub(top).max(1) }
+    }
+
+    /// Returns the first page of the free run at the end, or the number of pages if there is none.
+    pub(crate) fn top(&self) -> u32 {
+        self.pages() - self.ends.last().map_or(0, |end| if end & FREE != 0 { end & !FREE } else { 0 })
     }
 
     /// Adds a piece of whole granules at the end, all of it free. Returns its first page, or `None` if the pages are too many.

@@ -44,6 +44,8 @@ const ASK_AFTER: usize = 32;
 pub(crate) struct Counts {
     /// The buffers that it created less those that it dropped.
     pub(crate) live: i64,
+    /// Those among them that own device memory.
+    pub(crate) live_on_devices: i64,
     /// Requests that its own cache served with free blocks.
     pub(crate) hits: u64,
     /// Requests that it served with blocks that had waited for streams.
@@ -55,6 +57,7 @@ pub(crate) struct Counts {
 impl Counts {
     pub(crate) fn add(&mut self, other: Self) {
         self.live += other.live;
+        self.live_on_devices += other.live_on_devices;
         self.hits += other.hits;
         self.waited_hits += other.waited_hits;
         self.inbox_hits += other.inbox_hits;

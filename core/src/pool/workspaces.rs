@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::device_pool::DevicePool;
 use crate::capture::thread::{in_capture, warm_up_first};
 use highwater_hal::{AllocateOptions, Error, ErrorKind, Result, Workspace};
 
@@ -42,6 +43,11 @@ impl Workspaces {
     pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
         let devices = memory.services.devices.iter().map(|_| Mutex::default()).collect();
         Self { memory, devices }
+    }
+
+    /// Returns the memories of a device's streams.
+    pub(crate) fn pool(&self, device: u32) -> &Arc<DevicePool> {
+        self.memory.pool(device)
     }
 
     fn of(&self, device: u32) -> &Mutex<State> {
@@ -109,7 +115,7 @@ impl Workspaces {
                     continue;
                 }
                 // SAFETY: No stream has the workspace, and the last work that used it is done.
-                let freed = self.memory.services.note(unsafe { self.memory.free(ordinal, idle.workspace.ptr, None) });
+                let freed = self.memory.services.note(unsafe { self.memory.free(ordinal, idle.workspace.ptr) });
                 match &freed {
                     Ok(()) => state.lock().all.retain(|other| *other != idle.workspace),
                     Err(_) => self.give_back(ordinal, IdleWorkspace { after: None, ..idle }),

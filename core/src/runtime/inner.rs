@@ -94,7 +94,7 @@ impl RuntimeInner {
         nodes: &Nodes,
         recorder: Option<&Arc<Recorder>>,
     ) -> Arc<Self> {
-        let memory = Arc::new(DeviceMemory::new(Arc::clone(&services)));
+        let memory = DeviceMemory::new(Arc::clone(&services), true);
         let inner = Arc::new(Self {
             handles: BlasHandles::new(Arc::clone(&memory)),
             workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
@@ -114,6 +114,7 @@ impl RuntimeInner {
     pub(super) fn trim(&self) -> Result<()> {
         let handles = self.retry_refused().and(self.handles.trim());
         let memory = handles.and(self.frees.trim(false)).and(self.workspaces.trim(false)).and(self.pinned.trim());
+        let memory = self.frees.memory.pools.iter().fold(memory, |result, pool| result.and(pool.trim(false)));
         memory.and(self.destroy_idle_events())
     }
 }
@@ -135,7 +136,8 @@ impl Owner for RuntimeInner {
             sharing.trim();
         }
         // A refused release is counted, and the allocation retries with the memory that the others freed.
-        for freed in [self.frees.trim(true), self.workspaces.trim(true), self.handles.trim()] {
+        let pools = self.frees.memory.pools.iter().map(|pool| pool.trim(true));
+        for freed in [self.frees.trim(true), self.workspaces.trim(true), self.handles.trim()].into_iter().chain(pools) {
             if let Err(error) = freed {
                 tracing::debug!("not everything could be freed: {error}");
             }

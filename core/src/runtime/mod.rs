@@ -181,7 +181,12 @@ impl Runtime {
     /// Returns the block of device memory that contains an address, if this runtime allocated it.
     #[must_use]
     pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
-        if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
+        if !self.inner.generation.is_current() {
+            return None;
+        }
+        let memory = &self.inner.frees.memory;
+        let pools = || memory.pools.iter().find_map(|pool| pool.find(ptr));
+        self.inner.ledger.find_device(ptr).or_else(pools)
     }
 
     /// Ends the runtime. Waits for captures of other runtimes on its devices and for the devices themselves, then frees

@@ -62,13 +62,17 @@ impl RuntimeInner {
         }
         result = result.and(twice(self.frees.take_all(), |free| {
             // SAFETY: The devices have executed everything, and the owner of the block is gone.
-            self.note(unsafe { self.frees.free(free) }.map(|_| ()))
+            self.note(unsafe { self.frees.free(free) })
         }));
+        for pool in &self.frees.memory.pools {
+            // SAFETY: The devices have executed everything, and no buffer is left.
+            result = result.and(unsafe { pool.free_all() });
+        }
         // SAFETY: The devices have executed everything. Every buffer keeps the runtime alive, so no buffer is left.
         result = result.and(unsafe { self.pinned.free_all() });
         result = result.and(twice(self.workspaces.take_all(), |(device, workspace)| {
             // SAFETY: The devices have executed everything, and the handles bound to it are destroyed.
-            self.note(unsafe { self.frees.memory.free(*device, workspace.ptr, None) })
+            self.note(unsafe { self.frees.memory.free(*device, workspace.ptr) })
         }));
         // A refusal here is retried like the rest.
         let _ = self.destroy_idle_events();

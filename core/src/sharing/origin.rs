@@ -31,7 +31,7 @@ impl SharedMemory for Exported {
     }
 
     fn release(&self, block: &mut DeviceBlock) {
-        let free = block.deferred_free(None);
+        let free = block.deferred_free();
         // Other processes may have the memory open. Then the free waits in limbo.
         let free = match (self.key.get(), self.runtime.inner.sharing.get()) {
             (Some(key), Some(sharing)) => sharing.close(*key, free),

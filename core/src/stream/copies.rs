@@ -1,18 +1,18 @@
 //! Copies and fills, and the memory that they use.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Stream;
 use super::submission::SubmissionState;
-use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
+use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped, size_in_bytes};
+use crate::capture::thread::refuse_in_capture;
+use crate::device_block::{DeviceBlock, Ordered, Origin};
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::pool::block::OwnedBlock;
-use crate::pool::pinned::PinnedPool;
-use highwater_hal::{
-    DeviceMemoryKind, Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result,
-};
+use crate::pool::device_pool::DevicePool;
+use crate::pool::pinned::{Liveness, PinnedPool};
+use highwater_hal::{Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result};
 
 /// A copy of page-locked memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -45,19 +45,37 @@ impl Stream {
     /// [`Stream::wait`].
     ///
     /// # Errors
-    /// As [`Device::allocate`](crate::Device::allocate). `Unsupported` if `stream_ordered_memory` is false; `Capture` also if
-    /// the stream takes part in a capture of another thread.
+    /// As [`Device::allocate`](crate::Device::allocate). `Unsupported` for the per-thread default stream; `Capture` also if the
+    /// stream takes part in a capture of another thread.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
-        if !self.runtime.inner.device(self.device()).capabilities.stream_ordered_memory {
-            return Err(Error::lacks("allocate", "stream_ordered_memory"));
+        const OPERATION: &str = "allocate";
+        let inner = &self.runtime.inner;
+        inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        if self.core.asks || self.core.bound_as() != self.core.key {
+            self.check_order(OPERATION)?;
         }
+        let request = DevicePool::request(size_in_bytes::<T>(OPERATION, len)?)?;
+        let memory = self.core.memory();
+        let block = match memory.take_cached(request.size()) {
+            Some(block) => block,
+            None => {
+                let lot = memory.pool.take_slow(memory, request)?;
+                DeviceBlock::new(&inner.frees, self.device(), lot.ptr, Origin::Ordered(Ordered::new(memory, lot)))
+            }
+        };
+        Ok(DeviceBuffer::ordered(Liveness::new(inner.pinned.of_runtime()), block, len))
+    }
+
+    /// Refuses memory in the order of a stream whose work is recorded, or on which only one thread can enqueue.
+    #[cold]
+    fn check_order(&self, operation: &'static str) -> Result<()> {
         if self.core.owner.is_some() {
             // Any thread may drop the buffer, and must then free it in the order of the stream.
             let message = "other threads cannot free memory that is ordered by a per-thread default stream";
-            return Err(Error::new(ErrorKind::Unsupported, "allocate", message).with_hint("use `Device::allocate`"));
+            return Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint("use `Device::allocate`"));
         }
-        let kind = DeviceMemoryKind::StreamOrdered(self.core.id);
-        DeviceBuffer::with_home(self.runtime.clone(), self.device(), len, kind, Some(Arc::clone(&self.core)))
+        self.core.enter_outside(operation).map(drop)
     }
 
     pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {

@@ -15,6 +15,7 @@ use super::submission::SubmissionState;
 use crate::capture::thread::let_go;
 use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool, Point};
+use crate::pool::stream_memory::StreamMemory;
 use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
 use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
@@ -63,6 +64,8 @@ pub(crate) struct StreamCore {
     /// True while a thread creates the workspace. The lock is not held during that time.
     pub(super) making_workspace: Mutex<bool>,
     pub(super) workspace_made: Condvar,
+    /// The device memory in the order of the stream, once any is allocated.
+    memory: OnceLock<Arc<StreamMemory>>,
 }
 
 /// The thread that a stream belongs to, with the pool of the completion events that its calls record.
@@ -162,6 +165,7 @@ impl StreamCore {
             workspaces,
             services,
             workspace_made: Condvar::new(),
+            memory: OnceLock::new(),
         })
     }
 
@@ -174,6 +178,16 @@ impl StreamCore {
         static KEYS: AtomicU64 = AtomicU64::new(1);
         // Relaxed: the keys only need to be unique.
         KEYS.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Returns the device memory in the order of the stream.
+    #[inline]
+    pub(crate) fn memory(self: &Arc<Self>) -> &Arc<StreamMemory> {
+        self.memory.get_or_init(|| {
+            let memory = self.workspaces.pool(self.id.device()).enlist(self.key);
+            memory.belongs_to(self);
+            memory
+        })
     }
 
     /// Returns whether this process is the one that made the stream.
@@ -259,6 +273,9 @@ impl Drop for StreamCore {
         drop(ending);
         if !may_release {
             return;
+        }
+        if let Some(memory) = self.memory.get() {
+            memory.pool.end_stream(memory);
         }
         if let Some(owner) = &owner {
             if let Some(last) = &last {

@@ -1,0 +1,521 @@
+//! The device memory that streams allocate and free in their own order: the memories of one device's streams, and how they grow.
+//!
+//! *Growth.* A request grows the memory of its stream only if no free run fits, after waiting blocks were collected and the lists
+//! emptied. The bytes come, in this order, from
+//!
+//! 1. spare parts of streams that have ended or of a trim, whose last work is done;
+//! 2. free parts of the stream itself, in other places, and of other streams, if those streams have executed everything. With mapped
+//!    memory they move. Without it, a whole free allocation changes its stream;
+//! 3. the backend.
+//!
+//! So the memory held exceeds the largest sum of blocks in use by what is rounded, and by the free parts of streams that are behind.
+//!
+//! One thread at a time grows a device's memory. No lock is held during a call of the backend.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::area::{Leaving, Piece, Request, bytes_of};
+use super::completion_events::CompletionEvent;
+use super::device_memory::DeviceMemory;
+use super::device_parts::{Part, Parts, Reservation, too_large};
+use super::ranges::{Borders, PAGE};
+use super::stream_memory::{Found, Lot, MemoryCounts, StreamMemory};
+use crate::capture::thread::in_capture;
+use crate::ledger::DeviceBlockInfo;
+use crate::services::Services;
+use crate::stream::core::StreamCore;
+use highwater_hal::{Completion, DevicePtr, PhysicalMemoryId, Result};
+
+/// Maximum number of pages of a request: more than an area can count.
+const MOST_PAGES: usize = 1 << 31;
+
+/// A part that no stream has.
+#[derive(Debug)]
+struct Spare {
+    part: Part,
+    /// The work after which it is free.
+    after: Option<Arc<CompletionEvent>>,
+}
+
+/// The memories of a device's streams.
+pub(crate) struct DevicePool {
+    pub(crate) services: Arc<Services>,
+    pub(crate) device: u32,
+    pub(crate) parts: Parts,
+    memory: OnceLock<Weak<DeviceMemory>>,
+    streams: Mutex<Vec<Arc<StreamMemory>>>,
+    /// By key of the stream.
+    reservations: Mutex<Vec<(u64, Vec<Reservation>)>>,
+    spare: Mutex<Vec<Spare>>,
+    /// True while a thread grows the memory of a stream.
+    growing: Mutex<bool>,
+    grown: Condvar,
+}
+
+impl fmt::Debug for DevicePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DevicePool").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// The right to grow, which one thread has at a time; ends when dropped.
+struct Turn<'p>(&'p DevicePool);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.growing.lock() = false;
+        self.0.grown.notify_all();
+    }
+}
+
+impl DevicePool {
+    pub(crate) fn new(services: &Arc<Services>, device: u32, is_mapped: bool) -> Arc<Self> {
+        Arc::new(Self {
+            services: Arc::clone(services),
+            device,
+            parts: Parts::new(Arc::clone(services), device, is_mapped),
+            memory: OnceLock::new(),
+            streams: Mutex::default(),
+            reservations: Mutex::default(),
+            spare: Mutex::default(),
+            growing: Mutex::new(false),
+            grown: Condvar::new(),
+        })
+    }
+
+    /// Makes the device's other memory known, once.
+    pub(crate) fn beside(&self, memory: &Arc<DeviceMemory>) {
+        let _ = self.memory.set(Arc::downgrade(memory));
+    }
+
+    /// Returns the memory of a new stream.
+    pub(crate) fn enlist(self: &Arc<Self>, key: u64) -> Arc<StreamMemory> {
+        let memory = StreamMemory::new(Arc::clone(self), key);
+        self.streams.lock().push(Arc::clone(&memory));
+        memory
+    }
+
+    fn streams(&self) -> Vec<Arc<StreamMemory>> {
+        self.streams.lock().clone()
+    }
+
+    // ---------------------------------------------------------------- requests
+
+    /// Returns the request for so many bytes.
+    #[inline]
+    pub(crate) fn request(bytes: usize) -> Result<Request> {
+        let pages = bytes.max(1).div_ceil(PAGE);
+        if pages >= MOST_PAGES {
+            return Err(too_large(bytes));
+        }
+        Ok(Request { pages: pages as u32, bytes, borders: Borders::Allowed })
+    }
+
+    /// Finds or makes memory for a request that found no block in a list.
+    #[cold]
+    pub(crate) fn take_slow(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
+        memory.note_miss(request.size());
+        if let Some(lot) = memory.take(request, Found::Free) {
+            return Ok(lot);
+        }
+        if !in_capture()
+            && memory.collect(false)
+            && let Some(lot) = memory.take(request, Found::Waiting)
+        {
+            return Ok(lot);
+        }
+        memory.empty_lists();
+        if let Some(lot) = memory.take(request, Found::Merged) {
+            return Ok(lot);
+        }
+        self.grow(memory, request)
+    }
+
+    fn grow(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
+        let _turn = self.turn();
+        if let Some(lot) = memory.take(request, Found::Free) {
+            return Ok(lot);
+        }
+        let make = || self.try_grow(memory, request);
+        match self.memory.get().and_then(Weak::upgrade) {
+            Some(other) => other.with_retry(make, |refused| other.check_reach(self.device, request.bytes, refused)),
+            None => make(),
+        }
+    }
+
+    fn turn(&self) -> Turn<'_> {
+        let mut growing = self.growing.lock();
+        while *growing {
+            self.grown.wait(&mut growing);
+        }
+        *growing = true;
+        Turn(self)
+    }
+
+    fn try_grow(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
+        match self.parts.granularity() {
+            Some(granularity) => self.grow_mapped(memory, request, granularity),
+            None => self.grow_by_allocation(memory, request),
+        }
+    }
+
+    // ---------------------------------------------------------------- without mapped memory
+
+    fn grow_by_allocation(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
+        let mut plan = memory.plan(request).ok_or_else(|| too_large(request.bytes))?;
+        let found = self.take_spare(plan.whole).or_else(|| self.take_allocation_of_others(memory, plan.whole));
+        let part = match found {
+            Some(part) => part,
+            None => self.parts.allocate(plan.whole).inspect_err(|_| memory.cancel(&plan))?,
+        };
+        let Part::Allocated(piece) = part else { return Err(too_large(request.bytes)) };
+        if plan.hole.is_some_and(|(_, hole)| bytes_of(hole.pages) < piece.bytes) {
+            memory.cancel(&plan);
+            plan.hole = None;
+        }
+        memory.add(&[piece], &[], &plan, request).ok_or_else(|| too_large(request.bytes))
+    }
+
+    /// Takes the smallest spare allocation of at least so many bytes whose last work is done.
+    fn take_spare(&self, bytes: usize) -> Option<Part> {
+        let mut fitting: Vec<_> = {
+            let mut spare = self.spare.lock();
+            let (fits, rest) = std::mem::take(&mut *spare).into_iter().partition(|spare| spare.part.bytes() >= bytes);
+            *spare = rest;
+            fits
+        };
+        fitting.sort_by_key(|spare| spare.part.bytes());
+        let index = fitting.iter().position(|spare| self.is_done(spare));
+        let found = index.map(|index| fitting.remove(index).part);
+        self.spare.lock().extend(fitting);
+        found
+    }
+
+    fn is_done(&self, spare: &Spare) -> bool {
+        spare.after.as_ref().is_none_or(|after| self.services.is_surely_passed(after))
+    }
+
+    /// Takes a free allocation of another stream that has executed everything.
+    fn take_allocation_of_others(&self, memory: &StreamMemory, bytes: usize) -> Option<Part> {
+        for other in self.streams().iter().filter(|other| other.key != memory.key) {
+            let Some(leaving) = other.take_piece_of(bytes) else { continue };
+            // Asked after the piece was taken out, so no later work of the stream can use it.
+            if Self::is_idle(other) {
+                other.piece_has_left(leaving);
+                return Some(Part::Allocated(leaving.piece));
+            }
+            other.put_piece_back(leaving, None);
+        }
+        None
+    }
+
+    /// Returns whether a stream has executed everything. Asks nothing of a stream that takes part in a capture.
+    fn is_idle(memory: &StreamMemory) -> bool {
+        match memory.stream() {
+            Some(stream) => stream.is_idle(),
+            None => memory.last().is_some_and(|last| memory.pool.services.is_surely_passed(&last)),
+        }
+    }
+
+    // ---------------------------------------------------------------- with mapped memory
+
+    fn grow_mapped(&self, memory: &StreamMemory, request: Request, granularity: usize) -> Result<Lot> {
+        let plan = memory.plan(request).ok_or_else(|| too_large(request.bytes))?;
+        let (place, bytes) = match plan.hole {
+            Some((_, hole)) => (hole.ptr, plan.whole),
+            None => self.place(memory, plan.last, (plan.more, plan.whole))?,
+        };
+        let count = bytes.div_ceil(granularity);
+        let mut parts = Vec::with_capacity(count);
+        while parts.len() < count
+            && let Some(part) = self.take_spare(granularity)
+        {
+            parts.push(part);
+        }
+        self.move_parts(memory, count, &mut parts);
+        while parts.len() < count {
+            match self.parts.create() {
+                Ok(part) => parts.push(part),
+                Err(error) => {
+                    self.keep_spare(parts);
+                    memory.cancel(&plan);
+                    return Err(error);
+                }
+            }
+        }
+        // SAFETY: Behind the last piece, in a reservation of the stream, or in a hole. One thread at a time grows.
+        if let Err(error) = unsafe { self.parts.map(place, &parts) } {
+            self.keep_spare(parts);
+            memory.cancel(&plan);
+            return Err(error);
+        }
+        let mut at = place;
+        let (mut pieces, mut physical) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        for part in &parts {
+            let Part::Physical { memory, bytes } = *part else { continue };
+            pieces.push(Piece { ptr: at, bytes });
+            physical.push(memory);
+            at = at.offset(bytes);
+        }
+        memory.add(&pieces, &physical, &plan, request).ok_or_else(|| too_large(request.bytes))
+    }
+
+    fn place(
+        &self,
+        memory: &StreamMemory,
+        last: Option<Piece<DevicePtr>>,
+        bytes: (usize, usize),
+    ) -> Result<(DevicePtr, usize)> {
+        let mut own = {
+            let mut all = self.reservations.lock();
+            let index = all.iter().position(|(key, _)| *key == memory.key);
+            index.map_or_else(Vec::new, |index| all.swap_remove(index).1)
+        };
+        let placed = self.parts.place(&mut own, last, bytes);
+        self.reservations.lock().push((memory.key, own));
+        placed
+    }
+
+    /// Takes free parts out of the stream's memory, except at its end, and out of other streams' memory.
+    fn move_parts(&self, memory: &StreamMemory, count: usize, parts: &mut Vec<Part>) {
+        let streams = self.streams();
+        let others = streams.iter().map(|other| &**other).filter(|other| other.key != memory.key);
+        for from in std::iter::once(memory).chain(others) {
+            if parts.len() >= count {
+                return;
+            }
+            // A growth continues the free pages at the end.
+            let mut below = if from.key == memory.key { memory.top() } else { u32::MAX };
+            let mut taken = Vec::new();
+            while parts.len() + taken.len() < count
+                && let Some(piece) = from.take_piece(&mut below)
+            {
+                taken.push(piece);
+            }
+            if taken.is_empty() {
+                continue;
+            }
+            // Asked after the pieces were taken out, so no later work of the stream can use them.
+            let is_idle = Self::is_idle(from);
+            for (leaving, physical) in taken {
+                match physical.filter(|_| is_idle).and_then(|memory| self.unmap(leaving, memory)) {
+                    Some(part) => {
+                        from.piece_has_left(leaving);
+                        parts.push(part);
+                    }
+                    None => from.put_piece_back(leaving, physical),
+                }
+            }
+        }
+    }
+
+    /// Unmaps a piece that was taken out, and that no work uses.
+    fn unmap(&self, leaving: Leaving<DevicePtr>, memory: PhysicalMemoryId) -> Option<Part> {
+        // SAFETY: All of it was free, it was taken out, and its stream has executed everything.
+        let unmapped = unsafe { self.parts.unmap(leaving.piece) };
+        self.services.note(unmapped).ok().map(|()| Part::Physical { memory, bytes: leaving.piece.bytes })
+    }
+
+    fn keep_spare(&self, parts: Vec<Part>) {
+        self.spare.lock().extend(parts.into_iter().map(|part| Spare { part, after: None }));
+    }
+
+    // ---------------------------------------------------------------- releases
+
+    /// Ends the memory of a stream whose last completion event is known.
+    pub(crate) fn end_stream(&self, memory: &Arc<StreamMemory>) {
+        memory.end();
+        self.dissolve(memory);
+    }
+
+    /// Takes the parts of a stream that has ended and has no block left. Parts that are mapped stay until their work is done.
+    fn dissolve(&self, memory: &Arc<StreamMemory>) {
+        if memory.stream().is_some() || !memory.is_unused() {
+            return;
+        }
+        let last = memory.last();
+        let is_mapped = self.parts.granularity().is_some();
+        if is_mapped && !last.as_ref().is_some_and(|last| self.services.is_surely_passed(last)) {
+            return;
+        }
+        let mut below = u32::MAX;
+        while let Some((leaving, physical)) = memory.take_piece(&mut below) {
+            let part = match physical {
+                Some(physical) => self.unmap(leaving, physical),
+                None => Some(Part::Allocated(leaving.piece)),
+            };
+            match part {
+                Some(part) => {
+                    memory.piece_has_left(leaving);
+                    self.spare.lock().push(Spare { part, after: last.clone() });
+                }
+                None => memory.put_piece_back(leaving, physical),
+            }
+        }
+        if memory.counts().pieces == 0 {
+            self.streams.lock().retain(|other| !Arc::ptr_eq(other, memory));
+            self.end_reservations_of(memory.key);
+        }
+    }
+
+    fn end_reservations_of(&self, key: u64) {
+        let own = {
+            let mut all = self.reservations.lock();
+            let index = all.iter().position(|(of, _)| *of == key);
+            index.map_or_else(Vec::new, |index| all.swap_remove(index).1)
+        };
+        for reservation in own {
+            // SAFETY: No piece is left, so nothing is mapped there.
+            let _ = self.services.note(unsafe { self.parts.end_reservation(reservation) });
+        }
+    }
+
+    /// Releases the memory that no block and no work uses; with `wait`, waits for that work.
+    pub(crate) fn trim(&self, wait: bool) -> Result<()> {
+        let mut result = Ok(());
+        for memory in self.streams() {
+            memory.collect(wait);
+            memory.empty_lists();
+            if memory.stream().is_none() {
+                self.dissolve(&memory);
+                continue;
+            }
+            result = result.and(self.trim_stream(&memory, wait));
+        }
+        result.and(self.release_spare(wait))
+    }
+
+    /// Makes the free parts of a stream spare.
+    fn trim_stream(&self, memory: &StreamMemory, wait: bool) -> Result<()> {
+        let Some(stream) = memory.stream() else { return Ok(()) };
+        let mut taken = Vec::new();
+        let mut below = u32::MAX;
+        while let Some(piece) = memory.take_piece(&mut below) {
+            taken.push(piece);
+        }
+        if taken.is_empty() {
+            return Ok(());
+        }
+        let done = if stream.is_idle() {
+            Ok(true)
+        } else if wait {
+            stream.completion().and_then(|completion| self.services.is_passed(&completion, true))
+        } else {
+            Ok(false)
+        };
+        let is_done = matches!(done, Ok(true));
+        for (leaving, physical) in taken {
+            let part = match physical {
+                _ if !is_done => None,
+                Some(memory) => self.unmap(leaving, memory),
+                None => Some(Part::Allocated(leaving.piece)),
+            };
+            match part {
+                Some(part) => {
+                    memory.piece_has_left(leaving);
+                    self.spare.lock().push(Spare { part, after: None });
+                }
+                None => memory.put_piece_back(leaving, physical),
+            }
+        }
+        done.map(|_| ())
+    }
+
+    fn release_spare(&self, wait: bool) -> Result<()> {
+        let mut result = Ok(());
+        for spare in std::mem::take(&mut *self.spare.lock()) {
+            let done = spare.after.as_ref().map_or(Ok(true), |after| self.services.is_passed(after, wait));
+            if !matches!(done, Ok(true)) {
+                result = result.and(done.map(|_| ()));
+                self.spare.lock().push(spare);
+                continue;
+            }
+            // SAFETY: Its last work is done, and it is not mapped.
+            let released = self.services.note(unsafe { self.parts.release(spare.part) });
+            if released.is_err() {
+                self.spare.lock().push(Spare { after: None, ..spare });
+            }
+            result = result.and(released);
+        }
+        result
+    }
+
+    /// Releases everything, at the end of the runtime.
+    ///
+    /// # Safety
+    /// The device has executed everything, and no buffer owns a block.
+    pub(crate) unsafe fn free_all(&self) -> Result<()> {
+        for memory in std::mem::take(&mut *self.streams.lock()) {
+            memory.free_all();
+            let mut below = u32::MAX;
+            while let Some((leaving, physical)) = memory.take_piece(&mut below) {
+                let part = match physical {
+                    Some(memory) => self.unmap(leaving, memory),
+                    None => Some(Part::Allocated(leaving.piece)),
+                };
+                // A part that stays mapped keeps its addresses.
+                if let Some(part) = part {
+                    memory.piece_has_left(leaving);
+                    self.spare.lock().push(Spare { part, after: None });
+                }
+            }
+            self.end_reservations_of(memory.key);
+        }
+        for spare in &mut *self.spare.lock() {
+            spare.after = None;
+        }
+        let first = self.release_spare(false);
+        // Once more after all others: no later call can retry.
+        if first.is_ok() { first } else { self.release_spare(false) }
+    }
+
+    // ---------------------------------------------------------------- questions
+
+    /// Returns the live block that contains an address.
+    pub(crate) fn find(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
+        self.streams().iter().find_map(|memory| memory.find(ptr))
+    }
+
+    /// Returns the bytes of live blocks.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.streams().iter().map(|memory| memory.counts().live_bytes).sum()
+    }
+
+    /// Returns the counts of all streams, with spare parts as free.
+    pub(crate) fn counts(&self) -> MemoryCounts {
+        let mut sum = MemoryCounts::default();
+        self.streams().iter().for_each(|memory| sum.add(&memory.counts()));
+        for spare in &*self.spare.lock() {
+            let bytes = spare.part.bytes() as u64;
+            sum.pieces += 1;
+            sum.held_bytes += bytes;
+            sum.free_bytes += bytes;
+        }
+        sum
+    }
+}
+
+impl StreamCore {
+    /// Returns whether the stream has executed everything, without waiting. False if the stream takes part in a capture.
+    fn is_idle(&self) -> bool {
+        let Some(submission) = self.try_lock_submission() else { return false };
+        submission.recording.is_none()
+            && self.refuse_if_captured("query_stream").is_ok()
+            && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
+    }
+}
+
+#[cfg(test)]
+impl DevicePool {
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        let lists = (self.streams.lock(), self.reservations.lock(), self.spare.lock(), self.growing.lock());
+        crate::testing::Held(lists)
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.streams.is_locked() || self.reservations.is_locked() || self.spare.is_locked() || self.growing.is_locked()
+    }
+}
