@@ -508,7 +508,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///   for addresses neither fail nor disturb a capture, from any thread and in any mode.
     ///
     /// # Safety
-    /// The caller must own the range at `ptr`, and must not pass it to another call meanwhile.
+    /// The caller must own the range at `ptr`, must not pass it to another call meanwhile, and must not destroy the memory
+    /// meanwhile.
     unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
         let _ = (device, ptr, memory);
         Err(Error::lacks("map_memory", "mapped_memory"))
