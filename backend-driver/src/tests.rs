@@ -105,6 +105,8 @@ fn the_options_of_the_contract_have_no_other_fields() {
     assert_eq!(shown(&StreamOptions::new()), "StreamOptions { priority: Normal }");
     assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default }");
     assert_eq!(shown(&BlasOptions::new(BlasKind::Blas)), "BlasOptions { kind: Blas }");
+    let memory = "PhysicalMemoryOptions { bytes: 1, shareable: None, rdma: false }";
+    assert_eq!(shown(&PhysicalMemoryOptions::new(1)), memory);
     let shape = shown(&GemmShape::new(DataType::F32, 1, 1, 1));
     assert_eq!(shape.matches(": ").count(), 11, "{shape}");
 }

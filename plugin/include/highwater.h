@@ -898,7 +898,9 @@ struct hw_table {
     /* Creates physical memory of a device. It has no address until it is mapped.
      *  - mapped.exhausted: a request for more than is available returns HW_ERROR_OUT_OF_MEMORY and changes nothing.
      *  - mapped.shared: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory is
-     *    mapped, and returns a handle of all of it. */
+     *    mapped, and returns a handle of all of it.
+     *  - mapped.transports: a transport outside hw_capabilities.ipc_transports, and HW_TRANSPORT_LEGACY, return
+     *    HW_ERROR_UNSUPPORTED. */
     int32_t (*create_memory)(hw_backend *backend, uint32_t device, const hw_physical_memory_options *options, hw_id *answer, hw_error *error);
     /* Destroys physical memory.
      *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped.

@@ -482,6 +482,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `mapped.exhausted`: a request for more than is available returns `OutOfMemory` and changes nothing.
     /// - `mapped.shared`: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory
     ///   is mapped, and returns a handle of all of it.
+    /// - `mapped.transports`: a transport outside `ipc_transports`, and `Transport::Legacy`, return `Unsupported`.
     fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
         let _ = (device, options);
         Err(Error::lacks("create_memory", "mapped_memory"))
