@@ -79,11 +79,24 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.register_piece_bytes = 64 << 20;
     can.ipc_transports = transports(cuda, device);
     can.shareable_memory = !can.ipc_transports.is_empty();
+    can.mapped_memory_rdma = has(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    can.mapped_memory_granularity = mapped_memory_granularity(cuda, device, &can);
+    can.mapped_memory = can.mapped_memory_granularity != 0;
+    can.mapped_memory_rdma &= can.mapped_memory;
     can.workspace_alignment = 256;
     // NVIDIA's manual recommends these sizes: 32 MiB from Hopper on.
     can.blas_workspace_bytes = if major >= 9 { 32 << 20 } else { 4 << 20 };
     can.lt_workspace_bytes = can.blas_workspace_bytes;
     can
+}
+
+/// Returns the granularity of mapped memory; 0 if the device has none.
+fn mapped_memory_granularity(cuda: &Cuda, device: &Device, can: &Capabilities) -> usize {
+    let supported = Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    let calls = cuda.driver.virtual_memory.filter(|_| cuda.driver.attribute(device.number, supported) != 0);
+    let granularity =
+        calls.and_then(|calls| calls.granularity(device.number, can.ipc_transports, can.mapped_memory_rdma));
+    granularity.unwrap_or(0)
 }
 
 /// Returns the transports that work on this machine.

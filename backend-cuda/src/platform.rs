@@ -6,9 +6,9 @@ use cudarc::driver::sys::CUresult;
 use highwater_driver::{
     Blas, BlasSettings, Calls, Codes, DriverState, Platform, Quirks, RawBlas, RawStream, SharedBlock,
 };
-use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, Result, Transport};
+use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, PhysicalMemoryOptions, Result, Transport};
 
-use crate::calls::{CublasCalls, RawContext, VirtualMemoryCalls};
+use crate::calls::{CublasCalls, RawAllocation, RawContext, VirtualMemoryCalls};
 use crate::codes;
 use crate::driver::Driver;
 use crate::lt::{LtBlas, LtCalls};
@@ -26,6 +26,10 @@ pub(crate) struct Cuda {
 impl Cuda {
     fn virtual_memory(&self, operation: &'static str) -> Result<&VirtualMemoryCalls> {
         self.driver.virtual_memory.as_ref().ok_or_else(|| Error::lacks(operation, "ipc_transports"))
+    }
+
+    fn mapped_memory(&self, operation: &'static str) -> Result<&VirtualMemoryCalls> {
+        self.driver.virtual_memory.as_ref().ok_or_else(|| Error::lacks(operation, "mapped_memory"))
     }
 
     fn number(&self, device: u32) -> i32 {
@@ -132,6 +136,44 @@ unsafe impl Platform for Cuda {
 
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         self.virtual_memory("open_memory")?.open(self.number(device), handle)
+    }
+
+    fn reserve_addresses(&self, _: u32, bytes: usize) -> Result<DevicePtr> {
+        self.mapped_memory("reserve_addresses")?.reserve(bytes)
+    }
+
+    unsafe fn free_addresses(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        const OPERATION: &str = "free_addresses";
+        // SAFETY: As the caller promises, here and below.
+        codes::CUDA.check(OPERATION, unsafe { (self.mapped_memory(OPERATION)?.mem_address_free)(ptr, bytes) })
+    }
+
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<u64> {
+        Ok(self.mapped_memory("create_memory")?.create(self.number(device), options)?.0)
+    }
+
+    unsafe fn release_memory(&self, allocation: u64) -> Result<()> {
+        const OPERATION: &str = "destroy_memory";
+        // SAFETY: As above.
+        codes::CUDA.check(OPERATION, unsafe { (self.mapped_memory(OPERATION)?.mem_release)(RawAllocation(allocation)) })
+    }
+
+    unsafe fn map_memory(&self, ptr: DevicePtr, bytes: usize, allocation: u64) -> Result<()> {
+        const OPERATION: &str = "map_memory";
+        let map = self.mapped_memory(OPERATION)?.mem_map;
+        // SAFETY: As above.
+        codes::CUDA.check(OPERATION, unsafe { map(ptr, bytes, 0, RawAllocation(allocation), 0) })
+    }
+
+    unsafe fn set_memory_access(&self, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        // SAFETY: As above.
+        unsafe { self.mapped_memory("set_memory_access")?.grant(ptr, bytes, self.number(accessing)) }
+    }
+
+    unsafe fn unmap_memory(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        const OPERATION: &str = "unmap_memory";
+        // SAFETY: As above.
+        codes::CUDA.check(OPERATION, unsafe { (self.mapped_memory(OPERATION)?.mem_unmap)(ptr, bytes) })
     }
 
     fn blas_settings(&self, handle: RawBlas) -> BlasSettings {

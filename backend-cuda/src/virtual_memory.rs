@@ -1,10 +1,13 @@
-//! Device memory through CUDA's virtual memory calls, which can be shared by a descriptor or over a fabric.
+//! Device memory through CUDA's virtual memory calls: memory that can be shared by a descriptor or over a fabric, and mapped
+//! memory.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 use highwater_driver::SharedBlock;
-use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_hal::{
+    Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, PhysicalMemoryOptions, Result, Transport, Transports,
+};
 
 use crate::calls::{RawAllocation, VirtualMemoryCalls};
 use crate::codes;
@@ -49,6 +52,9 @@ const ON_DEVICE: u32 = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u3
 const READ_AND_WRITE: u32 = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32;
 const LEAST: u32 = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as u32;
 
+/// The flag for memory that network adapters access: `gpuDirectRDMACapable`, the second byte of `allocFlags`.
+const RDMA: u64 = u64::from_ne_bytes([0, 1, 0, 0, 0, 0, 0, 0]);
+
 const fn handle_type(transport: Transport) -> u32 {
     match transport {
         Transport::Fabric => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0,
@@ -62,13 +68,7 @@ impl VirtualMemoryCalls {
     }
 
     const fn properties(device: i32, transport: Transport) -> Properties {
-        Properties {
-            kind: PINNED,
-            handle_types: handle_type(transport),
-            location: Self::location(device),
-            metadata: 0,
-            flags: 0,
-        }
+        Self::properties_of(device, Some(transport), false)
     }
 
     /// Rounds `bytes` up to the driver's granularity.
@@ -89,6 +89,55 @@ impl VirtualMemoryCalls {
         let mut memory = RawAllocation::NULL;
         // SAFETY: As above. The allocation is released.
         unsafe { (self.mem_create)(&mut memory, bytes, &properties, 0) == 0 && (self.mem_release)(memory) == 0 }
+    }
+
+    /// Returns the properties of physical memory.
+    const fn properties_of(device: i32, shareable: Option<Transport>, rdma: bool) -> Properties {
+        Properties {
+            kind: PINNED,
+            handle_types: match shareable {
+                Some(transport) => handle_type(transport),
+                None => 0,
+            },
+            location: Self::location(device),
+            metadata: 0,
+            flags: if rdma { RDMA } else { 0 },
+        }
+    }
+
+    /// Returns the granularity of mapped memory with any of the transports; `None` if the driver does not report it.
+    pub(crate) fn granularity(&self, device: i32, transports: Transports, rdma: bool) -> Option<usize> {
+        let shareable = [Transport::Descriptor, Transport::Fabric].into_iter().filter(|it| transports.contains(*it));
+        let kinds = shareable.map(Some).chain([None]);
+        let bytes = kinds.map(|shareable| self.round("open", &Self::properties_of(device, shareable, rdma), 1).ok());
+        // The granularities are powers of two, so the largest is a multiple of the others.
+        bytes.into_iter().try_fold(0, |most, bytes| Some(bytes?.max(most)))
+    }
+
+    pub(crate) fn reserve(&self, bytes: usize) -> Result<DevicePtr> {
+        let mut address = DevicePtr::new(0);
+        // SAFETY: The call writes one number, which outlives it.
+        let code = unsafe { (self.mem_address_reserve)(&mut address, bytes, 0, DevicePtr::new(0), 0) };
+        codes::CUDA.check("reserve_addresses", code).map(|()| address)
+    }
+
+    /// Creates physical memory. The device is current.
+    pub(crate) fn create(&self, device: i32, options: &PhysicalMemoryOptions) -> Result<RawAllocation> {
+        let properties = Self::properties_of(device, options.shareable, options.rdma);
+        let mut memory = RawAllocation::NULL;
+        // SAFETY: The call reads the properties and writes one number, which outlive it.
+        let code = unsafe { (self.mem_create)(&mut memory, options.bytes, &properties, 0) };
+        codes::CUDA.check("create_memory", code).map(|()| memory)
+    }
+
+    /// Grants a device access to mapped memory.
+    ///
+    /// # Safety
+    /// The caller must pass a range of whole mappings.
+    pub(crate) unsafe fn grant(&self, ptr: DevicePtr, bytes: usize, device: i32) -> Result<()> {
+        let access = Access { location: Self::location(device), flags: READ_AND_WRITE };
+        // SAFETY: As the caller promises. The description outlives the call.
+        codes::CUDA.check("set_memory_access", unsafe { (self.mem_set_access)(ptr, bytes, &access, 1) })
     }
 
     /// Creates and maps memory. The device is current.

@@ -17,8 +17,8 @@ use super::thread_records;
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
-    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId,
-    StreamOptions, StreamPriority, Transport, Unavailable,
+    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, PhysicalMemoryId,
+    PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, Transport, Unavailable,
 };
 
 /// A backend over a vendor's driver.
@@ -153,6 +153,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         live.allocations = state.blocks.lock().len() as u64;
         live.host_allocations = state.host_blocks.lock().len() as u64;
         live.mappings = state.mapped.lock().len() as u64;
+        live.reservations = state.mapped_memory.lock().reservations();
+        live.physical_memory = state.physical_memory.len() as u64;
         let mut exported = state.exported.lock();
         exported.retain(|descriptor| descriptor.is_open());
         live.descriptors = exported.len() as u64;
@@ -543,6 +545,40 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             state.blocks.lock().insert(ptr, block);
         }
         outcome
+    }
+
+    // ------------------------------------------------------------------ mapped memory
+
+    fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        self.state.reserve_addresses(device, bytes)
+    }
+
+    unsafe fn free_addresses(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        // SAFETY: As the caller promises, here and below.
+        unsafe { self.state.free_addresses(device, ptr, bytes) }
+    }
+
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
+        self.state.create_memory(device, options)
+    }
+
+    fn destroy_memory(&self, memory: PhysicalMemoryId) -> Result<()> {
+        self.state.destroy_memory(memory)
+    }
+
+    unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
+        // SAFETY: As above.
+        unsafe { self.state.map_memory(device, ptr, memory) }
+    }
+
+    unsafe fn set_memory_access(&self, device: u32, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        // SAFETY: As above.
+        unsafe { self.state.set_memory_access(device, ptr, bytes, accessing) }
+    }
+
+    unsafe fn unmap_memory(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        // SAFETY: As above.
+        unsafe { self.state.unmap_memory(device, ptr, bytes) }
     }
 
     // ------------------------------------------------------------------ copies and fills

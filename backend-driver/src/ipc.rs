@@ -157,34 +157,41 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 OPERATION,
                 format!("{ptr:?} is not the start of memory that can be shared by {transport:?}"),
             )
-            .with_hint("allocate the memory as `DeviceMemoryKind::Shareable` with this transport")
+            .with_hint("allocate the memory as `DeviceMemoryKind::Shareable`, or create it, with this transport")
         };
         let exported = {
             let blocks = state.blocks.lock();
-            let block = blocks.get(&ptr).filter(|block| block.device == device).ok_or_else(not_for_it)?;
-            match &block.kind {
-                BlockKind::Legacy if transport == Transport::Legacy => (block.bytes as u64, None),
-                BlockKind::Shared { transport: made_for, token, block: shared } if *made_for == transport => {
-                    let copy = SharedBlock { ..*shared };
-                    (block.bytes as u64, Some((*token, copy)))
+            let block = blocks.get(&ptr).filter(|block| block.device == device);
+            match block.map(|block| (&block.kind, block.bytes as u64)) {
+                None => None,
+                Some((BlockKind::Legacy, bytes)) if transport == Transport::Legacy => Some((bytes, None)),
+                Some((BlockKind::Shared { transport: made_for, token, block: shared }, bytes))
+                    if *made_for == transport =>
+                {
+                    Some((bytes, Some((*token, SharedBlock { ..*shared }))))
                 }
-                _ => return Err(not_for_it()),
+                Some(_) => return Err(not_for_it()),
             }
         };
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
-        match exported {
-            (bytes, Some((token, shared))) => {
-                let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
-                let handle = state.platform.export_shared(&shared, transport, handle)?;
-                if let Some(descriptor) = &handle.descriptor {
-                    let mut exported = state.exported.lock();
-                    exported.retain(|other| other.is_open());
-                    exported.push(descriptor.watch());
-                }
-                Ok(handle)
+        let export = |token, shared: &SharedBlock, bytes| {
+            let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
+            let handle = state.platform.export_shared(shared, transport, handle)?;
+            if let Some(descriptor) = &handle.descriptor {
+                let mut exported = state.exported.lock();
+                exported.retain(|other| other.is_open());
+                exported.push(descriptor.watch());
             }
-            (bytes, None) => {
+            Ok(handle)
+        };
+        match exported {
+            None => {
+                let export = |token, shared: &SharedBlock| export(token, shared, shared.bytes as u64);
+                state.export_mapped(OPERATION, device, (ptr, transport), export).unwrap_or_else(|| Err(not_for_it()))
+            }
+            Some((bytes, Some((token, shared)))) => export(token, &shared, bytes),
+            Some((bytes, None)) => {
                 let Some(export) = state.platform.calls().ipc_get_mem_handle else {
                     return Err(unsupported(OPERATION, transport));
                 };

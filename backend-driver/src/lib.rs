@@ -58,6 +58,7 @@ mod host;
 mod ipc;
 mod library;
 mod loaded_files;
+mod mapped_memory;
 mod objects;
 mod platform;
 mod primitive;

@@ -9,8 +9,8 @@ use super::codes::Codes;
 use super::raw::{RawBlas, RawStream};
 use super::state::DriverState;
 use highwater_hal::{
-    BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, Result,
-    Transport, Transpose,
+    BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle,
+    PhysicalMemoryOptions, Result, Transport, Transpose,
 };
 
 /// Flags of events.
@@ -288,6 +288,84 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         let _ = (device, handle);
         Err(Error::lacks("open_memory", "ipc_transports"))
+    }
+
+    /// Reserves addresses for the device, which is current. The bytes are a multiple of the granularity.
+    ///
+    /// # Errors
+    /// `Unsupported` if the vendor has no mapped memory, and the vendor's errors; also below.
+    fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        let _ = (device, bytes);
+        Err(Error::lacks("reserve_addresses", "mapped_memory"))
+    }
+
+    /// Frees addresses of [`Platform::reserve_addresses`].
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must ensure that no memory is mapped there.
+    unsafe fn free_addresses(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let _ = (ptr, bytes);
+        Err(Error::lacks("free_addresses", "mapped_memory"))
+    }
+
+    /// Creates physical memory of the device, which is current. Returns the vendor's handle.
+    ///
+    /// # Errors
+    /// As above.
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<u64> {
+        let _ = (device, options);
+        Err(Error::lacks("create_memory", "mapped_memory"))
+    }
+
+    /// Releases a handle of [`Platform::create_memory`].
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must ensure that the handle is not used again.
+    unsafe fn release_memory(&self, allocation: u64) -> Result<()> {
+        let _ = allocation;
+        Err(Error::lacks("destroy_memory", "mapped_memory"))
+    }
+
+    /// Maps all of the memory at reserved addresses.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must pass a reserved range without mappings, of as many bytes as the memory has.
+    unsafe fn map_memory(&self, ptr: DevicePtr, bytes: usize, allocation: u64) -> Result<()> {
+        let _ = (ptr, bytes, allocation);
+        Err(Error::lacks("map_memory", "mapped_memory"))
+    }
+
+    /// Lets a device read and write mapped memory.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must pass a range of whole mappings.
+    unsafe fn set_memory_access(&self, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        let _ = (ptr, bytes, accessing);
+        Err(Error::lacks("set_memory_access", "mapped_memory"))
+    }
+
+    /// Unmaps memory.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must pass a range of whole mappings that no work uses.
+    unsafe fn unmap_memory(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let _ = (ptr, bytes);
+        Err(Error::lacks("unmap_memory", "mapped_memory"))
     }
 
     /// Returns whether BLAS handles of `device` can work, for vendors that would not report it by a code.

@@ -13,12 +13,13 @@ use super::captures::Captures;
 use super::codes::Codes;
 use super::dead_streams::OpenCapture;
 use super::hazards::Asking;
+use super::mapped_memory::{MappedMemory, PhysicalMemory};
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::{
-    Capabilities, Completion, DeviceInfo, DevicePtr, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr,
-    Identity, Result, StreamId, Transport,
+    Capabilities, Completion, DeviceInfo, DevicePtr, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, IdTable,
+    Identity, PhysicalMemoryId, Result, StreamId, Transport,
     fork::{self, Generation},
 };
 
@@ -92,6 +93,8 @@ pub struct DriverState<P: Platform> {
     pub(super) graph_execs: Objects<GraphExecId>,
     pub(super) blocks: Mutex<HashMap<DevicePtr, Block>>,
     pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
+    pub(super) physical_memory: IdTable<PhysicalMemoryId, PhysicalMemory>,
+    pub(super) mapped_memory: Mutex<MappedMemory>,
     pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
     pub(super) mapped_changed: Condvar,
     /// The descriptors of exported handles, held weakly, because dropping the last copy of a descriptor notifies no
@@ -234,6 +237,8 @@ impl<P: Platform> DriverState<P> {
             graph_execs: Objects::new(tag),
             blocks: Mutex::default(),
             host_blocks: Mutex::default(),
+            physical_memory: IdTable::new(tag),
+            mapped_memory: Mutex::default(),
             mapped: Mutex::default(),
             mapped_changed: Condvar::new(),
             exported: Mutex::default(),
@@ -679,6 +684,7 @@ impl<P: Platform> DriverState<P> {
         self.blocks.is_locked()
             || self.host_blocks.is_locked()
             || self.mapped.is_locked()
+            || self.mapped_memory.is_locked()
             || self.exported.is_locked()
             || self.open_captures.is_locked()
             || self.streams.is_locked()

@@ -26,14 +26,21 @@ pub(crate) enum Owner {
     StreamOrdered,
     /// A caller of `allocate`, in pages of its own, which can be mapped by other processes.
     Shareable,
+    /// A caller of `create_memory`. Counts as a live object elsewhere, and no address reaches it here.
+    Physical,
     /// The mock itself, for the own workspace of a BLAS handle. Does not count as a live object.
     Mock,
 }
 
 impl Owner {
+    /// Returns whether callers hold the block by its address.
+    fn is_caller(self) -> bool {
+        !matches!(self, Self::Mock | Self::Physical)
+    }
+
     /// Returns the number that offset and length of a block are multiples of.
     fn granule(self) -> u64 {
-        if self == Self::Shareable { page_bytes() } else { ALIGNMENT }
+        if matches!(self, Self::Shareable | Self::Physical) { page_bytes() } else { ALIGNMENT }
     }
 }
 
@@ -167,7 +174,7 @@ impl Arena {
     fn go_live(&mut self, offset: u64, bytes: u64, owner: Owner) {
         self.allocations += 1;
         self.live.insert(offset, Block { bytes, owner, serial: self.allocations });
-        self.callers_blocks += u64::from(owner != Owner::Mock);
+        self.callers_blocks += u64::from(owner.is_caller());
     }
 
     /// Returns the live block that begins at `offset`.
@@ -175,9 +182,10 @@ impl Arena {
         self.live.get(&offset).copied()
     }
 
-    /// Returns whether a range lies inside one live block.
+    /// Returns whether a range lies inside one live block that has an address.
     pub(crate) fn contains(&self, offset: u64, bytes: u64) -> bool {
         self.around(offset)
+            .filter(|(_, block)| block.owner != Owner::Physical)
             .is_some_and(|(start, block)| offset.checked_add(bytes).is_some_and(|end| end <= start + block.bytes))
     }
 
@@ -190,7 +198,7 @@ impl Arena {
     pub(crate) fn retire(&mut self, offset: u64) -> Option<Block> {
         let block = self.live.remove(&offset)?;
         self.retiring.insert(offset, Retiring { block, length: block.reserved(), stream: None });
-        self.callers_blocks -= u64::from(block.owner != Owner::Mock);
+        self.callers_blocks -= u64::from(block.owner.is_caller());
         Some(block)
     }
 
@@ -225,7 +233,7 @@ impl Arena {
     pub(crate) fn revive(&mut self, offset: u64) {
         if let Some(Retiring { block, .. }) = self.retiring.remove(&offset) {
             self.live.insert(offset, block);
-            self.callers_blocks += u64::from(block.owner != Owner::Mock);
+            self.callers_blocks += u64::from(block.owner.is_caller());
         }
     }
 

@@ -55,19 +55,20 @@ impl Device {
         })
     }
 
-    /// Returns the store and the offset of the bytes at an address of the device; `None` if nothing lies there.
-    pub(crate) fn locate(&self, address: u64) -> Option<(Store, u64)> {
+    /// Returns the store and the offset of the bytes at an address of the device, and how many lie there in a row; `None` if
+    /// nothing lies there.
+    pub(crate) fn locate(&self, address: u64) -> Option<(Store, u64, u64)> {
         let offset = address.checked_sub(self.memory.base())?;
         if offset < self.memory.bytes() {
-            return Some((self.store(), offset));
+            return Some((self.store(), offset, self.memory.bytes() - offset));
         }
-        let (inode, place) = self.memory.imports.read().source(offset)?;
-        Some((Store::File(inode), place))
+        let (inode, place, left) = self.memory.imports.read().source(offset)?;
+        Some((Store::File(inode), place, left))
     }
 
-    /// Returns a range of memory that the device reaches, with the place where it lies.
+    /// Returns a range of memory that the device reaches and that lies in one place, with that place.
     pub(crate) fn touch(&self, address: u64, bytes: u64) -> Option<Touch> {
-        let (store, start) = self.locate(address)?;
+        let (store, start, _) = self.locate(address)?;
         Some(Touch::whole(store, start, Range { space: Space::Device(self.ordinal), address, bytes }))
     }
 
@@ -142,7 +143,7 @@ impl Device {
         let mut arena = self.arena.write();
         let block = self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?)));
         let (offset, block) = match block {
-            Some((offset, block)) if block.owner != Owner::Mock => (offset, block),
+            Some((offset, block)) if !matches!(block.owner, Owner::Mock | Owner::Physical) => (offset, block),
             _ => return Err(self.not_a_block(operation, &arena, ptr)),
         };
         if stream_ordered != (block.owner == Owner::StreamOrdered) {
@@ -199,7 +200,7 @@ impl Device {
         parts.into_iter().for_each(|part| arena.release(part));
     }
 
-    /// Frees a block that the mock owns.
+    /// Frees a block that the mock owns, or physical memory.
     pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
         let Some(offset) = self.offset(ptr) else { return };
         let block = self.arena.write().retire(offset);
@@ -214,14 +215,26 @@ impl Device {
         let arena = self.arena.read();
         match self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?))) {
             Some((offset, block)) if block.owner == Owner::Shareable => Ok((offset, block)),
-            Some((_, block)) if block.owner != Owner::Mock => Err(operation
+            Some((_, block)) if !matches!(block.owner, Owner::Mock | Owner::Physical) => Err(operation
                 .error(ErrorKind::InvalidArgument, format!("the memory at {ptr:?} was not allocated to be shared"))
                 .with_hint("allocate with `DeviceMemoryKind::Shareable`")),
             _ => Err(self.not_a_block(operation, &arena, ptr)),
         }
     }
 
-    /// Closes memory of another process once.
+    /// Allocates physical memory, which has no address. Returns its offset, and the number of the allocation.
+    pub(crate) fn allocate_physical(&self, operation: Operation, bytes: usize) -> Result<(u64, u64)> {
+        let ptr = self.allocate(operation, bytes, Owner::Physical, None)?;
+        let offset = ptr.get() - self.memory.base();
+        Ok((offset, self.arena.read().block(offset).map_or(0, |block| block.serial)))
+    }
+
+    /// Frees physical memory.
+    pub(crate) fn free_physical(&self, offset: u64, bytes: u64) {
+        self.free_own(DevicePtr::new(self.memory.base() + offset), bytes);
+    }
+
+    /// Closes memory of another process once, or unmaps a piece of mapped memory.
     pub(crate) fn close_import(&self, operation: Operation, ptr: DevicePtr) -> Result<()> {
         let place = ptr.get().checked_sub(self.memory.base());
         let touch = self.observers.order.as_ref().and_then(|_| self.touch(ptr.get(), 1));
@@ -231,7 +244,8 @@ impl Device {
             Some(mapping) => {
                 if let Some(mapping) = &mapping {
                     let offset = ptr.get() - self.memory.base();
-                    self.change_hands(u64::MAX, operation, "were closed", offset, mapping.bytes());
+                    let how = if operation == Operation::UnmapMemory { "were unmapped" } else { "were closed" };
+                    self.change_hands(u64::MAX, operation, how, offset, mapping.bytes());
                     if let (Some(order), Some(touch)) = (&self.observers.order, touch) {
                         let range = Range { bytes: mapping.bytes(), ..touch.used.range };
                         order.closed(operation, Touch::whole(touch.store, touch.start, range));
@@ -273,7 +287,10 @@ impl Device {
                             self.ordinal
                         ),
                     )
-                    .with_hint("pass memory of `allocate` or `open_memory` for this device that was not freed"))
+                    .with_hint(
+                        "pass memory of `allocate` or `open_memory` for this device that was not freed, or mapped memory to \
+                         which `set_memory_access` gave this device access",
+                    ))
             }
         }
     }
@@ -317,6 +334,7 @@ impl Device {
         });
         let message = match inside {
             Some((_, Owner::Mock)) => format!("{ptr:?} is memory of the backend itself"),
+            Some((_, Owner::Physical)) => format!("{ptr:?} is no address of a block"),
             Some((start, _)) => format!("{ptr:?} points into the block at {:#x}", self.memory.base() + start),
             None => format!("no block of device {} begins at {ptr:?}", self.ordinal),
         };

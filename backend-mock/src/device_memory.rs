@@ -1,4 +1,5 @@
-//! The memory that a device can reach: its own sealed memory file, and the memory of other processes that is open.
+//! The memory that a device can reach: its own sealed memory file, the memory of other processes that is open, and memory
+//! that is mapped at reserved addresses.
 //!
 //! Offsets count from the start of the device's own memory. Opened memory lies far behind it, at offsets that no
 //! device's own memory has, and each access looks it up in a table. Work on memory that was closed too early panics,
@@ -68,18 +69,26 @@ impl DeviceMemory {
         self.id
     }
 
-    /// Runs `access` on the mapping that holds `offset`, with the offset inside it.
+    /// Runs `access` on each mapping that holds a part of a range, with the offset inside it, and the offset and the length
+    /// of the part.
     ///
     /// # Panics
-    /// If no mapping holds the offset. Calls check ranges before they enqueue work.
-    fn at<R>(&self, offset: usize, access: impl FnOnce(&Mapping, usize) -> R) -> R {
+    /// If no mapping holds a byte. Calls check ranges before they enqueue work.
+    fn parts(&self, offset: usize, bytes: usize, mut access: impl FnMut(&Mapping, usize, usize, usize)) {
         if (offset as u64) < self.own.bytes() {
-            return access(&self.own, offset);
+            return access(&self.own, offset, 0, bytes);
         }
-        let found = self.imports.read().mapping(offset as u64);
-        match found {
-            Some((mapping, inside)) => access(&mapping, inside as usize),
-            None => panic!("a command uses memory at offset {offset:#x}, which was closed"),
+        let mut done = 0;
+        while done < bytes {
+            let at = (offset + done) as u64;
+            // The lock is not held while bytes are copied.
+            let found = self.imports.read().mapping(at);
+            let Some((mapping, inside)) = found else {
+                panic!("a command uses memory at offset {at:#x}, which was closed or unmapped");
+            };
+            let part = (bytes - done).min((mapping.bytes() - inside) as usize);
+            access(&mapping, inside as usize, done, part);
+            done += part;
         }
     }
 
@@ -88,8 +97,8 @@ impl DeviceMemory {
     /// # Safety
     /// As for [`Mapping::read`].
     pub(crate) unsafe fn read(&self, offset: usize, dst: *mut u8, bytes: usize) {
-        // SAFETY: as promised by the caller.
-        self.at(offset, |mapping, inside| unsafe { mapping.read(inside, dst, bytes) });
+        // SAFETY: as promised by the caller, of whose destination each part is a part.
+        self.parts(offset, bytes, |mapping, inside, done, part| unsafe { mapping.read(inside, dst.add(done), part) });
     }
 
     /// Writes bytes from host memory.
@@ -97,8 +106,8 @@ impl DeviceMemory {
     /// # Safety
     /// As for [`Mapping::write`].
     pub(crate) unsafe fn write(&self, offset: usize, src: *const u8, bytes: usize) {
-        // SAFETY: as promised by the caller.
-        self.at(offset, |mapping, inside| unsafe { mapping.write(inside, src, bytes) });
+        // SAFETY: as promised by the caller, of whose source each part is a part.
+        self.parts(offset, bytes, |mapping, inside, done, part| unsafe { mapping.write(inside, src.add(done), part) });
     }
 
     /// Reads elements at `offset`.
@@ -130,7 +139,7 @@ impl DeviceMemory {
 
     /// Fills a range; see [`Mapping::fill`].
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: u64) {
-        self.at(offset, |mapping, inside| mapping.fill(inside, bytes, pattern));
+        self.parts(offset, bytes, |mapping, inside, _, part| mapping.fill(inside, part, pattern));
     }
 
     /// Gives the pages of a freed block back to the system, if the block is large enough.

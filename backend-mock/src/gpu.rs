@@ -11,7 +11,7 @@ use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
     GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,
-    Result, StreamId, StreamOptions, StreamPriority, exit,
+    PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
 };
 use parking_lot::Mutex;
 
@@ -27,6 +27,7 @@ use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::held::Held;
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
+use crate::mapped_memory::MappedMemory;
 use crate::memory_use::uses;
 use crate::observer::{Observers, OrderObserver, Range, Space, UseObserver, counted};
 use crate::operation::Operation;
@@ -64,7 +65,11 @@ impl MockGpu {
     /// # Errors
     /// `InvalidArgument` or `Unsupported` for options that the mock does not have, `OutOfMemory` if the system refuses
     /// the memory.
-    pub fn open(options: MockOptions) -> Result<Arc<Self>> {
+    pub fn open(mut options: MockOptions) -> Result<Arc<Self>> {
+        if !options.capabilities.mapped_memory {
+            options.capabilities.mapped_memory_rdma = false;
+            options.capabilities.mapped_memory_granularity = 0;
+        }
         let faults = options.check()?;
         let schedule = options.schedule.map(Schedule::new);
         let calls = Arc::new(Calls::new(options.seed, schedule.clone().map(|it| it as Arc<dyn CallObserver>)));
@@ -125,6 +130,8 @@ impl MockGpu {
             graphs: IdTable::new(tag),
             graph_execs: IdTable::new(tag),
             captures: Mutex::new(OpenCaptures::default()),
+            physical_memory: IdTable::new(tag),
+            mapped_memory: Mutex::new(MappedMemory::default()),
             host: Arc::new(host),
             handles: AtomicU64::new(0),
             raw_handles: Mutex::default(),
@@ -389,6 +396,8 @@ unsafe impl Backend for MockGpu {
             live.mappings = shared.engine.devices.iter().map(|device| device.memory.imports.read().count()).sum();
             live.descriptors = shared.exported.count();
             live.shared_files = shared.event_files.load(Ordering::Relaxed);
+            live.reservations = shared.mapped_memory.lock().reservations();
+            live.physical_memory = shared.physical_memory.len() as u64;
             live.graphs = (shared.graphs.len() + shared.graph_execs.len()) as u64;
         }
         live
@@ -664,6 +673,43 @@ unsafe impl Backend for MockGpu {
         stream.enqueue(operation, Command::Release(block)).inspect_err(|_| device.revive(ptr))?;
         device.offer(block, foreign::raw(&stream));
         Ok(())
+    }
+
+    // ------------------------------------------------------------------ mapped memory
+
+    fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        let operation = Operation::ReserveAddresses;
+        self.shared.enter_mapped(operation)?.reserve_addresses(operation, device, bytes)
+    }
+
+    unsafe fn free_addresses(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let operation = Operation::FreeAddresses;
+        self.shared.enter_mapped(operation)?.free_addresses(operation, device, ptr, bytes)
+    }
+
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
+        let operation = Operation::CreateMemory;
+        self.shared.enter_mapped(operation)?.create_memory(operation, device, options)
+    }
+
+    fn destroy_memory(&self, memory: PhysicalMemoryId) -> Result<()> {
+        let operation = Operation::DestroyMemory;
+        self.shared.enter_mapped(operation)?.physical_memory.remove(operation.name(), memory).map(|_| ())
+    }
+
+    unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
+        let operation = Operation::MapMemory;
+        self.shared.enter_mapped(operation)?.map_memory(operation, device, ptr, memory)
+    }
+
+    unsafe fn set_memory_access(&self, device: u32, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        let operation = Operation::SetMemoryAccess;
+        self.shared.enter_mapped(operation)?.set_memory_access(operation, device, (ptr, bytes), accessing)
+    }
+
+    unsafe fn unmap_memory(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let operation = Operation::UnmapMemory;
+        self.shared.enter_mapped(operation)?.unmap_memory(operation, device, ptr, bytes)
     }
 
     // ------------------------------------------------------------------ copies and fills

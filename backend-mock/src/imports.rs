@@ -1,5 +1,5 @@
-//! Memory of other processes, or of other devices of this one, that is open for a device, and its addresses on the
-//! device.
+//! Memory of other processes, or of other devices of this one, that is open for a device, and memory that is mapped at
+//! reserved addresses; and its addresses on the device.
 //!
 //! Addresses are handed out going up, and a closed one returns only after all the others. Work that still uses a closed
 //! address meets nothing, not other memory.
@@ -28,6 +28,8 @@ struct Import {
     mapping: Arc<Mapping>,
     source: Source,
     opens: u64,
+    /// Whether it was mapped at reserved addresses. With the next one, it is then one range.
+    is_mapped: bool,
 }
 
 #[derive(Debug)]
@@ -37,13 +39,16 @@ pub(crate) struct Imports {
     /// The offset in the window of the next one, if it fits there.
     next: u64,
     open: BTreeMap<u64, Import>,
+    /// The bytes of each reserved range, by its offset.
+    reserved: BTreeMap<u64, u64>,
     offsets: BTreeMap<Source, u64>,
 }
 
 impl Imports {
     /// Creates the empty table of the device with this ordinal.
     pub(crate) fn new(ordinal: u32) -> Self {
-        Self { start: (u64::from(ordinal) + 1) * WINDOW, next: 0, open: BTreeMap::new(), offsets: BTreeMap::new() }
+        let start = (u64::from(ordinal) + 1) * WINDOW;
+        Self { start, next: 0, open: BTreeMap::new(), reserved: BTreeMap::new(), offsets: BTreeMap::new() }
     }
 
     /// Counts one more open of memory that is open, and returns its offset.
@@ -56,28 +61,33 @@ impl Imports {
     /// Adds memory that was not open, and returns its offset; `None` if no addresses are left.
     pub(crate) fn insert(&mut self, source: Source, mapping: Mapping) -> Option<u64> {
         let offset = self.place(mapping.bytes())?;
-        self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1 });
+        self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1, is_mapped: false });
         self.offsets.insert(source, offset);
         Some(offset)
     }
 
-    /// Takes addresses that `insert` will not hand out before all the others; `None` if none are left.
-    #[cfg(feature = "simulated")]
-    pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Option<u64> {
-        let start = self.place(bytes.checked_add(alignment)?)?;
-        Some(start.next_multiple_of(alignment))
+    /// Reserves addresses, which go to nothing else until [`Imports::unreserve`]. `base` is the address of offset 0, and
+    /// the address is a multiple of `alignment`. Returns the offset; `None` if no addresses are left.
+    pub(crate) fn reserve(&mut self, base: u64, bytes: u64, alignment: u64) -> Option<u64> {
+        let place = self.place(bytes.checked_add(alignment)?)?;
+        let offset = (base + place).checked_next_multiple_of(alignment)? - base;
+        self.reserved.insert(offset, bytes);
+        Some(offset)
     }
 
-    /// Adds a mapping at an offset that `reserve` returned. Returns false if memory is open there.
-    #[cfg(feature = "simulated")]
+    /// Ends a reservation.
+    pub(crate) fn unreserve(&mut self, offset: u64) {
+        self.reserved.remove(&offset);
+    }
+
+    /// Adds a mapping at a reserved offset, of this device or another. Returns false if memory is open there.
     pub(crate) fn insert_at(&mut self, offset: u64, source: Source, mapping: Mapping) -> bool {
         let end = offset + mapping.bytes();
         let overlaps = |start: u64, other: &Import| start < end && offset < start + other.mapping.bytes();
         if self.open.range(..end).next_back().is_some_and(|(&start, other)| overlaps(start, other)) {
             return false;
         }
-        self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1 });
-        self.offsets.insert(source, offset);
+        self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1, is_mapped: true });
         true
     }
 
@@ -90,7 +100,9 @@ impl Imports {
             return Some(None);
         }
         let import = self.open.remove(&offset)?;
-        self.offsets.remove(&import.source);
+        if !import.is_mapped {
+            self.offsets.remove(&import.source);
+        }
         Some(Some(import.mapping))
     }
 
@@ -100,23 +112,30 @@ impl Imports {
         (offset - start < import.mapping.bytes()).then(|| (Arc::clone(&import.mapping), offset - start))
     }
 
-    /// Returns the inode of the file that holds an offset, and the offset in the file.
-    pub(crate) fn source(&self, offset: u64) -> Option<(u64, u64)> {
+    /// Returns the inode of the file that holds an offset, the offset in the file, and how many bytes lie there in a row.
+    pub(crate) fn source(&self, offset: u64) -> Option<(u64, u64, u64)> {
         let (start, import) = self.around(offset)?;
         let inside = offset - start;
-        (inside < import.mapping.bytes()).then(|| (import.source.file.inode, import.source.offset + inside))
+        let left = import.mapping.bytes().checked_sub(inside).filter(|&left| left > 0)?;
+        Some((import.source.file.inode, import.source.offset + inside, left))
     }
 
-    /// Returns whether a range lies inside one open block.
+    /// Returns whether a range lies inside one open block, or inside memory that is mapped without a gap.
     pub(crate) fn contains(&self, offset: u64, bytes: u64) -> bool {
-        self.around(offset).is_some_and(|(start, import)| {
-            offset.checked_add(bytes).is_some_and(|end| end <= start + import.source.bytes)
-        })
+        let Some(((start, mut import), end)) = self.around(offset).zip(offset.checked_add(bytes)) else { return false };
+        let mut reached = start + import.source.bytes;
+        while reached < end && import.is_mapped {
+            match self.open.get(&reached) {
+                Some(next) if next.is_mapped => (reached, import) = (reached + next.source.bytes, next),
+                _ => return false,
+            }
+        }
+        end <= reached
     }
 
-    /// Returns how many blocks are open, each counted once.
+    /// Returns how many blocks of other processes are open, each counted once.
     pub(crate) fn count(&self) -> u64 {
-        self.open.len() as u64
+        self.open.values().filter(|import| !import.is_mapped).count() as u64
     }
 
     fn around(&self, offset: u64) -> Option<(u64, &Import)> {
@@ -132,17 +151,16 @@ impl Imports {
     }
 
     fn place_from(&self, from: u64, length: u64) -> Option<u64> {
-        let mut offset = from;
-        if let Some((start, import)) = self.around(self.start + offset) {
-            offset = offset.max(start - self.start + import.mapping.bytes() + page_bytes());
-        }
-        for (&start, import) in self.open.range(self.start + offset..) {
-            if start - self.start >= offset.checked_add(length)? {
-                break;
+        let mut start = self.start + from;
+        loop {
+            let end = start.checked_add(length).filter(|&end| end <= self.start + WINDOW)?;
+            let open = self.open.range(..end).next_back().map(|(&at, import)| at + import.mapping.bytes());
+            let reserved = self.reserved.range(..end).next_back().map(|(&at, &bytes)| at + bytes);
+            match open.max(reserved).map(|taken| taken + page_bytes()).filter(|&taken| taken > start) {
+                Some(taken) => start = taken,
+                None => return Some(start - self.start),
             }
-            offset = start - self.start + import.mapping.bytes() + page_bytes();
         }
-        (offset.checked_add(length)? <= WINDOW).then_some(offset)
     }
 }
 
@@ -179,5 +197,18 @@ mod tests {
         assert!(last >= third + 2 * page, "{last:#x} lies in the blocks up to {third:#x}");
         assert_eq!(imports.count(), 4);
         assert_ne!(import(&mut Imports::new(1), 1, 1), first);
+    }
+
+    #[test]
+    fn reserved_addresses_go_to_nothing_else_until_they_are_free() {
+        let (mut imports, page) = (Imports::new(0), page_bytes());
+        let reserved = imports.reserve(page, 4 * page, 16 * page).unwrap();
+        assert!((page + reserved).is_multiple_of(16 * page));
+        imports.next = 0;
+        let other = import(&mut imports, 40, 1);
+        assert!(other >= reserved + 4 * page, "{other:#x} overlaps the reservation at {reserved:#x}");
+        imports.unreserve(reserved);
+        imports.next = reserved - imports.start;
+        assert_eq!(import(&mut imports, 3, 2), reserved);
     }
 }

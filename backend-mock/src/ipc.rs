@@ -75,12 +75,15 @@ impl IpcSharing for MockIpc {
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         self.check_transport(operation, transport)?;
-        let (offset, block) = device.shareable(operation, ptr)?;
+        let (offset, bytes, serial) = match gpu.shareable_mapped(operation, ordinal, ptr)? {
+            Some(mapped) => mapped,
+            None => device.shareable(operation, ptr).map(|(offset, block)| (offset, block.bytes, block.serial))?,
+        };
         let file = device.memory.file();
         let uuid = device_uuid(ordinal);
-        let payload = seal_payload(&[MEMORY_MAGIC, offset, block.bytes, block.serial], &uuid, device.memory.id());
+        let payload = seal_payload(&[MEMORY_MAGIC, offset, bytes, serial], &uuid, device.memory.id());
         let descriptor = gpu.exported.duplicate(operation, file)?;
-        Ok(MemoryHandle::new(transport, uuid, block.bytes, payload).with_descriptor(descriptor))
+        Ok(MemoryHandle::new(transport, uuid, bytes, payload).with_descriptor(descriptor))
     }
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {

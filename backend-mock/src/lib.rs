@@ -100,6 +100,7 @@
 //! - `command`, `kernel`, `memory_use`, `recording`: what streams execute, what it computes, and what captures record
 //! - `stream`, `engine`, `capture`, `product`: queues, workers, and the calls that enqueue
 //! - `checks`, [`races`], `schedule`: the observers, and execution in the order of a seed
+//! - `mapped_memory`: physical memory, reserved addresses, and which devices have access
 //! - `host`, `foreign`, `state`, `blas`, `ipc`, `gpu`: the traits of the contract; `options`: how a mock is opened
 //! - `simulated`: the inside of the mock, for the simulated vendor libraries
 
@@ -122,6 +123,7 @@ mod host;
 mod imports;
 mod ipc;
 mod kernel;
+mod mapped_memory;
 mod mapping;
 mod memory_use;
 mod observer;

@@ -65,14 +65,34 @@ pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Devic
     if let Command::Release(Retired { ptr, bytes, .. }) = *command {
         return (device.touch(ptr.get(), bytes).into_iter().collect(), true);
     }
-    let touched = uses(command, devices).into_iter().filter_map(|used| {
-        let (store, start) = match used.range.space {
-            Space::Host => (Store::Host, used.range.address),
-            Space::Device(device) => devices[device as usize].locate(used.range.address)?,
-        };
-        Some(Touch { store, start, used })
-    });
-    (touched.collect(), false)
+    let mut touched = Vec::new();
+    for used in uses(command, devices) {
+        match used.range.space {
+            Space::Host => touched.push(Touch { store: Store::Host, start: used.range.address, used }),
+            Space::Device(device) => touch_each(&devices[device as usize], used, &mut touched),
+        }
+    }
+    (touched, false)
+}
+
+/// Adds the places of a use. Mapped memory may lie in several.
+fn touch_each(device: &Device, used: Use, touched: &mut Vec<Touch>) {
+    let Range { space, address, bytes } = used.range;
+    match device.locate(address) {
+        Some((store, start, left)) if bytes <= left => return touched.push(Touch { store, start, used }),
+        Some(_) => {}
+        None => return,
+    }
+    for (offset, length) in used.layout.runs() {
+        let (mut next, end) = (address + offset, address + offset + length);
+        while next < end {
+            let Some((store, start, left)) = device.locate(next) else { break };
+            let bytes = left.min(end - next);
+            let part = Touch::whole(store, start, Range { space, address: next, bytes });
+            touched.push(Touch { used: Use { writes: used.writes, role: used.role, ..part.used }, ..part });
+            next += bytes;
+        }
+    }
 }
 
 type On<'a> = &'a dyn Fn(u32, usize, Layout, bool) -> Use;

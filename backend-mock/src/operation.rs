@@ -35,6 +35,8 @@ macro_rules! operations {
                     Self::CreateStream
                     | Self::CreateEvent
                     | Self::Allocate
+                    | Self::ReserveAddresses
+                    | Self::CreateMemory
                     | Self::CreateBlasHandle
                     | Self::HostAllocate
                     | Self::ExportMemory

@@ -10,6 +10,7 @@ use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transport
 use crate::arena::Quarantine;
 use crate::calls::MILLION;
 use crate::operation::{Operation, did_you_mean};
+use crate::sealed_file::page_bytes;
 
 /// The environment variable that [`MockOptions::from_environment`] reads.
 pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
@@ -19,6 +20,8 @@ const PAGE: u64 = 4096;
 const MAX_DEVICES: u32 = 64;
 /// Far less than on hardware, so that blocks of a few megabytes have several pieces.
 const REGISTER_PIECE_BYTES: usize = 4 << 20;
+/// Far less than on hardware, so that small devices have many pieces. A multiple of every system's page.
+const MAPPED_MEMORY_GRANULARITY: usize = 64 << 10;
 /// A larger device would need too large a page table.
 const MAX_MEMORY_BYTES: u64 = 1 << 42;
 /// The longest time that a text may set. A longer one is a slip of the pen, and hangs the program.
@@ -287,7 +290,7 @@ impl MockOptions {
     /// | key | value |
     /// |---|---|
     /// | `devices` | a number |
-    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
+    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes`, `mapped-memory-granularity` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `ipc-transports` | `descriptor` or `none` |
     /// | `latency`, `gemm-gap` | a whole number with `ns`, `us`, `ms` or `s`, at most one hour (`3600s`) |
     /// | `create-handle-latency` | `DEVICE:TIME` |
@@ -343,6 +346,7 @@ impl MockOptions {
             "lt-workspace-bytes" => self.capabilities.lt_workspace_bytes = size()?,
             "workspace-alignment" => self.capabilities.workspace_alignment = size()?,
             "register-piece-bytes" => self.capabilities.register_piece_bytes = size()?,
+            "mapped-memory-granularity" => self.capabilities.mapped_memory_granularity = size()?,
             "ipc-transports" => {
                 self.capabilities.ipc_transports = match value {
                     "descriptor" => TRANSPORTS,
@@ -418,6 +422,13 @@ impl MockOptions {
             ));
         }
         let capabilities = self.capabilities;
+        let granularity = capabilities.mapped_memory_granularity;
+        if capabilities.mapped_memory && (granularity == 0 || !granularity.is_multiple_of(page_bytes() as usize)) {
+            return Err(invalid(
+                format!("the granularity of mapped memory is {granularity} bytes"),
+                &format!("expected a multiple of {}, the size of a page", page_bytes()),
+            ));
+        }
         if ![Transports::NONE, TRANSPORTS].contains(&capabilities.ipc_transports) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -530,6 +541,7 @@ fn default_capabilities() -> Capabilities {
     capabilities.blas_workspace_bytes = 32 << 20;
     capabilities.lt_workspace_bytes = 1 << 20;
     capabilities.register_piece_bytes = REGISTER_PIECE_BYTES;
+    capabilities.mapped_memory_granularity = MAPPED_MEMORY_GRANULARITY;
     capabilities
 }
 
@@ -557,6 +569,7 @@ const KEYS: &[&str] = &[
     "lt-workspace-bytes",
     "workspace-alignment",
     "register-piece-bytes",
+    "mapped-memory-granularity",
     "ipc-transports",
     "latency",
     "gemm-gap",

@@ -252,20 +252,27 @@ impl Hooks {
         self.0.device(operation, device)?.close_import(operation, ptr)
     }
 
-    /// Returns addresses of the device that are not in use.
+    /// Reserves addresses of the device.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn reserve(&self, device: u32, bytes: u64, alignment: u64) -> Result<u64> {
         let operation = Operation::Allocate;
         let memory = &self.0.device(operation, device)?.memory;
-        // The window of addresses counts from the start of the own memory, which is aligned to a page only.
-        let shift = memory.base() % alignment;
-        let place = bytes.checked_add(alignment).and_then(|bytes| memory.imports.write().reserve(bytes, alignment));
+        let place = memory.imports.write().reserve(memory.base(), bytes, alignment);
         let place = place.ok_or_else(|| {
             operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
         })?;
-        Ok(memory.base() + place + (alignment - shift) % alignment)
+        Ok(memory.base() + place)
+    }
+
+    /// Undoes [`Hooks::reserve`].
+    pub fn unreserve(&self, device: u32, address: u64) {
+        if let Ok(device) = self.0.device(Operation::Free, device)
+            && let Some(place) = address.checked_sub(device.memory.base())
+        {
+            device.memory.imports.write().unreserve(place);
+        }
     }
 
     /// Maps a part of a memory file at an address of [`Hooks::reserve`].

@@ -8,7 +8,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use highwater_hal::{
-    Capabilities, Error, ErrorKind, EventId, GraphExecId, GraphId, IdTable, Identity, Result, StreamId, exit,
+    Capabilities, Error, ErrorKind, EventId, GraphExecId, GraphId, IdTable, Identity, PhysicalMemoryId, Result,
+    StreamId, exit,
 };
 use parking_lot::Mutex;
 
@@ -19,6 +20,7 @@ use crate::engine::Engine;
 use crate::event::Event;
 use crate::foreign::{ThreadStreams, Wrappers};
 use crate::host::MockHost;
+use crate::mapped_memory::{MappedMemory, PhysicalMemory};
 use crate::operation::Operation;
 use crate::peers::Peers;
 use crate::races::finder::Finder;
@@ -47,6 +49,8 @@ pub(crate) struct State {
     pub(crate) graphs: IdTable<GraphId, Graph>,
     pub(crate) graph_execs: IdTable<GraphExecId, Graph>,
     pub(crate) captures: Mutex<OpenCaptures>,
+    pub(crate) physical_memory: IdTable<PhysicalMemoryId, PhysicalMemory>,
+    pub(crate) mapped_memory: Mutex<MappedMemory>,
     pub(crate) host: Arc<MockHost>,
     pub(crate) handles: AtomicU64,
     /// The settings of BLAS handles that foreign code can change, by raw handle.
@@ -165,6 +169,12 @@ impl State {
     pub(crate) fn enter_capture(&self, operation: Operation) -> Result<&Self> {
         self.calls.enter(operation)?;
         if self.capabilities.capture { Ok(self) } else { Err(operation.lacks("capture")) }
+    }
+
+    /// Enters an operation, and checks that the device has mapped memory.
+    pub(crate) fn enter_mapped(&self, operation: Operation) -> Result<&Self> {
+        self.calls.enter(operation)?;
+        if self.capabilities.mapped_memory { Ok(self) } else { Err(operation.lacks("mapped_memory")) }
     }
 
     /// Enters an operation, and checks that objects of other code can be wrapped.

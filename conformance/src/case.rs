@@ -139,6 +139,8 @@ pub(crate) mod needs {
         legacy_default_stream,
         per_thread_default_stream,
         foreign_objects,
+        mapped_memory,
+        mapped_memory_rdma,
         set_stream_resets_workspace,
         handle_per_stream,
         create_during_capture,

@@ -8,6 +8,8 @@
 //! The guards trust the backend in one point: a backend that writes outside of its ranges, or reports completion too early,
 //! can harm the process that tests it.
 
+mod mapped;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,6 +24,8 @@ use highwater_hal::{
 use crate::matrix::GUARD_BYTES;
 use crate::sweep::{insist, is_injected};
 use crate::validation::made_here;
+
+pub(crate) use mapped::{Addresses, PhysicalMemory};
 
 /// The device of cases that are about one device.
 pub(crate) const DEVICE: u32 = 0;
@@ -302,7 +306,7 @@ pub(crate) struct Block<'b> {
     device: u32,
     ptr: DevicePtr,
     bytes: usize,
-    origin: Origin,
+    origin: Origin<'b>,
     users: Users,
     /// Whether the block has not been given back.
     alive: bool,
@@ -310,13 +314,15 @@ pub(crate) struct Block<'b> {
 
 /// Where a block came from, which says how it is given back.
 #[derive(Debug)]
-enum Origin {
+enum Origin<'b> {
     Allocated {
         /// The stream on which the block was allocated and is freed.
         ordered_on: Option<StreamId>,
     },
     /// Another process allocated it.
     Opened(Arc<dyn IpcSharing>),
+    /// It is mapped at these addresses.
+    Mapped(Addresses<'b>),
 }
 
 impl<'b> Block<'b> {
@@ -444,7 +450,7 @@ impl<'b> Block<'b> {
     /// or do it before the free in stream order.
     fn release(&mut self) -> Result<()> {
         self.alive = false;
-        match &self.origin {
+        match &mut self.origin {
             Origin::Allocated { ordered_on } => {
                 // SAFETY: the pointer came from `allocate` and is freed here only, once (a call that a fault kept from the
                 // backend freed nothing), when no device uses it any more.
@@ -452,6 +458,7 @@ impl<'b> Block<'b> {
             }
             // SAFETY: as above; the address came from `open_memory`.
             Origin::Opened(sharing) => insist(|| unsafe { sharing.close_memory(self.device, self.ptr) }),
+            Origin::Mapped(addresses) => addresses.release(),
         }
     }
 }

@@ -157,6 +157,11 @@ impl Product {
         self.epilogue
     }
 
+    /// Sets the factors of a GEMM to those of the product.
+    pub(crate) fn scaled(&self, gemm: Gemm) -> Gemm {
+        gemm.with_scale(self.alpha, self.beta)
+    }
+
     /// Puts the matrices on a device.
     pub(crate) fn place<'b>(&self, backend: &'b dyn Backend) -> Result<Placed<'b>, Failure> {
         let (factor, result) = (self.shape.data_type, self.shape.output);

@@ -164,6 +164,8 @@ extern "C" {
 #define HW_CAN_LEGACY_DEFAULT_STREAM (UINT64_C(1) << 19)
 #define HW_CAN_PER_THREAD_DEFAULT_STREAM (UINT64_C(1) << 20)
 #define HW_CAN_FOREIGN_OBJECTS (UINT64_C(1) << 21)
+#define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
+#define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -178,8 +180,8 @@ typedef struct hw_backend hw_backend;
 typedef struct hw_handle hw_handle;
 typedef struct hw_table hw_table;
 
-/* The id of a stream, an event, a graph or an executable graph. The backend issues it, and checks it in every call. A
- * stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect. */
+/* The id of a stream, an event, a graph, an executable graph or physical memory. The backend issues it, and checks it in
+ * every call. A stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect. */
 typedef struct hw_id {
     /* Index in a table of the backend, below HW_FIRST_NAMED_SLOT; or a default stream, HW_SLOT_... */
     uint32_t slot;
@@ -326,6 +328,8 @@ typedef struct hw_capabilities {
     uint64_t blas_workspace_bytes;
     /* Bytes of workspace that an Lt plan may use by default. */
     uint64_t lt_workspace_bytes;
+    /* Bytes of which sizes and addresses of mapped memory are multiples, with HW_CAN_MAPPED_MEMORY; else 0. */
+    uint64_t mapped_memory_granularity;
 } hw_capabilities;
 
 /* Free and total memory of a device, in bytes. */
@@ -360,6 +364,10 @@ typedef struct hw_live_objects {
     uint64_t descriptors;
     /* Shared files that sharing made. */
     uint64_t shared_files;
+    /* Ranges of addresses that `reserve_addresses` returned. */
+    uint64_t reservations;
+    /* Physical memory that `create_memory` made, until `destroy_memory`. */
+    uint64_t physical_memory;
 } hw_live_objects;
 
 /* Options of a stream. */
@@ -557,6 +565,22 @@ typedef struct hw_plan_arguments {
     /* Zero. */
     uint32_t reserved;
 } hw_plan_arguments;
+
+/* Options of physical memory. */
+typedef struct hw_physical_memory_options {
+    /* Bytes of this struct. */
+    uint64_t size;
+    /* Bytes of memory; a multiple of hw_capabilities.mapped_memory_granularity, and not 0. */
+    uint64_t bytes;
+    /* 1 if other processes can open the memory, else 0. */
+    uint32_t shareable;
+    /* HW_TRANSPORT_..., if `shareable` is 1; else 0. */
+    uint32_t transport;
+    /* 1 if other devices of the machine, such as network adapters, may access the memory directly, else 0. */
+    uint32_t rdma;
+    /* Zero. */
+    uint32_t reserved;
+} hw_physical_memory_options;
 
 /* A handle of device memory for other processes. */
 typedef struct hw_memory_handle {
@@ -829,8 +853,7 @@ struct hw_table {
      *  - ipc.offered: sharing is offered if and only if the hw_capabilities.ipc_transports of a device are not empty.
      *  - ipc.shared-bytes: each process reads the bytes that the other writes to the memory. */
     /* Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .
-     *  - ipc.export-shareable: memory not allocated as HW_DEVICE_MEMORY_SHAREABLE by this transport returns
-     *    HW_ERROR_INVALID_ARGUMENT.
+     *  - ipc.export-shareable: memory that was not made shareable by this transport returns HW_ERROR_INVALID_ARGUMENT.
      *  - ipc.export-transport: a transport outside the capability hw_capabilities.ipc_transports returns
      *    HW_ERROR_UNSUPPORTED. */
     int32_t (*export_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint32_t transport, hw_memory_handle *answer, hw_error *error);
@@ -859,6 +882,46 @@ struct hw_table {
      * missing, core destroys handles that foreign code has used.
      *  - blas.reset: afterwards, products behave as on a fresh handle with a stream and a workspace bound. */
     int32_t (*handle_reset)(hw_handle *handle, hw_error *error);
+
+    /* ---- group mapped: physical memory that is mapped at reserved addresses */
+    /* Reserves addresses of a device, at which physical memory can be mapped. Memory that is mapped without a gap and
+     * that the device may access is one block for every other operation.
+     *  - mapped.reserve: the address is a multiple of hw_capabilities.mapped_memory_granularity, and the range overlaps
+     *    neither a live block nor another range.
+     *  - mapped.sizes: 0 bytes, and bytes that are no multiple of hw_capabilities.mapped_memory_granularity, return
+     *    HW_ERROR_INVALID_ARGUMENT, also from `create_memory`. */
+    int32_t (*reserve_addresses)(hw_backend *backend, uint32_t device, uint64_t bytes, uint64_t *answer, hw_error *error);
+    /* Gives a range of `reserve_addresses` back.
+     *  - mapped.free-checked: a range that is not reserved with this start and these bytes, or in which memory is mapped,
+     *    returns HW_ERROR_INVALID_POINTER, and nothing changes. */
+    int32_t (*free_addresses)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, hw_error *error);
+    /* Creates physical memory of a device. It has no address until it is mapped.
+     *  - mapped.exhausted: a request for more than is available returns HW_ERROR_OUT_OF_MEMORY and changes nothing.
+     *  - mapped.shared: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory is
+     *    mapped, and returns a handle of all of it.
+     *  - mapped.transports: a transport outside hw_capabilities.ipc_transports, and HW_TRANSPORT_LEGACY, return
+     *    HW_ERROR_UNSUPPORTED. */
+    int32_t (*create_memory)(hw_backend *backend, uint32_t device, const hw_physical_memory_options *options, hw_id *answer, hw_error *error);
+    /* Destroys physical memory.
+     *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped.
+     *  - mapped.returns: bytes that are destroyed and not mapped can be allocated again. */
+    int32_t (*destroy_memory)(hw_backend *backend, hw_id memory, hw_error *error);
+    /* Maps all of the memory at `ptr`, inside a reserved range. No device may access it before `set_memory_access`.
+     *  - mapped.contiguous: one copy, fill or product can use several mappings that have no gap between them.
+     *  - mapped.move: memory that is unmapped and mapped at another address keeps its bytes.
+     *  - mapped.map-checked: an address that is no multiple of hw_capabilities.mapped_memory_granularity returns
+     *    HW_ERROR_INVALID_ARGUMENT. Bytes that leave the range, and those in which memory is mapped, return
+     *    HW_ERROR_INVALID_POINTER. Memory of another device returns HW_ERROR_WRONG_DEVICE. Nothing changes.
+     *  - mapped.capture: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
+     *    for addresses neither fail nor disturb a capture, from any thread and in any mode. */
+    int32_t (*map_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_id memory, hw_error *error);
+    /* Lets the device `accessing` read and write memory that is mapped for `device`.
+     *  - mapped.peer: work of each device that has access uses the same bytes at the same addresses.
+     *  - mapped.whole: a range that does not consist of whole mappings returns HW_ERROR_INVALID_POINTER, and nothing changes;
+     *    also from `unmap_memory`. */
+    int32_t (*set_memory_access)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, uint32_t accessing, hw_error *error);
+    /* Unmaps one or more whole mappings, for every device. The addresses stay reserved. */
+    int32_t (*unmap_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, hw_error *error);
 };
 
 /* The only symbol of a plugin. `host` is valid for the life of the process. Null rejects the program. */

@@ -239,7 +239,9 @@ fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
         "identity().tag" => Some("hw_open.tag"),
         "live_objects().handles" => Some("hw_live_objects.handles"),
         "live_objects().host_allocations" => Some("hw_live_objects.host_allocations"),
-        "ipc_transports" | "workspace_alignment" => return Some(format!("hw_capabilities.{name}")),
+        "ipc_transports" | "workspace_alignment" | "mapped_memory_granularity" => {
+            return Some(format!("hw_capabilities.{name}"));
+        }
         _ => None,
     };
     let choices = CHOICES.iter().flat_map(|(_, constants)| *constants);

@@ -314,8 +314,8 @@ pub struct RawTable {
 pub type TableCall = unsafe extern "C" fn(version: u32) -> *const RawTable;
 
 raw_structs! {
-    /// The id of a stream, an event, a graph or an executable graph. The backend issues it, and checks it in every call. A
-    /// stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect.
+    /// The id of a stream, an event, a graph, an executable graph or physical memory. The backend issues it, and checks it in
+    /// every call. A stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect.
     RawId "hw_id" {
         /// Index in a table of the backend, below HW_FIRST_NAMED_SLOT; or a default stream, HW_SLOT_...
         slot: u32,
@@ -452,6 +452,8 @@ raw_structs! {
         blas_workspace_bytes: u64,
         /// Bytes of workspace that an Lt plan may use by default.
         lt_workspace_bytes: u64,
+        /// Bytes of which sizes and addresses of mapped memory are multiples, with HW_CAN_MAPPED_MEMORY; else 0.
+        mapped_memory_granularity: u64,
     }
 
     /// Free and total memory of a device, in bytes.
@@ -486,6 +488,10 @@ raw_structs! {
         descriptors: u64,
         /// Shared files that sharing made.
         shared_files: u64,
+        /// Ranges of addresses that `reserve_addresses` returned.
+        reservations: u64,
+        /// Physical memory that `create_memory` made, until `destroy_memory`.
+        physical_memory: u64,
     }
 
     /// Options of a stream.
@@ -680,6 +686,22 @@ raw_structs! {
         bias: u64,
         /// 1 if there is a bias, else 0.
         has_bias: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// Options of physical memory.
+    RawPhysicalMemoryOptions "hw_physical_memory_options" sized 32 {
+        /// Bytes of this struct.
+        size: u64,
+        /// Bytes of memory; a multiple of hw_capabilities.mapped_memory_granularity, and not 0.
+        bytes: u64,
+        /// 1 if other processes can open the memory, else 0.
+        shareable: u32,
+        /// HW_TRANSPORT_..., if `shareable` is 1; else 0.
+        transport: u32,
+        /// 1 if other devices of the machine, such as network adapters, may access the memory directly, else 0.
+        rdma: u32,
         /// Zero.
         reserved: u32,
     }

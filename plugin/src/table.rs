@@ -9,8 +9,8 @@ use super::raw::{CType, RawBackend, RawError, RawHandle, text_of};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
     EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
-    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId,
-    StreamOptions, Transport, Workspace,
+    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments,
+    PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// Versions of the table that this version of Highwater supports.
@@ -52,6 +52,7 @@ groups! {
     Capture "capture": "stream capture and replay";
     Ipc "ipc": "memory and events of other processes";
     Reset "reset": "restoring a handle that foreign code has used";
+    Mapped "mapped": "physical memory that is mapped at reserved addresses";
 }
 
 /// A slot of the table, as C declares it.
@@ -226,6 +227,22 @@ macro_rules! slots {
             /// Restores every vendor setting of the handle to its value on a fresh handle. Its plans stay. If this fails or is
             /// missing, core destroys handles that foreign code has used.
             Reset handle_reset: handle.reset();
+
+            /// Reserves addresses of a device, at which physical memory can be mapped. Memory that is mapped without a gap and
+            /// that the device may access is one block for every other operation.
+            Mapped reserve_addresses: backend.reserve_addresses(device: u32, bytes: usize) -> DevicePtr;
+            /// Gives a range of `reserve_addresses` back.
+            Mapped free_addresses: backend.free_addresses(device: u32, ptr: DevicePtr, bytes: usize);
+            /// Creates physical memory of a device. It has no address until it is mapped.
+            Mapped create_memory: backend.create_memory(device: u32, &options: PhysicalMemoryOptions) -> PhysicalMemoryId;
+            /// Destroys physical memory.
+            Mapped destroy_memory: backend.destroy_memory(memory: PhysicalMemoryId);
+            /// Maps all of the memory at `ptr`, inside a reserved range. No device may access it before `set_memory_access`.
+            Mapped map_memory: backend.map_memory(device: u32, ptr: DevicePtr, memory: PhysicalMemoryId);
+            /// Lets the device `accessing` read and write memory that is mapped for `device`.
+            Mapped set_memory_access: backend.set_memory_access(device: u32, ptr: DevicePtr, bytes: usize, accessing: u32);
+            /// Unmaps one or more whole mappings, for every device. The addresses stay reserved.
+            Mapped unmap_memory: backend.unmap_memory(device: u32, ptr: DevicePtr, bytes: usize);
         }
     };
 }

@@ -11,7 +11,7 @@ use highwater_hal::{
 use super::blas::kinds;
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
+use crate::device::{Addresses, Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
 use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
@@ -28,6 +28,8 @@ cases! {
     streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [has::capture];
     is_not_disturbed_by_memory_and_events: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     is_not_disturbed_by_another_thread: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
+    is_not_disturbed_by_mapped_memory: ["mapped.capture"]
+        needs [has::capture, has::create_during_capture, has::mapped_memory];
     is_not_disturbed_by_new_handles: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [has::capture];
     gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [has::capture];
@@ -341,6 +343,24 @@ fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
             let other = scope.spawn(|| disturb(backend, outside));
             other.join().map_err(|_| Failure::new("a thread panicked"))?
         })?;
+        Ok(None)
+    })
+}
+
+fn is_not_disturbed_by_mapped_memory(backend: &dyn Backend) -> CaseResult {
+    let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+    let map = || -> CaseResult {
+        let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
+        let memory = addresses.fill_in(0..piece)?;
+        addresses.unmap(0..piece)?;
+        addresses.map(piece, &memory, piece)?;
+        addresses.give_access(piece..2 * piece, DEVICE)?;
+        addresses.unmap(piece..2 * piece)?;
+        Ok(())
+    };
+    undisturbed(backend, |_| map().map(|()| None))?;
+    undisturbed(backend, |_| {
+        std::thread::scope(|scope| scope.spawn(map).join().map_err(|_| Failure::new("a thread panicked"))?)?;
         Ok(None)
     })
 }

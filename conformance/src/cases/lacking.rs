@@ -4,7 +4,8 @@ use highwater_hal::numbers::Coded;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, DevicePtr,
     EventOptions, GemmShape, GraphExecId, GraphId, HostMemoryKind, HostOptions, IdParts, MathMode, ObjectId,
-    PlanOptions, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport, Workspace,
+    PhysicalMemoryId, PhysicalMemoryOptions, PlanOptions, StreamId, StreamOptions, StreamPriority, StridedBatch,
+    Transport, Workspace,
 };
 
 use super::ids::forge;
@@ -37,6 +38,8 @@ cases! {
     legacy_default_stream: ["backend.lacking"] needs [lacks::legacy_default_stream];
     per_thread_default_stream: ["backend.lacking"] needs [lacks::per_thread_default_stream];
     foreign_objects: ["backend.lacking"] needs [lacks::foreign_objects];
+    mapped_memory: ["backend.lacking"] needs [lacks::mapped_memory];
+    mapped_memory_rdma: ["backend.lacking"] needs [lacks::mapped_memory_rdma];
 }
 
 /// Runs the case and checks that the number of objects is unchanged.
@@ -297,5 +300,39 @@ fn foreign_objects(backend: &dyn Backend) -> CaseResult {
         check_error!(wrapped_stream, Unsupported, "stream_from_raw");
         check_error!(wrapped_event, Unsupported, "event_from_raw");
         Ok::<(), Failure>(())
+    })
+}
+
+fn mapped_memory(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 2 << 20;
+    let (stream, ptr) = (Stream::new(backend)?, DevicePtr::new(BYTES as u64));
+    check_eq!(backend.capabilities(DEVICE)?.mapped_memory_granularity, 0, "the granularity without mapped memory");
+    changing_nothing(backend, || {
+        check_error!(backend.reserve_addresses(DEVICE, BYTES), Unsupported, "reserve_addresses");
+        check_error!(backend.create_memory(DEVICE, &PhysicalMemoryOptions::new(BYTES)), Unsupported, "create_memory");
+        let memory = forge::<PhysicalMemoryId>(IdParts { slot: 1 << 30, ..stream.id().parts() });
+        check_error!(backend.destroy_memory(memory), Unsupported, "destroy_memory");
+        // SAFETY: the capability is false, so the calls are refused before they look at the addresses.
+        let refused = unsafe {
+            [
+                ("map_memory", backend.map_memory(DEVICE, ptr, memory)),
+                ("set_memory_access", backend.set_memory_access(DEVICE, ptr, BYTES, DEVICE)),
+                ("unmap_memory", backend.unmap_memory(DEVICE, ptr, BYTES)),
+                ("free_addresses", backend.free_addresses(DEVICE, ptr, BYTES)),
+            ]
+        };
+        for (operation, answer) in refused {
+            check_error!(answer, Unsupported, "{operation}");
+        }
+        Ok(())
+    })
+}
+
+fn mapped_memory_rdma(backend: &dyn Backend) -> CaseResult {
+    let bytes = backend.capabilities(DEVICE)?.mapped_memory_granularity.max(1);
+    changing_nothing(backend, || {
+        let options = PhysicalMemoryOptions::new(bytes).with_rdma();
+        check_error!(backend.create_memory(DEVICE, &options), Unsupported, "create_memory for direct access");
+        Ok(())
     })
 }

@@ -13,6 +13,7 @@ mod host;
 mod identity;
 mod ids;
 mod lacking;
+mod mapped;
 mod memory;
 mod plans;
 mod sharing;
@@ -38,6 +39,7 @@ const GROUPS: &[&[Case]] = &[
     arithmetic::CASES,
     blas::CASES,
     plans::CASES,
+    mapped::CASES,
     capture::CASES,
     sharing::CASES,
     concurrency::CASES,

@@ -3,10 +3,12 @@
 use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
-use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
+use highwater_hal::{
+    Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, PhysicalMemoryOptions, Transport,
+};
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, Capture, DEVICE, Event, Stream};
+use crate::device::{Addresses, Block, Capture, DEVICE, Event, PhysicalMemory, Stream};
 use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
@@ -42,6 +44,7 @@ cases! {
     descriptors_of_handles_count: ["backend.live-objects"] needs [has::shareable_memory, DESCRIPTORS];
     opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
         needs [has::shareable_memory, has::capture, has::create_during_capture];
+    mapped_memory_is_shared: ["mapped.shared", "ipc.shared-bytes"] needs [has::shareable_memory, has::mapped_memory];
     only_interprocess_events_are_exported: ["ipc.export-event"] needs [has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
         needs [has::interprocess_events, has::shareable_memory];
@@ -550,6 +553,41 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
         }
         drop(handle);
         Ok(peer.free(there)??)
+    })
+}
+
+// ----------------------------------------------------------------------------------------------------- mapped memory
+
+fn mapped_memory_is_shared(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+        let options = PhysicalMemoryOptions::new(2 * piece).with_shareable(transport);
+        // It shares plain memory only.
+        if transport == Transport::Legacy {
+            return Ok(());
+        }
+        let addresses = Addresses::new(backend, DEVICE, 4 * piece)?;
+        // Memory beside it, which the handle does not name.
+        let memory = PhysicalMemory::create(backend, DEVICE, &options)?;
+        addresses.map(piece, &memory, 2 * piece)?;
+        addresses.give_access(piece..3 * piece, DEVICE)?;
+        let beside = addresses.fill_in(3 * piece..4 * piece)?;
+        let content = Random::new(71).bytes(2 * piece);
+        addresses.write(piece, &content)?;
+        let handle = addresses.export(piece, transport)?;
+        check_eq!(handle.bytes, 2 * piece as u64, "the bytes in a handle of mapped memory");
+        let opened = peer.open(&handle)??;
+        let last = 2 * piece - BYTES.min(piece);
+        check!(peer.read(opened, BYTES.min(piece))?? == content[..BYTES.min(piece)], "the importer sees other bytes");
+        let new = Random::new(72).bytes(BYTES.min(piece));
+        peer.write(opened, &new)??;
+        let read = addresses.read(piece..3 * piece)?;
+        check!(read[..new.len()] == new, "the exporter does not see what the importer wrote to mapped memory");
+        check!(read[last..] == content[last..], "bytes beside those that the importer wrote have changed");
+        check_error!(addresses.export(3 * piece, transport), InvalidArgument, "export_memory of memory of one process");
+        peer.close(opened)??;
+        drop((addresses, beside, memory));
+        Ok(())
     })
 }
 

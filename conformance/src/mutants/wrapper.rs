@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use highwater_hal::{
     AtomicsMode, Backend, BlasHandle, BlasKind, Call, CaptureMode, DevicePtr, ErrorKind, EventId, GraphExecId, GraphId,
-    HostAllocator, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PlanId, Result, StreamId, Transport,
-    Workspace, for_each_operation,
+    HostAllocator, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PhysicalMemoryId, PlanId, Result, StreamId,
+    Transport, Workspace, for_each_operation,
 };
 
 use super::hooks::Hooks;
@@ -32,7 +32,7 @@ impl fmt::Debug for Core {
 }
 
 /// The calls by which a case gives back its objects. They reach the backend even after the wrapper was stopped.
-const GIVE_BACK: [&str; 12] = [
+const GIVE_BACK: [&str; 15] = [
     "synchronize_stream",
     "synchronize_device",
     "destroy_stream",
@@ -45,6 +45,9 @@ const GIVE_BACK: [&str; 12] = [
     "destroy_graph_exec",
     "destroy",
     "close_memory",
+    "unmap_memory",
+    "free_addresses",
+    "destroy_memory",
 ];
 
 impl Core {
@@ -65,7 +68,7 @@ impl Core {
             return Err(wrong(ErrorKind::DeviceLost, operation));
         }
         if (stopped || self.hooks.settles)
-            && matches!(operation, "free" | "host_free" | "host_unregister" | "close_memory")
+            && matches!(operation, "free" | "host_free" | "host_unregister" | "close_memory" | "unmap_memory")
         {
             self.below.settle();
         }
@@ -85,7 +88,7 @@ macro_rules! untranslated {
 }
 
 untranslated!(u32, u64, usize, DevicePtr, HostPtr, CaptureMode, GraphId, GraphExecId, Transport, Option<Workspace>);
-untranslated!(MathMode, AtomicsMode, PlanId);
+untranslated!(MathMode, AtomicsMode, PlanId, PhysicalMemoryId);
 
 impl<T> Translate for &T {}
 

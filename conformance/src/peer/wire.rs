@@ -141,10 +141,24 @@ impl Message {
 }
 
 /// Returns the counts in the order of a message.
-fn counts(live: &mut LiveObjects) -> [&mut u64; 9] {
-    let LiveObjects { streams, events, handles, allocations, host_allocations, graphs, mappings, .. } = live;
-    let (descriptors, shared_files) = (&mut live.descriptors, &mut live.shared_files);
-    [streams, events, handles, allocations, host_allocations, graphs, mappings, descriptors, shared_files]
+fn counts(live: &mut LiveObjects) -> [&mut u64; 11] {
+    let LiveObjects { streams, events, handles, graphs, descriptors, shared_files, .. } = live;
+    let (allocations, host_allocations, mappings) =
+        (&mut live.allocations, &mut live.host_allocations, &mut live.mappings);
+    let (reservations, memory) = (&mut live.reservations, &mut live.physical_memory);
+    [
+        streams,
+        events,
+        handles,
+        allocations,
+        host_allocations,
+        graphs,
+        mappings,
+        descriptors,
+        shared_files,
+        reservations,
+        memory,
+    ]
 }
 
 /// Returns the value of an enum with this number.

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use highwater_hal::AnyId::Stream;
 use highwater_hal::{
     AllocateOptions, Answer, Backend, BackendLayer, BlasHandle, BlasOptions, Call, DeviceMemoryKind, DevicePtr,
-    EventId, HostAllocator, IpcSharing, MemoryCopy, MemoryFill, Result, StreamId,
+    EventId, HostAllocator, IpcSharing, MemoryCopy, MemoryFill, PhysicalMemoryId, PhysicalMemoryOptions, Result,
+    StreamId,
 };
 
 use super::blas::ValidatedHandle;
 use super::host::ValidatedAllocator;
-use super::ranges::{Holding, on, side};
+use super::ranges::{Holding, Space, on, side};
 use super::sharing::ValidatedSharing;
 use super::{Validated, origin};
 
@@ -55,6 +56,7 @@ unsafe impl BackendLayer for Validated<'_> {
             (Holding::StreamOrdered(of), Some(stream)) if of.device() != stream.device() => Some("wrong device".into()),
             (Holding::StreamOrdered(_), Some(_)) | (Holding::Plain | Holding::Shareable(_), None) => None,
             (Holding::Mapped { .. }, _) => Some("memory of another process must be closed, not freed".into()),
+            (Holding::Piece { .. }, _) => Some("mapped memory must be unmapped, not freed".into()),
             (Holding::StreamOrdered(of), None) => {
                 Some(format!("wrong stream: the memory belongs to {of:?} and was freed on none"))
             }
@@ -62,6 +64,60 @@ unsafe impl BackendLayer for Validated<'_> {
         };
         // SAFETY: the caller promises what `free` asks for.
         self.books.releasing("free", on(device, ptr), misuse, || unsafe { self.inner.free(device, ptr, stream) })
+    }
+
+    fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        const OPERATION: &str = "reserve_addresses";
+        let at = origin::take();
+        let ptr = self.books.with_ids(OPERATION, &[], || self.inner.reserve_addresses(device, bytes))?;
+        let bytes = bytes as u64;
+        self.books.given(OPERATION, (Space::Reserved(device), ptr.get()), bytes, Holding::Addresses { bytes }, at);
+        Ok(ptr)
+    }
+
+    unsafe fn free_addresses(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let mapped =
+            self.books.ledger().pieces.range(ptr.get()..ptr.get().saturating_add(bytes as u64)).next().is_some();
+        let misuse = |holding| match holding {
+            _ if mapped => Some("memory is mapped there".to_owned()),
+            Holding::Addresses { bytes: reserved } if reserved == bytes as u64 => None,
+            _ => Some(format!("{bytes} bytes are not the whole range")),
+        };
+        // SAFETY: the caller promises what `free_addresses` asks for.
+        let call = || unsafe { self.inner.free_addresses(device, ptr, bytes) };
+        self.books.releasing("free_addresses", (Space::Reserved(device), ptr.get()), misuse, call)
+    }
+
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
+        let call = Call::new("create_memory", &[&device]);
+        let memory = self.books.call(&call, || self.inner.create_memory(device, options))?;
+        self.books.ledger().memory.insert(memory, (options.bytes as u64, options.shareable));
+        Ok(memory)
+    }
+
+    unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
+        let call = Call::new("map_memory", &[&device, &memory]);
+        // SAFETY: the caller promises what `map_memory` asks for.
+        self.books.call(&call, || unsafe { self.inner.map_memory(device, ptr, memory) })?;
+        self.books.ledger().mapped(device, ptr.get(), memory);
+        Ok(())
+    }
+
+    unsafe fn set_memory_access(&self, device: u32, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        let at = origin::take();
+        let call = Call::new("set_memory_access", &[&device]);
+        // SAFETY: the caller promises what `set_memory_access` asks for.
+        self.books.call(&call, || unsafe { self.inner.set_memory_access(device, ptr, bytes, accessing) })?;
+        self.books.ledger().accessed((ptr.get(), bytes as u64), accessing, at);
+        Ok(())
+    }
+
+    unsafe fn unmap_memory(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let call = Call::new("unmap_memory", &[&device]);
+        // SAFETY: the caller promises what `unmap_memory` asks for.
+        self.books.call(&call, || unsafe { self.inner.unmap_memory(device, ptr, bytes) })?;
+        self.books.ledger().unmapped(ptr.get(), bytes as u64);
+        Ok(())
     }
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {

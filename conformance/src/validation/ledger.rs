@@ -1,12 +1,12 @@
 //! The ledger: the objects that a case has made and not yet given back, by the backend's own answers, and the findings.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::Location;
 
-use highwater_hal::{AnyId, BackendTag, LiveObjects, StreamId};
+use highwater_hal::{AnyId, BackendTag, LiveObjects, PhysicalMemoryId, StreamId, Transport};
 
-use super::ranges::{Holding, Ranges, Space};
+use super::ranges::{Holding, Range, Ranges, Space};
 
 /// The call that made an object.
 #[derive(Debug, Clone, Copy)]
@@ -63,6 +63,10 @@ pub(super) struct Ledger {
     /// Handles by number.
     pub(super) handles: HashMap<u64, Made>,
     pub(super) ranges: Ranges,
+    /// The bytes of physical memory, and the transport that shares it.
+    pub(super) memory: HashMap<PhysicalMemoryId, (u64, Option<Transport>)>,
+    /// The same for each piece of mapped memory, by address.
+    pub(super) pieces: BTreeMap<u64, (u64, Option<Transport>)>,
     /// The number of calls that made a handle for another process.
     exports: u64,
     /// The number of releases that a fault refused and that were repeated.
@@ -80,6 +84,8 @@ impl Ledger {
             dead: HashMap::new(),
             handles: HashMap::new(),
             ranges: Ranges::default(),
+            memory: HashMap::new(),
+            pieces: BTreeMap::new(),
             exports: 0,
             retried: 0,
             findings: Vec::new(),
@@ -105,6 +111,62 @@ impl Ledger {
     pub(super) fn made(&mut self, operation: &'static str, at: Option<&'static Location<'static>>) -> Made {
         self.made += 1;
         Made { operation, number: self.made, at }
+    }
+
+    /// Enters memory that was mapped for a device.
+    pub(super) fn mapped(&mut self, device: u32, start: u64, memory: PhysicalMemoryId) {
+        let (bytes, shareable) = self.memory.get(&memory).copied().unwrap_or_default();
+        let end = start.saturating_add(bytes);
+        let text = format!("`map_memory` accepted {bytes} bytes at {start:#x} of device {device}");
+        let reserved = self.ranges.alive.range(..=(Space::Reserved(device), start)).next_back();
+        if !reserved.is_some_and(|((space, at), range)| *space == Space::Reserved(device) && end <= at + range.bytes) {
+            self.found(format!("{text}, which are not reserved"));
+        }
+        if self.pieces.range(..end).next_back().is_some_and(|(at, (length, _))| at + length > start) {
+            self.found(format!("{text}, where memory is mapped"));
+        }
+        if memory.device() != device {
+            self.found(format!("wrong device: {text} for {memory:?}"));
+        }
+        self.pieces.insert(start, (bytes, shareable));
+    }
+
+    /// Returns the pieces in a range, and records if they do not form it exactly.
+    fn pieces_of(&mut self, operation: &'static str, start: u64, bytes: u64) -> Vec<(u64, u64, Option<Transport>)> {
+        let (mut next, end, mut found) = (start, start.saturating_add(bytes), Vec::new());
+        while let Some(&(length, shareable)) = self.pieces.get(&next).filter(|_| next < end) {
+            found.push((next, length, shareable));
+            next += length;
+        }
+        if next != end || bytes == 0 {
+            let text = format!("`{operation}` accepted {bytes} bytes at {start:#x}, which are no whole mappings");
+            self.found(text);
+        }
+        found
+    }
+
+    /// Enters the access of a device to mapped memory.
+    pub(super) fn accessed(&mut self, (start, bytes): (u64, u64), device: u32, at: Option<&'static Location<'static>>) {
+        const OPERATION: &str = "set_memory_access";
+        self.check_device(OPERATION, device);
+        for (start, bytes, shareable) in self.pieces_of(OPERATION, start, bytes) {
+            if self.ranges.get(Space::Device(device), start).is_none() {
+                let made = self.made(OPERATION, at);
+                let range =
+                    Range { made, bytes, holding: Holding::Piece { shareable }, releasing: false, refused: false };
+                if let Some(text) = self.ranges.insert(Space::Device(device), start, range) {
+                    self.found(text);
+                }
+            }
+        }
+    }
+
+    /// Removes memory that was unmapped.
+    pub(super) fn unmapped(&mut self, start: u64, bytes: u64) {
+        for (start, ..) in self.pieces_of("unmap_memory", start, bytes) {
+            self.pieces.remove(&start);
+            (0..self.devices).for_each(|device| self.ranges.remove(Space::Device(device), start));
+        }
     }
 
     /// Records a handle for other processes. Its descriptor or file must go with its last copy.
@@ -167,7 +229,8 @@ impl Ledger {
             AnyId::Executable(_) => 0,
             AnyId::Graph(_) => 1,
             AnyId::Event(_) => 2,
-            AnyId::Stream(_) => 3,
+            AnyId::Memory(_) => 3,
+            AnyId::Stream(_) => 4,
         });
         let memory = self.ranges.alive.iter().filter(|(_, range)| range.refused);
         (ids, memory.map(|((space, start), range)| (*space, *start, range.holding)).collect())
@@ -186,6 +249,12 @@ impl Ledger {
             };
             (range.made.number, text)
         }));
+        let unused = self.pieces.iter().filter(|(start, _)| {
+            !(0..self.devices).any(|device| self.ranges.get(Space::Device(device), **start).is_some())
+        });
+        left.extend(
+            unused.map(|(start, (bytes, _))| (u64::MAX, format!("memory mapped at {start:#x}, {bytes} bytes,"))),
+        );
         left.sort_unstable();
         for (_, text) in left {
             self.found(format!("leak: {text} was not given back"));
@@ -196,19 +265,23 @@ impl Ledger {
 
     /// Compares the counts: the increase during the case must be the number of objects in the ledger.
     fn agree(&mut self, before: &LiveObjects, after: &LiveObjects) {
-        let (mut allocations, mut host, mut mappings) = (0, 0, 0);
+        let (mut allocations, mut host, mut mappings, mut reservations) = (0, 0, 0, 0);
         for range in self.ranges.alive.values() {
             match range.holding {
                 Holding::Plain | Holding::Shareable(_) | Holding::StreamOrdered(_) => allocations += 1,
                 Holding::HostAllocated | Holding::HostRegistered => host += 1,
                 Holding::Mapped { .. } => mappings += 1,
+                Holding::Addresses { .. } => reservations += 1,
+                // Its physical memory and its addresses count.
+                Holding::Piece { .. } => {}
             }
         }
-        let (mut streams, mut events, mut graphs) = (0, 0, 0);
+        let (mut streams, mut events, mut graphs, mut physical) = (0, 0, 0, 0);
         for (id, _) in self.alive.iter().filter(|(_, entry)| !entry.foreign) {
             match id {
                 AnyId::Stream(_) => streams += 1,
                 AnyId::Event(_) => events += 1,
+                AnyId::Memory(_) => physical += 1,
                 AnyId::Graph(_) | AnyId::Executable(_) => graphs += 1,
             }
         }
@@ -220,6 +293,8 @@ impl Ledger {
             ("host_allocations", before.host_allocations, after.host_allocations, host),
             ("graphs", before.graphs, after.graphs, graphs),
             ("mappings", before.mappings, after.mappings, mappings),
+            ("reservations", before.reservations, after.reservations, reservations),
+            ("physical_memory", before.physical_memory, after.physical_memory, physical),
         ];
         for (name, before, after, held) in counts {
             if after != before + held {

@@ -11,6 +11,8 @@ use super::ledger::Made;
 pub(super) enum Space {
     Host,
     Device(u32),
+    /// The reserved addresses of a device. Bytes lie there once memory is mapped.
+    Reserved(u32),
 }
 
 /// The kind of memory of a range, which decides how it is given back.
@@ -24,6 +26,14 @@ pub(super) enum Holding {
     /// Memory of another process, with the number of its opens.
     Mapped {
         opens: u64,
+    },
+    /// Addresses without memory.
+    Addresses {
+        bytes: u64,
+    },
+    /// Physical memory, for a device that has access, with the transport that shares it.
+    Piece {
+        shareable: Option<Transport>,
     },
 }
 
@@ -42,6 +52,8 @@ impl Holding {
             Self::HostAllocated => "block of page-locked memory",
             Self::HostRegistered => "registration",
             Self::Mapped { .. } => "mapping",
+            Self::Addresses { .. } => "range of reserved addresses",
+            Self::Piece { .. } => "piece of mapped memory",
         }
     }
 }
@@ -120,12 +132,31 @@ impl Ranges {
         self.alive.iter().find(|((of, at), _)| other(*of) && *at == start).map(|(_, range)| range)
     }
 
+    /// Returns whether a range lies inside pieces of mapped memory without a gap.
+    fn is_mapped(&self, space: Space, start: u64, end: u64) -> bool {
+        let is_piece = |range: &Range| matches!(range.holding, Holding::Piece { .. });
+        let first =
+            self.alive.range(..=(space, start)).next_back().filter(|((of, _), range)| *of == space && is_piece(range));
+        let Some(((_, at), range)) = first else { return false };
+        let mut reached = at.saturating_add(range.bytes);
+        while start < reached && reached < end {
+            match self.get(space, reached).filter(|range| is_piece(range)) {
+                Some(next) => reached = reached.saturating_add(next.bytes),
+                None => return false,
+            }
+        }
+        start < reached && end <= reached
+    }
+
     /// Returns what is wrong with the use of these bytes, if anything.
     pub(super) fn misuse(&self, what: &str, space: Space, start: u64, bytes: u64) -> Option<String> {
         let end = start.saturating_add(bytes);
         let holds = |(&(of, at), range): (&(Space, u64), &Range)| {
             of == space && at <= start && end <= at.saturating_add(range.bytes)
         };
+        if self.is_mapped(space, start, end) {
+            return None;
+        }
         // A range that is being given back may precede a larger range that already has its bytes.
         let mut before = self.alive.range(..=(space, start)).rev();
         if bytes == 0 || before.find(|entry| holds(*entry) || !entry.1.releasing).is_some_and(holds) {
@@ -133,7 +164,7 @@ impl Ranges {
         }
         let here = match space {
             Space::Host => "page-locked memory".to_owned(),
-            Space::Device(device) => format!("memory of device {device}"),
+            Space::Device(device) | Space::Reserved(device) => format!("memory of device {device}"),
         };
         let range = format!("{what} from {start:#x} to {end:#x}");
         if let Some((_, gone)) = self.gone.range(..=(space, start)).next_back().filter(|entry| holds(*entry)) {

@@ -28,6 +28,7 @@ impl Validated<'_> {
             let _ = match id {
                 AnyId::Stream(id) => self.destroy_stream(id),
                 AnyId::Event(id) => self.destroy_event(id),
+                AnyId::Memory(id) => self.destroy_memory(id),
                 AnyId::Graph(id) => self.destroy_graph(id),
                 AnyId::Executable(id) => self.destroy_graph_exec(id),
             };
@@ -36,7 +37,7 @@ impl Validated<'_> {
 
     fn release(&self, space: Space, start: u64, holding: Holding) {
         let (device, ptr) = match space {
-            Space::Device(device) => (device, DevicePtr::new(start)),
+            Space::Device(device) | Space::Reserved(device) => (device, DevicePtr::new(start)),
             Space::Host => {
                 let Some(ptr) = NonNull::new(start as *mut u8).map(HostPtr::new) else { return };
                 let allocator = self.host_allocator();
@@ -48,6 +49,11 @@ impl Validated<'_> {
                 return;
             }
         };
+        if let Holding::Addresses { bytes } = holding {
+            // SAFETY: as above, for what `reserve_addresses` gave.
+            let _ = unsafe { self.free_addresses(device, ptr, bytes as usize) };
+            return;
+        }
         if let Holding::Mapped { .. } = holding {
             let Some(sharing) = self.ipc_sharing() else { return };
             // SAFETY: as above, for what `open_memory` gave.

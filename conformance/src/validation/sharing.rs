@@ -22,6 +22,7 @@ impl ValidatedSharing {
         let (space, start) = on(device, ptr);
         match ledger.ranges.get(space, start) {
             Some(range) if range.holding == Holding::Shareable(transport) => None,
+            Some(range) if range.holding == (Holding::Piece { shareable: Some(transport) }) => None,
             Some(range) => Some(format!("a {} is not shareable by {transport:?}", range.made.of(range.holding.name()))),
             None => Some(format!("no block that is alive begins at {start:#x} of device {device}")),
         }

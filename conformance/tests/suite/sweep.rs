@@ -24,6 +24,7 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     // The groups whose objects differ. The program sweeps every group and every call.
     for (group, sample) in [
         ("memory.", 61),
+        ("mapped.", 31),
         ("host.", 61),
         ("destroy", 31),
         ("blas.stream-bound", 51),

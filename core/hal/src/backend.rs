@@ -7,9 +7,9 @@ use crate::blas::{BlasHandle, BlasOptions};
 use crate::capability::Capabilities;
 use crate::error::{Error, Result};
 use crate::host::HostAllocator;
-use crate::id::{BackendTag, EventId, GraphExecId, GraphId, StreamId};
+use crate::id::{BackendTag, EventId, GraphExecId, GraphId, PhysicalMemoryId, StreamId};
 use crate::ipc::IpcSharing;
-use crate::memory::{AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo};
+use crate::memory::{AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo, PhysicalMemoryOptions};
 
 /// The name, versions and tag of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -203,6 +203,10 @@ pub struct LiveObjects {
     pub descriptors: u64,
     /// Shared files that sharing made.
     pub shared_files: u64,
+    /// Ranges of addresses that `reserve_addresses` returned.
+    pub reservations: u64,
+    /// Physical memory that `create_memory` made, until `destroy_memory`.
+    pub physical_memory: u64,
 }
 
 impl LiveObjects {
@@ -218,6 +222,8 @@ impl LiveObjects {
             + self.mappings
             + self.descriptors
             + self.shared_files
+            + self.reservations
+            + self.physical_memory
     }
 }
 
@@ -234,6 +240,8 @@ impl std::fmt::Display for LiveObjects {
             (self.mappings, "mapping of another process's memory", "mappings of other processes' memory"),
             (self.descriptors, "descriptor", "descriptors"),
             (self.shared_files, "shared file", "shared files"),
+            (self.reservations, "range of reserved addresses", "ranges of reserved addresses"),
+            (self.physical_memory, "physical memory object", "physical memory objects"),
         ];
         let mut before = "";
         for (count, one, many) in counts.into_iter().filter(|(count, ..)| *count > 0) {
@@ -440,6 +448,97 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - The caller must ensure that no work that uses the block is outstanding, unless it precedes the free on `stream`.
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()>;
 
+    // ------------------------------------------------------------------ mapped memory
+
+    /// Reserves addresses of a device, at which physical memory can be mapped. Needs `mapped_memory`, as do the calls below.
+    ///
+    /// Mapped memory has three parts: addresses, physical memory, and the access that devices have. A caller reserves
+    /// addresses, creates memory, maps it, and sets access. Work then uses the bytes like a block of `allocate`. For the
+    /// safety conditions of all methods, memory that is mapped without a gap and that the device may access is one block.
+    ///
+    /// - `mapped.reserve`: the address is a multiple of `mapped_memory_granularity`, and the range overlaps neither a live
+    ///   block nor another range.
+    /// - `mapped.sizes`: 0 bytes, and bytes that are no multiple of `mapped_memory_granularity`, return `InvalidArgument`,
+    ///   also from `create_memory`.
+    fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        let _ = (device, bytes);
+        Err(Error::lacks("reserve_addresses", "mapped_memory"))
+    }
+
+    /// Gives a range of `reserve_addresses` back.
+    ///
+    /// - `mapped.free-checked`: a range that is not reserved with this start and these bytes, or in which memory is mapped,
+    ///   returns `InvalidPointer`, and nothing changes.
+    ///
+    /// # Safety
+    /// The caller must own the range, and must not pass it to another call meanwhile.
+    unsafe fn free_addresses(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let _ = (device, ptr, bytes);
+        Err(Error::lacks("free_addresses", "mapped_memory"))
+    }
+
+    /// Creates physical memory of a device. It has no address until it is mapped.
+    ///
+    /// - `mapped.exhausted`: a request for more than is available returns `OutOfMemory` and changes nothing.
+    /// - `mapped.shared`: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory
+    ///   is mapped, and returns a handle of all of it.
+    /// - `mapped.transports`: a transport outside `ipc_transports`, and `Transport::Legacy`, return `Unsupported`.
+    fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
+        let _ = (device, options);
+        Err(Error::lacks("create_memory", "mapped_memory"))
+    }
+
+    /// Destroys physical memory. The id is stale afterwards.
+    ///
+    /// - `mapped.destroy`: memory that is mapped stays accessible until it is unmapped.
+    /// - `mapped.returns`: bytes that are destroyed and not mapped can be allocated again.
+    fn destroy_memory(&self, memory: PhysicalMemoryId) -> Result<()> {
+        let _ = memory;
+        Err(Error::lacks("destroy_memory", "mapped_memory"))
+    }
+
+    /// Maps all of the memory at `ptr`, inside a range of `reserve_addresses`. No device may access it before
+    /// `set_memory_access`.
+    ///
+    /// - `mapped.contiguous`: one copy, fill or product can use several mappings that have no gap between them.
+    /// - `mapped.move`: memory that is unmapped and mapped at another address keeps its bytes.
+    /// - `mapped.map-checked`: an address that is no multiple of `mapped_memory_granularity` returns `InvalidArgument`. Bytes
+    ///   that leave the range, and those in which memory is mapped, return `InvalidPointer`. Memory of another device
+    ///   returns `WrongDevice`. Nothing changes.
+    /// - `mapped.capture`: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
+    ///   for addresses neither fail nor disturb a capture, from any thread and in any mode.
+    ///
+    /// # Safety
+    /// The caller must own the range at `ptr`, must not pass it to another call meanwhile, and must not destroy the memory
+    /// meanwhile.
+    unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
+        let _ = (device, ptr, memory);
+        Err(Error::lacks("map_memory", "mapped_memory"))
+    }
+
+    /// Lets the device `accessing` read and write memory that is mapped for `device`. Another device than `device` needs
+    /// `peer_copy`.
+    ///
+    /// - `mapped.peer`: work of each device that has access uses the same bytes at the same addresses.
+    /// - `mapped.whole`: a range that does not consist of whole mappings returns `InvalidPointer`, and nothing changes; also
+    ///   from `unmap_memory`.
+    ///
+    /// # Safety
+    /// The caller must own the range, and must not pass it to another call meanwhile.
+    unsafe fn set_memory_access(&self, device: u32, ptr: DevicePtr, bytes: usize, accessing: u32) -> Result<()> {
+        let _ = (device, ptr, bytes, accessing);
+        Err(Error::lacks("set_memory_access", "mapped_memory"))
+    }
+
+    /// Unmaps one or more whole mappings, for every device. The addresses stay reserved.
+    ///
+    /// # Safety
+    /// The caller must own the range, and must ensure that no work that uses it is outstanding.
+    unsafe fn unmap_memory(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let _ = (device, ptr, bytes);
+        Err(Error::lacks("unmap_memory", "mapped_memory"))
+    }
+
     // ------------------------------------------------------------------ copies and fills
 
     /// Enqueues a copy from or to device memory. The other side is device memory, of the same device or another, or
@@ -451,8 +550,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// The caller must ensure that:
-    /// - each range lies inside one block: device memory of the named device, one page-locked host block, or one
-    ///   registration;
+    /// - each range lies inside one block: device memory of the named device, memory that is mapped without a gap and that the
+    ///   device may access, one page-locked host block, or one registration;
     /// - the ranges do not overlap, and both blocks stay allocated until the copy has completed;
     /// - until then, the source is not written, and a host destination is neither read nor written.
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()>;

@@ -61,6 +61,10 @@ pub struct Capabilities {
     pub per_thread_default_stream: bool,
     /// Wrapping of streams and events that other code made.
     pub foreign_objects: bool,
+    /// Physical memory that is mapped at reserved addresses.
+    pub mapped_memory: bool,
+    /// Mapped memory that other devices of the machine, such as network adapters, access directly.
+    pub mapped_memory_rdma: bool,
 
     // ---- facts
     /// Binding a stream returns a BLAS handle to its default workspace (cuBLAS: always; hipBLAS: never).
@@ -82,6 +86,8 @@ pub struct Capabilities {
     pub register_piece_bytes: usize,
     /// Transports that share this device's memory with another process.
     pub ipc_transports: Transports,
+    /// Bytes of which the sizes and the addresses of mapped memory are multiples, if `mapped_memory` holds; else 0.
+    pub mapped_memory_granularity: usize,
     /// Alignment in bytes of a BLAS workspace.
     pub workspace_alignment: usize,
     /// Bytes of workspace at which a BLAS handle is fastest on this device.
@@ -117,6 +123,8 @@ impl Capabilities {
             legacy_default_stream: false,
             per_thread_default_stream: false,
             foreign_objects: false,
+            mapped_memory: false,
+            mapped_memory_rdma: false,
             set_stream_resets_workspace: true,
             handle_per_stream: false,
             create_during_capture: false,
@@ -125,6 +133,7 @@ impl Capabilities {
             event_waits_end_with_peer: false,
             register_piece_bytes: 0,
             ipc_transports: Transports::NONE,
+            mapped_memory_granularity: 0,
             workspace_alignment: 256,
             blas_workspace_bytes: 0,
             lt_workspace_bytes: 0,

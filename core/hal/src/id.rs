@@ -136,6 +136,11 @@ object_id!(
     GraphExecId,
     "executable graph"
 );
+object_id!(
+    /// Physical memory of a device, which has no address until it is mapped.
+    PhysicalMemoryId,
+    "physical memory object"
+);
 
 /// The first slot that is not a slot of a table but a named constant.
 pub const FIRST_NAMED_SLOT: u32 = u32::MAX - 15;

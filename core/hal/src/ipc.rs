@@ -139,13 +139,14 @@ impl EventHandle {
 /// - `ipc.shared-bytes`: each process reads the bytes that the other writes to the memory.
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub trait IpcSharing: Send + Sync + fmt::Debug {
-    /// Returns a handle of a whole allocation.
+    /// Returns a handle of a whole allocation, or of physical memory that is mapped at `ptr`.
     ///
-    /// - `ipc.export-shareable`: memory not allocated as `Shareable` by this transport returns `InvalidArgument`.
+    /// - `ipc.export-shareable`: memory that was not made shareable by this transport returns `InvalidArgument`.
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` returns `Unsupported`.
     ///
     /// # Safety
-    /// The caller must pass a block that `allocate` returned for this device and that has not been freed.
+    /// The caller must pass a block that `allocate` returned for this device and that has not been freed, or the address of
+    /// mapped memory of this device.
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle>;
 
     /// Maps memory of another process for work of `device`.

@@ -24,8 +24,9 @@
 //! are `unsafe fn`, and their Safety sections state the caller's obligations. All other methods are safe, and return an error
 //! for each request that they cannot meet.
 //!
-//! **Ids, not pointers.** Streams, events and graphs cross the traits as ids ([`StreamId`], [`EventId`], [`GraphId`]).
-//! A vendor's pointer may name a new object after its own was destroyed. An id never does. [`IdTable`] issues and checks ids.
+//! **Ids, not pointers.** Streams, events, graphs and physical memory cross the traits as ids ([`StreamId`], [`EventId`],
+//! [`GraphId`], [`PhysicalMemoryId`]). A vendor's pointer may name a new object after its own was destroyed. An id never does.
+//! [`IdTable`] issues and checks ids.
 //!
 //! **Capabilities are data.** [`Capabilities`] lists the abilities and the facts of a device. A denied ability returns
 //! [`ErrorKind::Unsupported`] without a call of the vendor. The other optional methods have a default that returns this

@@ -130,6 +130,42 @@ pub enum DeviceMemoryKind {
     StreamOrdered(StreamId),
 }
 
+/// Options of physical memory, for [`Backend::create_memory`](crate::Backend::create_memory). They cannot change later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PhysicalMemoryOptions {
+    /// Number of bytes: a multiple of the capability `mapped_memory_granularity`, and not 0.
+    pub bytes: usize,
+    /// The transport by which other processes can open the memory; `None` for memory of this process alone. No backend
+    /// shares physical memory by [`Transport::Legacy`].
+    pub shareable: Option<Transport>,
+    /// Whether other devices of the machine, such as network adapters, may access the memory directly (GPUDirect RDMA).
+    /// Needs `mapped_memory_rdma`.
+    pub rdma: bool,
+}
+
+impl PhysicalMemoryOptions {
+    /// Returns options of `bytes` of memory of this process alone.
+    #[must_use]
+    pub const fn new(bytes: usize) -> Self {
+        Self { bytes, shareable: None, rdma: false }
+    }
+
+    /// Lets other processes open the memory by this transport.
+    #[must_use]
+    pub const fn with_shareable(mut self, transport: Transport) -> Self {
+        self.shareable = Some(transport);
+        self
+    }
+
+    /// Lets other devices of the machine access the memory directly.
+    #[must_use]
+    pub const fn with_rdma(mut self) -> Self {
+        self.rdma = true;
+        self
+    }
+}
+
 /// Free and total memory of a device, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {

@@ -191,6 +191,8 @@ bits! {
         legacy_default_stream "CAN_LEGACY_DEFAULT_STREAM" = 19,
         per_thread_default_stream "CAN_PER_THREAD_DEFAULT_STREAM" = 20,
         foreign_objects "CAN_FOREIGN_OBJECTS" = 21,
+        mapped_memory "CAN_MAPPED_MEMORY" = 22,
+        mapped_memory_rdma "CAN_MAPPED_MEMORY_RDMA" = 23,
     }
     /// The facts about a device as bits.
     Facts facts {

@@ -16,7 +16,7 @@ use crate::blas::{BlasHandle, BlasKind, PlanId};
 use crate::capability::Capabilities;
 use crate::error::Result;
 use crate::host::HostAllocator;
-use crate::id::{EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId};
+use crate::id::{EventId, GraphExecId, GraphId, IdParts, ObjectId, PhysicalMemoryId, StreamId};
 use crate::ipc::{EventHandle, IpcSharing, MemoryHandle};
 use crate::memory::{DevicePtr, HostPtr, MemoryInfo};
 
@@ -52,6 +52,16 @@ macro_rules! for_each_operation {
                 Free: [unsafe fn] free(device: u32, ptr: $crate::DevicePtr, stream: Option<$crate::StreamId>) -> ();
                 Copy: [unsafe fn] copy(copy: &$crate::MemoryCopy, stream: $crate::StreamId) -> ();
                 Fill: [unsafe fn] fill(fill: &$crate::MemoryFill, stream: $crate::StreamId) -> ();
+                ReserveAddresses: [fn] reserve_addresses(device: u32, bytes: usize) -> $crate::DevicePtr;
+                FreeAddresses: [unsafe fn] free_addresses(device: u32, ptr: $crate::DevicePtr, bytes: usize) -> ();
+                CreateMemory: [fn] create_memory(device: u32, options: &$crate::PhysicalMemoryOptions)
+                    -> $crate::PhysicalMemoryId;
+                DestroyMemory: [fn] destroy_memory(memory: $crate::PhysicalMemoryId) -> ();
+                MapMemory: [unsafe fn] map_memory(device: u32, ptr: $crate::DevicePtr, memory: $crate::PhysicalMemoryId)
+                    -> ();
+                SetMemoryAccess: [unsafe fn] set_memory_access(
+                    device: u32, ptr: $crate::DevicePtr, bytes: usize, accessing: u32) -> ();
+                UnmapMemory: [unsafe fn] unmap_memory(device: u32, ptr: $crate::DevicePtr, bytes: usize) -> ();
                 BeginCapture: [fn] begin_capture(stream: $crate::StreamId, mode: $crate::CaptureMode) -> ();
                 EndCapture: [unsafe fn] end_capture(stream: $crate::StreamId) -> $crate::GraphId;
                 IsCapturing: [fn] is_capturing(stream: $crate::StreamId) -> bool;
@@ -102,6 +112,8 @@ pub enum AnyId {
     Graph(GraphId),
     /// An event.
     Event(EventId),
+    /// Physical memory.
+    Memory(PhysicalMemoryId),
     /// A stream.
     Stream(StreamId),
 }
@@ -114,6 +126,7 @@ impl AnyId {
             Self::Executable(id) => id.parts(),
             Self::Graph(id) => id.parts(),
             Self::Event(id) => id.parts(),
+            Self::Memory(id) => id.parts(),
             Self::Stream(id) => id.parts(),
         }
     }
@@ -125,6 +138,7 @@ impl AnyId {
             Self::Executable(_) => GraphExecId::NAME,
             Self::Graph(_) => GraphId::NAME,
             Self::Event(_) => EventId::NAME,
+            Self::Memory(_) => PhysicalMemoryId::NAME,
             Self::Stream(_) => StreamId::NAME,
         }
     }
@@ -136,6 +150,7 @@ impl fmt::Debug for AnyId {
             Self::Executable(id) => id.fmt(f),
             Self::Graph(id) => id.fmt(f),
             Self::Event(id) => id.fmt(f),
+            Self::Memory(id) => id.fmt(f),
             Self::Stream(id) => id.fmt(f),
         }
     }
@@ -224,6 +239,7 @@ ids! {
     EventId Event;
     GraphId Graph;
     GraphExecId Executable;
+    PhysicalMemoryId Memory;
 }
 
 macro_rules! without_ids {

@@ -87,6 +87,8 @@ structs_out! {
                 mappings: live.mappings,
                 descriptors: live.descriptors,
                 shared_files: live.shared_files,
+                reservations: live.reservations,
+                physical_memory: live.physical_memory,
             }
         },
         |raw, link| {
@@ -100,6 +102,8 @@ structs_out! {
             live.mappings = raw.mappings;
             live.descriptors = raw.descriptors;
             live.shared_files = raw.shared_files;
+            live.reservations = raw.reservations;
+            live.physical_memory = raw.physical_memory;
             Ok(live)
         }
     DeviceInfo as RawDeviceInfo:
@@ -137,6 +141,7 @@ structs_out! {
                 workspace_alignment: capabilities.workspace_alignment as u64,
                 blas_workspace_bytes: capabilities.blas_workspace_bytes as u64,
                 lt_workspace_bytes: capabilities.lt_workspace_bytes as u64,
+                mapped_memory_granularity: capabilities.mapped_memory_granularity as u64,
             }
         },
         |raw, link| {
@@ -152,6 +157,7 @@ structs_out! {
             capabilities.workspace_alignment = raw.workspace_alignment as usize;
             capabilities.blas_workspace_bytes = raw.blas_workspace_bytes as usize;
             capabilities.lt_workspace_bytes = raw.lt_workspace_bytes as usize;
+            capabilities.mapped_memory_granularity = raw.mapped_memory_granularity as usize;
             Ok(capabilities)
         }
     MemoryHandle as RawMemoryHandle:

@@ -12,8 +12,8 @@ use super::values::{NO_ID, lift_id, raw_id};
 use super::{Argument, Tags, Wrong, bytes_of, choice, flag};
 use highwater_hal::{
     AllocateOptions, DataType, DeviceMemoryKind, DevicePtr, EventHandle, EventOptions, FillPattern, Gemm, GemmShape,
-    HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, MemoryHandle, PlanArguments, PlanOptions, StreamOptions,
-    StridedBatch, Transpose, Workspace,
+    HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, MemoryHandle, PhysicalMemoryOptions, PlanArguments,
+    PlanOptions, StreamOptions, StridedBatch, Transpose, Workspace,
 };
 
 /// Arguments that are passed by pointer: the program's lowering, and the plugin's lifting.
@@ -78,6 +78,22 @@ structs_in! {
                 other => return Err(format!("{other} for a kind of device memory").into()),
             };
             Ok(Self::new(raw.bytes as usize).with_kind(kind))
+        }
+    PhysicalMemoryOptions as RawPhysicalMemoryOptions:
+        |options| RawPhysicalMemoryOptions {
+            size: bytes_of::<RawPhysicalMemoryOptions>(),
+            bytes: options.bytes as u64,
+            shareable: u32::from(options.shareable.is_some()),
+            transport: options.shareable.map_or(0, Coded::code),
+            rdma: u32::from(options.rdma),
+            reserved: 0,
+        },
+        |raw, tags| {
+            let (shareable, rdma) = (flag(raw.shareable, "`shareable`")?, flag(raw.rdma, "`rdma`")?);
+            let mut options = Self::new(raw.bytes as usize);
+            options.shareable = if shareable { Some(choice(raw.transport)?) } else { None };
+            options.rdma = rdma;
+            Ok(options)
         }
     HostOptions as RawHostOptions:
         |options| RawHostOptions { size: bytes_of::<RawHostOptions>(), kind: options.kind.code(), reserved: 0 },

@@ -131,7 +131,8 @@ mod tests {
     use highwater_hal::{
         AllocateOptions, BackendTag, Capabilities, DataType, DeviceInfo, DevicePtr, Epilogue, EventHandle,
         EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Identity, LiveObjects, Location, MemoryCopy,
-        MemoryFill, MemoryHandle, PlanArguments, PlanOptions, StreamOptions, Transport, Workspace,
+        MemoryFill, MemoryHandle, PhysicalMemoryOptions, PlanArguments, PlanOptions, StreamOptions, Transport,
+        Workspace,
     };
 
     /// Returns the names of a value's fields, from its `Debug` form.
@@ -150,10 +151,11 @@ mod tests {
         let ptr = DevicePtr::new(1);
         let shape = GemmShape::new(DataType::F32, 1, 1, 1);
         let at = Location::Device { device: 0, ptr };
-        let values: [(&dyn Debug, usize); 17] = [
+        let values: [(&dyn Debug, usize); 18] = [
             (&StreamOptions::new(), 1),
             (&EventOptions::new(), 2),
             (&AllocateOptions::new(1), 2),
+            (&PhysicalMemoryOptions::new(1), 3),
             (&HostOptions::new(), 1),
             (&MemoryCopy::new(at, at, 1), 3),
             (&MemoryFill::new(0, ptr, FillPattern::U8(1), 1), 4),
@@ -165,9 +167,9 @@ mod tests {
             (&MemoryHandle::new(Transport::Legacy, [0; 16], 1, [0; 64]), 5),
             (&EventHandle::new([0; 16], [0; 64]), 3),
             (&Identity::new("name", "description", BackendTag::next()), 7),
-            (&LiveObjects::default(), 9),
+            (&LiveObjects::default(), 11),
             (&DeviceInfo::new(0, "name", [0; 16], 1), 7),
-            (&Capabilities::none(), 33),
+            (&Capabilities::none(), 36),
         ];
         for (value, number) in values {
             assert_eq!(fields(value).len(), number, "{value:?}: {:?}", fields(value));

@@ -11,7 +11,7 @@ use super::super::raw::{RawHandle, RawId};
 use super::{Answer, Argument, Tags, Wrong, choice, flag, put_plain};
 use highwater_hal::{
     AtomicsMode, BackendTag, BlasOptions, CaptureMode, Completion, DevicePtr, ErrorKind, EventId, FIRST_NAMED_SLOT,
-    GraphExecId, GraphId, HostPtr, IdParts, MathMode, ObjectId, PlanId, StreamId, Transport,
+    GraphExecId, GraphId, HostPtr, IdParts, MathMode, ObjectId, PhysicalMemoryId, PlanId, StreamId, Transport,
 };
 
 #[inline]
@@ -95,6 +95,7 @@ values_in! {
     EventId as RawId: |id| raw_id(id), |raw, tags| lift_id(raw, tags);
     GraphId as RawId: |id| raw_id(id), |raw, tags| lift_id(raw, tags);
     GraphExecId as RawId: |id| raw_id(id), |raw, tags| lift_id(raw, tags);
+    PhysicalMemoryId as RawId: |id| raw_id(id), |raw, tags| lift_id(raw, tags);
     Option<StreamId> as RawId: |id| id.map_or(NO_ID, raw_id), |raw, tags| {
         // No id is all zeros.
         let RawId { slot, generation, tag, device } = raw;
@@ -148,6 +149,7 @@ values_out! {
     EventId as RawId = NO_ID => |id, tags| issued_raw(id, tags), |raw, link| issued_id(raw, link);
     GraphId as RawId = NO_ID => |id, tags| issued_raw(id, tags), |raw, link| issued_id(raw, link);
     GraphExecId as RawId = NO_ID => |id, tags| issued_raw(id, tags), |raw, link| issued_id(raw, link);
+    PhysicalMemoryId as RawId = NO_ID => |id, tags| issued_raw(id, tags), |raw, link| issued_id(raw, link);
     DevicePtr as u64 = 0 => |ptr, _| ptr.get(), |raw, _| {
         if raw == 0 { Err("the address 0 for device memory".to_owned()) } else { Ok(Self::new(raw)) }
     };

@@ -116,12 +116,14 @@ pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
         76 => 0,
         78 => i32::from(capabilities.stream_priority),
         99 | 113 => i32::from(capabilities.host_register),
-        102 | 103 => i32::from(shares),
+        102 => i32::from(capabilities.mapped_memory),
+        103 => i32::from(shares),
+        110 => i32::from(capabilities.mapped_memory_rdma),
         115 => i32::from(capabilities.stream_ordered_memory),
         // Descriptors and fabric handles, as on the device, which refuses the latter.
         119 => i32::from(capabilities.stream_ordered_memory) * 9,
         125 => i32::from(capabilities.interprocess_events),
-        110 | 116 | 128 => 1,
+        116 | 128 => 1,
         0 | END.. => return Err(Code::INVALID_VALUE),
         _ => 0,
     })

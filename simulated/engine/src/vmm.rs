@@ -138,7 +138,13 @@ pub fn create(bytes: usize, properties: &Properties, flags: u64) -> Answer<u64> 
     if properties.handle_types & FABRIC != 0 {
         return Err(Code::NOT_PERMITTED);
     }
-    if properties.handle_types & !DESCRIPTOR != 0 || simulation.capabilities(device)?.ipc_transports.is_empty() {
+    let capabilities = simulation.capabilities(device)?;
+    let supported = match properties.handle_types {
+        0 => capabilities.mapped_memory,
+        DESCRIPTOR => !capabilities.ipc_transports.is_empty(),
+        _ => false,
+    };
+    if !supported {
         return Err(Code::NOT_SUPPORTED);
     }
     let taken = simulation.hooks.take(device, bytes).map_err(|error| simulation.code_of(error))?;
@@ -235,13 +241,14 @@ pub fn reserve(bytes: usize, alignment: usize, flags: u64) -> Answer<u64> {
 /// # Errors
 /// 1 for a range that was not reserved in this form, or in which memory is mapped.
 pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
-    simulation()?;
+    let simulation = simulation()?;
     let mut table = VIRTUAL.lock();
     let is_mapped = table.mappings.range(address..address.saturating_add(bytes as u64)).next().is_some();
     if table.reserved.get(&address) != Some(&(bytes as u64)) || is_mapped {
         return Err(Code::INVALID_VALUE);
     }
     table.reserved.remove(&address);
+    simulation.hooks.unreserve(0, address);
     Ok(())
 }
 

@@ -109,6 +109,12 @@ mutants! {
         });
     };
 
+    in "mapped.capture":
+    "disturbed-by-physical-memory": "Loses captures when physical memory is created." =>
+        |h| disturbed_by(h, "create_memory");
+    "disturbed-by-mapping": "Loses captures when memory is mapped." => |h| disturbed_by(h, "map_memory");
+    "disturbed-by-unmapping": "Loses captures when memory is unmapped." => |h| disturbed_by(h, "unmap_memory");
+
     in "capture.undisturbed":
     "disturbed-by-allocation": "Loses captures when device memory is allocated." => |h| disturbed_by(h, "allocate");
     "disturbed-by-frees": "Loses captures when device memory is freed." => |h| disturbed_by(h, "free");

@@ -38,6 +38,11 @@ mutants! {
         denied!(per_thread_default_stream);
     "foreign-objects-denied": "Reports `foreign_objects` as false, and returns the vendor's handle of a stream." =>
         denied!(foreign_objects);
+    "mapped-memory-denied": "Reports `mapped_memory` as false, and reserves addresses." => |h| h.claim(|capabilities| {
+        capabilities.mapped_memory = false;
+        capabilities.mapped_memory_granularity = 0;
+    });
+    "direct-access-denied": "Reports `mapped_memory_rdma` as false, and creates such memory." => denied!(mapped_memory_rdma);
     "denied-copies-done": "Refuses to copy between devices, and does it." => |h| {
         h.claim(|capabilities| capabilities.peer_copy = false);
         h.backend.copy(|reference, copy, stream| {

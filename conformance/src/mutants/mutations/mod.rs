@@ -26,6 +26,7 @@ mod host;
 mod identity;
 mod ids;
 mod lacking;
+mod mapped;
 mod memory;
 mod plans;
 mod products;
@@ -41,6 +42,7 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     streams::MUTANTS,
     events::MUTANTS,
     memory::MUTANTS,
+    mapped::MUTANTS,
     copies::MUTANTS,
     host::MUTANTS,
     products::MUTANTS,

@@ -1,0 +1,267 @@
+//! Mapped memory: reserved addresses, physical memory, and the devices that have access to it.
+//!
+//! Physical memory is a block of its device's memory file that has no address. A device that gets access maps the part of
+//! the file at the reserved address, as it maps memory of another process. So the engine finds the bytes, the checks see
+//! them change hands, and the race finder knows where they lie, whatever addresses reach them.
+//!
+//! Lock: `mapped_memory` is taken before the locks of a device.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, PhysicalMemoryOptions, Result};
+
+use crate::device::Device;
+use crate::imports::Source;
+use crate::ipc;
+use crate::mapping::Mapping;
+use crate::operation::Operation;
+use crate::sealed_file;
+use crate::state::State;
+
+/// Physical memory of a device. It is freed when the id is destroyed and no piece maps it.
+#[derive(Debug)]
+pub(crate) struct PhysicalMemory {
+    device: Arc<Device>,
+    /// The offset in the device's memory.
+    offset: u64,
+    bytes: u64,
+    /// The number of the allocation.
+    serial: u64,
+    is_shareable: bool,
+}
+
+impl Drop for PhysicalMemory {
+    fn drop(&mut self) {
+        self.device.free_physical(self.offset, self.bytes);
+    }
+}
+
+/// Physical memory that is mapped.
+#[derive(Debug)]
+struct Piece {
+    memory: Arc<PhysicalMemory>,
+    /// One bit for each device that has access.
+    access: u64,
+}
+
+/// The reserved ranges and the pieces in them, by address.
+#[derive(Debug, Default)]
+pub(crate) struct MappedMemory {
+    /// The device and the bytes of each range.
+    reserved: BTreeMap<u64, (u32, u64)>,
+    pieces: BTreeMap<u64, Piece>,
+}
+
+impl MappedMemory {
+    pub(crate) fn reservations(&self) -> u64 {
+        self.reserved.len() as u64
+    }
+
+    /// Returns whether a range lies inside one reserved range of the device.
+    fn is_reserved(&self, device: u32, address: u64, bytes: u64) -> bool {
+        let around = self.reserved.range(..=address).next_back();
+        around.is_some_and(|(&start, &(of, length))| {
+            of == device && address.checked_add(bytes).is_some_and(|end| end <= start + length)
+        })
+    }
+
+    /// Returns whether memory is mapped in a range.
+    fn is_mapped(&self, address: u64, bytes: u64) -> bool {
+        let before = self.pieces.range(..address.saturating_add(bytes)).next_back();
+        before.is_some_and(|(&start, piece)| start + piece.memory.bytes > address)
+    }
+
+    /// Returns the addresses of the pieces that form a range of the device exactly.
+    fn whole(&self, operation: Operation, device: u32, ptr: DevicePtr, bytes: usize) -> Result<Vec<u64>> {
+        let end = ptr.get().checked_add(bytes as u64);
+        let (mut next, mut found) = (ptr.get(), Vec::new());
+        while let Some(piece) = self.pieces.get(&next).filter(|_| Some(next) < end) {
+            found.push(next);
+            next += piece.memory.bytes;
+        }
+        if Some(next) == end && bytes > 0 && self.is_reserved(device, ptr.get(), bytes as u64) {
+            return Ok(found);
+        }
+        let message = format!("{bytes} bytes at {ptr:?} of device {device} do not consist of whole mappings");
+        Err(operation
+            .error(ErrorKind::InvalidPointer, message)
+            .with_hint("pass the address of a mapping and its bytes, or those of several without a gap"))
+    }
+}
+
+impl State {
+    fn check_bytes(&self, operation: Operation, bytes: usize) -> Result<()> {
+        let granularity = self.capabilities.mapped_memory_granularity;
+        if bytes > 0 && bytes.is_multiple_of(granularity) {
+            return Ok(());
+        }
+        Err(operation
+            .error(ErrorKind::InvalidArgument, format!("{bytes} bytes were asked for"))
+            .with_hint(format!("ask for a multiple of {granularity} bytes, the `mapped_memory_granularity`")))
+    }
+
+    pub(crate) fn reserve_addresses(&self, operation: Operation, device: u32, bytes: usize) -> Result<DevicePtr> {
+        let memory = &self.device(operation, device)?.memory;
+        self.check_bytes(operation, bytes)?;
+        let alignment = self.capabilities.mapped_memory_granularity as u64;
+        let place = memory.imports.write().reserve(memory.base(), bytes as u64, alignment);
+        let place = place.ok_or_else(|| {
+            operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
+        })?;
+        let address = memory.base() + place;
+        self.mapped_memory.lock().reserved.insert(address, (device, bytes as u64));
+        Ok(DevicePtr::new(address))
+    }
+
+    pub(crate) fn free_addresses(&self, operation: Operation, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        let memory = &self.device(operation, device)?.memory;
+        let mut mapped = self.mapped_memory.lock();
+        let wrong = |what: &str| {
+            let message = format!("{bytes} bytes at {ptr:?} of device {device} {what}");
+            operation.error(ErrorKind::InvalidPointer, message)
+        };
+        if mapped.reserved.get(&ptr.get()) != Some(&(device, bytes as u64)) {
+            return Err(wrong("are no reserved range").with_hint("pass a range as `reserve_addresses` returned it"));
+        }
+        if mapped.is_mapped(ptr.get(), bytes as u64) {
+            return Err(wrong("hold mapped memory").with_hint("unmap the memory first"));
+        }
+        mapped.reserved.remove(&ptr.get());
+        memory.imports.write().unreserve(ptr.get() - memory.base());
+        Ok(())
+    }
+
+    pub(crate) fn create_memory(
+        &self,
+        operation: Operation,
+        device: u32,
+        options: &PhysicalMemoryOptions,
+    ) -> Result<PhysicalMemoryId> {
+        let owner = self.device(operation, device)?;
+        owner.check_not_lost(operation)?;
+        if let Some(transport) = options.shareable
+            && !self.capabilities.ipc_transports.contains(transport)
+        {
+            return Err(ipc::unsupported(operation, transport));
+        }
+        if options.rdma && !self.capabilities.mapped_memory_rdma {
+            return Err(operation.lacks("mapped_memory_rdma"));
+        }
+        self.check_bytes(operation, options.bytes)?;
+        let (offset, serial) = owner.allocate_physical(operation, options.bytes)?;
+        let (bytes, is_shareable) = (options.bytes as u64, options.shareable.is_some());
+        let memory = PhysicalMemory { device: Arc::clone(owner), offset, bytes, serial, is_shareable };
+        self.physical_memory.insert(operation.name(), device, Arc::new(memory))
+    }
+
+    pub(crate) fn map_memory(
+        &self,
+        operation: Operation,
+        device: u32,
+        ptr: DevicePtr,
+        memory: PhysicalMemoryId,
+    ) -> Result<()> {
+        let found = self.physical_memory.get(operation.name(), memory)?;
+        self.device(operation, device)?;
+        if memory.device() != device {
+            let message = format!("{memory:?} belongs to device {}, the addresses to device {device}", memory.device());
+            return Err(operation
+                .error(ErrorKind::WrongDevice, message)
+                .with_hint("map memory at addresses of its own device"));
+        }
+        let granularity = self.capabilities.mapped_memory_granularity;
+        if !ptr.is_aligned_to(granularity) {
+            return Err(operation
+                .error(ErrorKind::InvalidArgument, format!("{ptr:?} is no multiple of {granularity}"))
+                .with_hint("map memory at a multiple of `mapped_memory_granularity`"));
+        }
+        let mut mapped = self.mapped_memory.lock();
+        let bytes = found.bytes;
+        let wrong = |what: &str| -> Error {
+            let message = format!("{bytes} bytes at {ptr:?} of device {device} {what}");
+            operation.error(ErrorKind::InvalidPointer, message)
+        };
+        if !mapped.is_reserved(device, ptr.get(), bytes) {
+            return Err(wrong("are not inside one reserved range").with_hint("reserve the addresses first"));
+        }
+        if mapped.is_mapped(ptr.get(), bytes) {
+            return Err(wrong("hold mapped memory already").with_hint("unmap the memory first"));
+        }
+        mapped.pieces.insert(ptr.get(), Piece { memory: found, access: 0 });
+        Ok(())
+    }
+
+    pub(crate) fn set_memory_access(
+        &self,
+        operation: Operation,
+        device: u32,
+        (ptr, bytes): (DevicePtr, usize),
+        accessing: u32,
+    ) -> Result<()> {
+        self.device(operation, device)?;
+        let target = self.device(operation, accessing)?;
+        if accessing != device && !self.capabilities.peer_copy {
+            return Err(operation.lacks("peer_copy"));
+        }
+        let mut mapped = self.mapped_memory.lock();
+        let mut opened = Vec::new();
+        for address in mapped.whole(operation, device, ptr, bytes)? {
+            let Some(Piece { memory, access }) = mapped.pieces.get(&address) else { continue };
+            if access >> accessing & 1 == 1 {
+                continue;
+            }
+            let own = &memory.device.memory;
+            // SAFETY: the file is sealed, and the block lies inside it.
+            let mapping = unsafe { Mapping::new(own.file(), memory.offset, memory.bytes) }
+                .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
+            let source = Source { file: own.id(), offset: memory.offset, bytes: memory.bytes, serial: memory.serial };
+            opened.push((address, source, mapping));
+        }
+        for (address, source, mapping) in opened {
+            let place = address - target.memory.base();
+            if target.memory.imports.write().insert_at(place, source, mapping)
+                && let Some(piece) = mapped.pieces.get_mut(&address)
+            {
+                piece.access |= 1 << accessing;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn unmap_memory(&self, operation: Operation, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
+        self.device(operation, device)?;
+        let mut mapped = self.mapped_memory.lock();
+        for address in mapped.whole(operation, device, ptr, bytes)? {
+            let Some(piece) = mapped.pieces.remove(&address) else { continue };
+            for device in &self.engine.devices {
+                if piece.access >> device.ordinal & 1 == 1 {
+                    device.close_import(operation, DevicePtr::new(address))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the offset in the device's memory, the bytes, and the number of shareable memory that is mapped at an
+    /// address; `None` if no memory is mapped there.
+    pub(crate) fn shareable_mapped(
+        &self,
+        operation: Operation,
+        device: u32,
+        ptr: DevicePtr,
+    ) -> Result<Option<(u64, u64, u64)>> {
+        let mapped = self.mapped_memory.lock();
+        let Some(piece) = mapped.pieces.get(&ptr.get()).filter(|piece| piece.memory.device.ordinal == device) else {
+            return Ok(None);
+        };
+        let PhysicalMemory { offset, bytes, serial, is_shareable, .. } = *piece.memory;
+        if is_shareable {
+            return Ok(Some((offset, bytes, serial)));
+        }
+        let message = format!("the physical memory at {ptr:?} was not created to be shared");
+        Err(operation
+            .error(ErrorKind::InvalidArgument, message)
+            .with_hint("create it with `PhysicalMemoryOptions::with_shareable`"))
+    }
+}
