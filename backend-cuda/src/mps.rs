@@ -78,8 +78,7 @@ const END: Duration = Duration::from_secs(8);
 /// The watcher. Its arguments are the control program and the directory.
 ///
 /// It waits until its standard input closes. It then asks the daemon to quit, and waits for the end of the request and
-/// of the daemon: together at most 5 seconds, in 100 steps. It kills what is left. NVIDIA's daemon removes the file with
-/// its id when it ends.
+/// of the daemon: together at most 5 seconds, in 100 steps. It kills what is left.
 const WATCHER: &str = r#"
 trap '' HUP INT TERM
 cd /
@@ -90,11 +89,10 @@ echo quit | "$1" >/dev/null 2>&1 &
 request=$!
 while [ "$left" -gt 0 ] && kill -0 "$request" 2>/dev/null; do left=$((left - 1)); sleep 0.05; done
 kill -9 "$request" 2>/dev/null
-if [ -n "$id" ]; then
-  while [ "$left" -gt 0 ] && kill -0 "$id" 2>/dev/null; do left=$((left - 1)); sleep 0.05; done
-  # Not another process that has got its number.
-  grep -qsF "$2/pipe" "/proc/$id/environ" && kill -9 "$id"
-fi
+# The variable tells the daemon from a process that has got its number, and from a dead one that nobody has waited for.
+lives() { [ -n "$id" ] && grep -qsF "$2/pipe" "/proc/$id/environ"; }
+while [ "$left" -gt 0 ] && lives "$@"; do left=$((left - 1)); sleep 0.05; done
+lives "$@" && kill -9 "$id"
 rm -rf "$2"
 "#;
 
