@@ -18,9 +18,9 @@
 //!
 //! # The end of a service
 //!
-//! A daemon outlives the process that started it. [`start`] therefore starts a shell beside it, the *watcher*, which
-//! reads from a pipe that only this process holds open for writing. The pipe closes when the [`Guard`] is dropped, and
-//! also when this process is killed. The watcher then ends the daemon with `quit` and removes the directory. There is one
+//! A daemon outlives the process that started it. [`start`] therefore starts it through a shell, the *watcher*, which
+//! then reads from a pipe that only this process holds open for writing. The pipe closes when the [`Guard`] is dropped, and
+//! also when this process is killed, even during the start. The watcher then ends the daemon with `quit` and removes the directory. There is one
 //! procedure for every end, and no daemon or helper program of Highwater is installed.
 //!
 //! The workers could end the service as well, since they notice the end of their owner. But a worker that is killed at
@@ -75,26 +75,39 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// The time for the watcher to end a service; more than all its own limits.
 const END: Duration = Duration::from_secs(8);
 
-/// The watcher. Its arguments are the control program and the directory.
+/// The watcher. Its arguments are the control program, the directory, and the limit of the start in steps.
 ///
-/// It waits until its standard input closes. It then asks the daemon to quit, and waits for the end of the request and
-/// of the daemon: together at most 5 seconds, in 100 steps. It kills what is left.
+/// It starts the daemon, so that a start which has begun is also ended, and writes the result to a file. It then waits
+/// until its standard input closes, asks the daemon to quit, and waits for the end of the request and of the daemon:
+/// together at most 5 seconds, in 250 steps. It kills what is left.
 const WATCHER: &str = r#"
-trap '' HUP INT TERM
 cd /
+trap '' HUP INT TERM
+# Waits for a child, for as many steps as are left, and kills it then.
+await() {
+  while [ "$left" -gt 0 ] && kill -0 "$1" 2>/dev/null; do left=$((left - 1)); sleep 0.02; done
+  kill -9 "$1" 2>/dev/null && [ "$left" -le 0 ] && return 255
+  wait "$1"
+}
+left=$3
+(trap - HUP INT TERM; exec "$1" -d) </dev/null >"$2/log/start" 2>&1 &
+await $!
+echo "$? " >"$2/log/status"
 while read -r _; do :; done
 id=$(cat "$2/pipe/nvidia-cuda-mps-control.pid" 2>/dev/null)
-left=100
+left=250
 echo quit | "$1" >/dev/null 2>&1 &
-request=$!
-while [ "$left" -gt 0 ] && kill -0 "$request" 2>/dev/null; do left=$((left - 1)); sleep 0.05; done
-kill -9 "$request" 2>/dev/null
+await $!
 # The variable tells the daemon from a process that has got its number, and from a dead one that nobody has waited for.
 lives() { [ -n "$id" ] && grep -qsF "$2/pipe" "/proc/$id/environ"; }
-while [ "$left" -gt 0 ] && lives "$@"; do left=$((left - 1)); sleep 0.05; done
+while [ "$left" -gt 0 ] && lives "$@"; do left=$((left - 1)); sleep 0.02; done
 lives "$@" && kill -9 "$id"
 rm -rf "$2"
 "#;
+
+/// A step of the watcher, and its status of a program that exceeded the limit.
+const STEP: Duration = Duration::from_millis(20);
+const LATE: &str = "255";
 
 /// What is known about the service for this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -183,9 +196,9 @@ pub struct Guard {
 /// `CUDA_VISIBLE_DEVICES`, because its ordinals would apply a second time in each process.
 ///
 /// # Errors
-/// - `Unsupported` if the control program is not found, or the machine has no `/bin/sh`.
+/// - `Unsupported` if the control program is not found.
 /// - `InvalidArgument` if the path of a socket would be too long.
-/// - `OperatingSystem` if a directory or a process cannot be created.
+/// - `OperatingSystem` if a directory or a process cannot be created: the machine needs `/bin/sh`.
 /// - `InvalidState` if the control program fails, or no daemon listens within the limit. The error has the program's
 ///   output. Nothing is left.
 pub fn start(options: Options) -> Result<Guard> {
@@ -194,10 +207,8 @@ pub fn start(options: Options) -> Result<Guard> {
         Error::new(ErrorKind::Unsupported, OPERATION, format!("`{CONTROL_PROGRAM}` is in no folder of PATH"))
             .with_hint("install the package of NVIDIA's driver that has it, or mount it into the container")
     })?;
-    let deadline = Instant::now() + limit;
-    let directory = private_directory(folder)?;
-    let mut guard = Guard::watch(directory, &control)?;
-    guard.launch(&control, limit, deadline)?;
+    let guard = Guard::watch(private_directory(folder)?, &control, limit)?;
+    guard.await_daemon(&control, limit)?;
     Ok(guard)
 }
 
@@ -224,77 +235,64 @@ impl Guard {
         ]
     }
 
-    /// Starts the watcher, before there is anything to end.
-    fn watch(directory: PathBuf, control: &Path) -> Result<Self> {
+    /// Starts the watcher, which starts the daemon.
+    fn watch(directory: PathBuf, control: &Path, limit: Duration) -> Result<Self> {
         let [pipe_directory, log_directory] = ["pipe", "log"].map(|name| directory.join(name));
+        let steps = limit.as_millis().div_ceil(STEP.as_millis());
         let start = || -> io::Result<(PipeWriter, Child)> {
+            for directory in [&pipe_directory, &log_directory] {
+                DirBuilder::new().mode(0o700).create(directory)?;
+            }
             let (theirs, lifeline) = io::pipe()?;
             let mut watcher = Command::new("/bin/sh");
-            watcher.arg("-c").arg(WATCHER).arg("highwater-mps").arg(control).arg(&directory);
+            watcher.arg("-c").arg(WATCHER).arg("highwater-mps").arg(control).arg(&directory).arg(steps.to_string());
             watcher.env(PIPE_DIRECTORY, &pipe_directory).env(LOG_DIRECTORY, &log_directory);
+            watcher.env_remove("CUDA_VISIBLE_DEVICES");
             // In a process group of its own: Ctrl-C ends this process and not the watcher.
             watcher.stdin(theirs).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
             Ok((lifeline, watcher.spawn()?))
         };
         let (lifeline, watcher) = start().map_err(|error| {
             let _ = fs::remove_dir_all(&directory);
-            let kind = if error.kind() == io::ErrorKind::NotFound {
-                ErrorKind::Unsupported
-            } else {
-                ErrorKind::OperatingSystem
-            };
-            Error::new(kind, OPERATION, format!("`/bin/sh`, which ends the service, does not start: {error}"))
+            let message = format!("the shell that starts and ends the service does not start: {error}");
+            Error::new(ErrorKind::OperatingSystem, OPERATION, message)
         })?;
         let lifeline = Some(lifeline);
         Ok(Self { directory, pipe_directory, log_directory, lifeline, watcher, process: std::process::id() })
     }
 
-    /// Starts the daemon and waits until it listens.
-    fn launch(&mut self, control: &Path, limit: Duration, deadline: Instant) -> Result<()> {
-        for directory in [&self.pipe_directory, &self.log_directory] {
-            DirBuilder::new().mode(0o700).create(directory).map_err(|error| cannot_create(directory, &error))?;
-        }
-        // A file, because the daemon may hold its output open.
-        let output = self.log_directory.join("start");
-        let file = File::create(&output).map_err(|error| cannot_create(&output, &error))?;
-        let spawn = || -> io::Result<Child> {
-            let mut command = Command::new(control);
-            command.arg("-d").envs(self.environment()).env_remove("CUDA_VISIBLE_DEVICES").current_dir("/");
-            command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file).process_group(0).spawn()
-        };
-        let name = control.display();
-        let mut starter = spawn().map_err(|error| {
-            Error::new(ErrorKind::OperatingSystem, OPERATION, format!("{name} does not start: {error}"))
-        })?;
+    /// Waits until the daemon listens.
+    fn await_daemon(&self, control: &Path, limit: Duration) -> Result<()> {
         let failed = |what: String| {
-            let mut message = format!("{name} -d {what}");
-            for file in [output.as_path(), &self.log_directory.join("control.log")] {
-                if let Some(text) = end_of(file) {
+            let mut message = format!("{} -d {what}", control.display());
+            for name in ["start", "control.log"] {
+                if let Some(text) = end_of(&self.log_directory.join(name)) {
                     let _ = write!(message, ": {text}");
                 }
             }
             Error::new(ErrorKind::InvalidState, OPERATION, message)
                 .with_hint("without the service, processes share a GPU by time slices")
         };
-        match wait(&mut starter, deadline) {
-            Some(status) if status.success() => {}
-            Some(status) => return Err(failed(format!("failed ({status})"))),
-            None => {
-                // Its group: the daemon that it may have started is in it, unless it has made a session of its own.
-                if let Some(group) = rustix::process::Pid::from_raw(starter.id() as i32) {
-                    let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        let deadline = Instant::now() + limit;
+        // The watcher's steps are longer than their names say on a busy machine.
+        let latest = deadline + limit + Duration::from_secs(1);
+        loop {
+            let status = fs::read_to_string(self.log_directory.join("status")).unwrap_or_default();
+            match status.trim_end_matches('\n').strip_suffix(' ') {
+                Some("0") if is_running(&self.pipe_directory) => return Ok(()),
+                Some("0") if Instant::now() > deadline => {
+                    return Err(failed(format!("started no daemon that listens within {limit:?}")));
                 }
-                let _ = starter.wait();
-                return Err(failed(format!("did not end within {limit:?}")));
-            }
-        }
-        while !is_running(&self.pipe_directory) {
-            if Instant::now() > deadline {
-                return Err(failed(format!("started no daemon that listens within {limit:?}")));
+                Some(LATE) => return Err(failed(format!("did not end within {limit:?}"))),
+                Some("0") => {}
+                Some(code) => return Err(failed(format!("failed (exit code {code})"))),
+                None if Instant::now() > latest => {
+                    return Err(failed(format!("was not started within {:?}", 2 * limit)));
+                }
+                None => {}
             }
             thread::sleep(PAUSE);
         }
-        Ok(())
     }
 }
 
@@ -474,7 +472,11 @@ mod tests {
             assert_eq!(fs::read_dir(&inner).unwrap().count(), 0, "{script}");
         }
         let missing = Options::new().with_control_program(folder.join("none")).with_folder(&folder);
-        assert_eq!(start(missing).unwrap_err().kind(), ErrorKind::OperatingSystem);
+        let error = start(missing).unwrap_err();
+        assert!(
+            error.kind() == ErrorKind::InvalidState && error.message().contains("failed (exit code 127)"),
+            "{error}"
+        );
         fs::remove_dir_all(&folder).unwrap();
     }
 }

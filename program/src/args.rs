@@ -8,7 +8,7 @@ use clap::parser::ValueSource;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use super::control::DieAt;
-use super::mps::Mode;
+use super::service::Mode;
 
 /// The limit on threads. Fewer threads are faster, and the buffers of this number still fit.
 const MOST_THREADS: usize = 1024;

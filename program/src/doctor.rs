@@ -10,7 +10,7 @@ use highwater::opening::{Candidate, LoadReport, Origin, Outcome, Place};
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};
-use super::mps::MEASURED;
+use super::service::MEASURED;
 use super::table::{Table, wrapped};
 use super::{Verdict, output};
 

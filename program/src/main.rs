@@ -3,7 +3,7 @@
 //! - `digits`: the main job. `model` and `task` are its weights, images and batches. `weights` has the weights in device
 //!   memory. `classifier` has the threads that do the work. `report` and `scale` print the results.
 //! - `owner`, `worker`: the two sides of the main job in several processes, with the messages of `control`
-//! - `mps`: NVIDIA's multi-process service for the main job
+//! - `mps`: NVIDIA's multi-process service for the main job; `service`: its state, for the reports
 //! - `child`, `frame`: the supervisor of child processes and the framing of messages, for all commands
 //! - `doctor`: the report on all backends
 //! - `conformance`: the suite against one backend, in a process of its own
@@ -36,6 +36,7 @@ mod probe;
 mod progress;
 mod report;
 mod scale;
+mod service;
 mod soak;
 mod table;
 mod task;

@@ -9,7 +9,7 @@ use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
 use super::frame::fields;
-use super::mps::Service;
+use super::service::Service;
 use super::table::Table;
 use super::task::Tally;
 

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::mps::Service;
 use super::report::{Outcome, Place};
+use super::service::Service;
 use super::table::Table;
 
 /// The measured numbers of workers. The others are compared with the first.
