@@ -29,6 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 ///
 /// - `fails`, `hangs`: `-d` does.
 /// - `deaf`: `quit` never returns, and the daemon stays.
+/// - `slow`: `-d` takes half a second.
 /// - `unusable`: the simulated driver is not there while the service runs.
 const SCRIPT: &str = r#"#!/bin/sh
 pipe=${CUDA_MPS_PIPE_DIRECTORY:-/nowhere}
@@ -39,6 +40,7 @@ case "$1" in
   case "$STAND_IN" in
   fails) echo "no MPS on this machine" >&2; exit 1 ;;
   hangs) exec sleep 100 ;;
+  slow) sleep 0.5 ;;
   unusable) rm "$STAND_IN_HOME/libcuda.so.1" ;;
   esac
   STAND_IN_DAEMON=1 setsid "$STAND_IN_PROGRAM" --exact the_daemon_of_the_stand_in --nocapture >/dev/null 2>&1 </dev/null &
@@ -403,6 +405,20 @@ fn a_signal_to_the_program_ends_the_service_too() {
         job.ends(&machine);
         assert_eq!(job.launcher.wait().unwrap().signal(), Some(signal.as_raw()));
     }
+}
+
+#[test]
+fn a_kill_during_the_start_leaves_no_service() {
+    let machine = Machine::new();
+    let mut launcher = machine.command("slow", &["--backend", "cuda"]).stderr(Stdio::null()).spawn().unwrap();
+    wait_until("the start has begun", || !machine.starts().is_empty());
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    assert_eq!((machine.daemons(), machine.private_directories().len()), (vec![], 1), "it was not during the start");
+    machine.becomes_clean();
+    // The daemon was started and ended, and none comes later.
+    assert_eq!(fs::read_to_string(machine.home.join("quits")).unwrap(), "quit\n");
+    machine.is_clean();
 }
 
 #[test]
