@@ -19,9 +19,9 @@
 //! # The end of a service
 //!
 //! A daemon outlives the process that started it. [`start`] therefore starts it through a shell, the *watcher*, which
-//! then reads from a pipe that only this process holds open for writing. The pipe closes when the [`Guard`] is dropped, and
-//! also when this process is killed, even during the start. The watcher then ends the daemon with `quit` and removes the directory. There is one
-//! procedure for every end, and no daemon or helper program of Highwater is installed.
+//! then reads from a pipe that only this process holds open for writing. The pipe closes when the [`Guard`] is dropped,
+//! and also when this process is killed, even during the start. The watcher then ends the daemon with `quit` and removes
+//! the directory. There is one procedure for every end, and no helper program of Highwater is installed.
 //!
 //! The workers could end the service as well, since they notice the end of their owner. But a worker that is killed at
 //! the same time would leave the daemon behind. A child of `fork` that runs no other program holds the pipe open too, so
@@ -72,14 +72,14 @@ const OPERATION: &str = "mps::start";
 /// The pause between two looks.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The time for the watcher to end a service; more than all its own limits.
-const END: Duration = Duration::from_secs(8);
+/// The time for the watcher to end a service; more than all its own limits on a busy machine, where a step takes longer.
+const END: Duration = Duration::from_secs(20);
 
 /// The watcher. Its arguments are the control program, the directory, and the limit of the start in steps.
 ///
 /// It starts the daemon, so that a start which has begun is also ended, and writes the result to a file. It then waits
 /// until its standard input closes, asks the daemon to quit, and waits for the end of the request and of the daemon:
-/// together at most 5 seconds, in 250 steps. It kills what is left.
+/// together at most 5 seconds, in 250 steps. It kills what is left, and waits one more second.
 const WATCHER: &str = r#"
 cd /
 trap '' HUP INT TERM
@@ -102,6 +102,8 @@ await $!
 lives() { [ -n "$id" ] && grep -qsF "$2/pipe" "/proc/$id/environ"; }
 while [ "$left" -gt 0 ] && lives "$@"; do left=$((left - 1)); sleep 0.02; done
 lives "$@" && kill -9 "$id"
+left=50
+while [ "$left" -gt 0 ] && lives "$@"; do left=$((left - 1)); sleep 0.02; done
 rm -rf "$2"
 "#;
 
@@ -174,7 +176,8 @@ impl Default for Options {
     }
 }
 
-/// A service that this process started. Dropping it ends the service, within 8 seconds.
+/// A service that this process started. Dropping it ends the service, which takes as long as NVIDIA's `quit`: a daemon that
+/// does not end in about 5 seconds is killed. The wait has a limit of 20 seconds.
 ///
 /// The service also ends if this process is killed; [the module](self) describes how. End the processes that use the
 /// service first, because it waits for them.

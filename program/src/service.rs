@@ -76,10 +76,8 @@ impl Service {
     pub(super) fn tell(&self) {
         match (self.to_line(), self.state) {
             (Some(line), State::None) => {
-                output::line(format_args!(
-                    "note: workers share a device by time slices; multi-process service: {line}"
-                ));
-                output::line(format_args!("note: {MEASURED}"));
+                let told = "note: workers share a device by time slices; multi-process service:";
+                output::line(format_args!("{told} {line}; {MEASURED}"));
             }
             (Some(line), _) => output::line(format_args!("note: multi-process service: {line}")),
             (None, _) => {}
