@@ -214,7 +214,7 @@ impl MockOptions {
     }
 
     /// Turns test mode on. Device memory and page-locked memory are filled with [`POISON`](crate::POISON) when they are
-    /// freed. The mock finds memory that is freed, closed or handed out while a stream still has work on it; see
+    /// freed. The mock finds memory that is freed, closed, unmapped or handed out while a stream still has work on it; see
     /// [`MockGpu::violations`](crate::MockGpu::violations). Some freed page-locked blocks stay mapped for a while.
     /// Costs time and memory.
     #[must_use]

@@ -912,8 +912,8 @@ struct hw_table {
      *  - mapped.map-checked: an address that is no multiple of hw_capabilities.mapped_memory_granularity returns
      *    HW_ERROR_INVALID_ARGUMENT. Bytes that leave the range, and those in which memory is mapped, return
      *    HW_ERROR_INVALID_POINTER. Memory of another device returns HW_ERROR_WRONG_DEVICE. Nothing changes.
-     *  - mapped.capture: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
-     *    for addresses neither fail nor disturb a capture, from any thread and in any mode. */
+     *  - mapped.capture: if HW_FACT_CREATE_DURING_CAPTURE holds, the calls of mapped memory neither fail nor disturb a
+     *    capture, from any thread and in any mode. */
     int32_t (*map_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_id memory, hw_error *error);
     /* Lets the device `accessing` read and write memory that is mapped for `device`.
      *  - mapped.peer: work of each device that has access uses the same bytes at the same addresses.

@@ -505,8 +505,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `mapped.map-checked`: an address that is no multiple of `mapped_memory_granularity` returns `InvalidArgument`. Bytes
     ///   that leave the range, and those in which memory is mapped, return `InvalidPointer`. Memory of another device
     ///   returns `WrongDevice`. Nothing changes.
-    /// - `mapped.capture`: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
-    ///   for addresses neither fail nor disturb a capture, from any thread and in any mode.
+    /// - `mapped.capture`: if `create_during_capture` holds, the calls of mapped memory neither fail nor disturb a capture, from
+    ///   any thread and in any mode.
     ///
     /// # Safety
     /// The caller must own the range at `ptr`, must not pass it to another call meanwhile, and must not destroy the memory
