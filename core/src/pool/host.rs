@@ -154,7 +154,8 @@ pub(crate) struct HostCache {
     /// True while a thread grows a pool.
     growing: Arc<Mutex<bool>>,
     grown: Arc<Condvar>,
-    /// The peak of the bytes that all pools hold.
+    /// The bytes that all pools hold, and their peak. Changed under the lock of the pool whose bytes change.
+    held_by_all: Arc<StdAtomicU64>,
     peak_of_all: Arc<StdAtomicU64>,
     /// True for one of the pools, whose statistics contain the counts of all threads.
     is_first: bool,
@@ -243,6 +244,7 @@ impl HostCache {
             registry: first.map_or_else(|| Arc::new(Mutex::new(Registry::default())), |first| first.registry.clone()),
             growing: first.map_or_else(|| Arc::new(Mutex::new(false)), |first| first.growing.clone()),
             grown: first.map_or_else(|| Arc::new(Condvar::new()), |first| first.grown.clone()),
+            held_by_all: first.map_or_else(Arc::default, |first| first.held_by_all.clone()),
             peak_of_all: first.map_or_else(Arc::default, |first| first.peak_of_all.clone()),
             is_first: first.is_none(),
             others: OnceLock::new(),
@@ -354,12 +356,9 @@ impl HostCache {
         request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
-        // The peak is exact: one thread at a time grows any of the pools.
-        let held_by_others = self.sum_of_others(|state| state.held_bytes);
         let mut state = self.state.lock();
-        state.add(growth, plan.hole);
-        // Relaxed: only statistics read it.
-        self.peak_of_all.fetch_max(held_by_others + state.held_bytes, Ordering::Relaxed);
+        let added = state.add(growth, plan.hole);
+        self.hold(&mut state, added);
         if growth.refused.is_some() {
             return None;
         }
@@ -382,7 +381,29 @@ impl HostCache {
 
     /// Returns the bytes that all pools of the runtime hold.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.sum_of_others(|state| state.held_bytes) + self.state.lock().held_bytes
+        // Relaxed: it is out of date at once, as a sum over the pools would be.
+        self.held_by_all.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes that the pool holds from now on: of a growth, or of a piece whose release was refused. The peaks are exact,
+    /// because the sum is known with each change.
+    fn hold(&self, state: &mut State, bytes: u64) {
+        state.held_bytes += bytes;
+        state.peak_held_bytes = state.peak_held_bytes.max(state.held_bytes);
+        // Relaxed: only the numbers matter.
+        let before = self.held_by_all.fetch_add(bytes, Ordering::Relaxed);
+        self.peak_of_all.fetch_max(before + bytes, Ordering::Relaxed);
+    }
+
+    /// Takes a piece out, if all of it is free.
+    fn take_out(&self, state: &mut State, leaving: &Leaving) -> bool {
+        let is_free = state.take_piece(leaving);
+        if is_free {
+            let bytes = leaving.piece.bytes as u64;
+            state.held_bytes -= bytes;
+            self.held_by_all.fetch_sub(bytes, Ordering::Relaxed);
+        }
+        is_free
     }
 
     /// Lets a thread cache keep so many bytes more, if the cap allows it. Returns whether it does.
@@ -571,7 +592,7 @@ impl HostCache {
         let mut state = self.state.lock();
         let (page, held) = state.pieces.iter().rev().find(|(_, held)| held.piece.ptr == ptr)?;
         let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
-        state.take_piece(&leaving).then_some(leaving)
+        self.take_out(&mut state, &leaving).then_some(leaving)
     }
 
     /// As [`HostCache::take_piece`], for pieces that were last used before a time.
@@ -591,7 +612,7 @@ impl HostCache {
         *below = page;
         let run = Run { start: page, pages: pages_of(piece.bytes) };
         let leaving = Leaving { piece, run };
-        state.take_piece(&leaving).then_some(leaving)
+        self.take_out(&mut state, &leaving).then_some(leaving)
     }
 
     /// Releases the free pieces with `free` that no request has used for the set time, until `is_enough`. Does nothing in the
@@ -620,7 +641,8 @@ impl HostCache {
     /// Puts a piece back whose release was refused.
     pub(crate) fn stays(&self, leaving: Leaving) {
         let mut state = self.state.lock();
-        state.held_bytes += leaving.piece.bytes as u64;
+        // The pool may have grown while the piece was out.
+        self.hold(&mut state, leaving.piece.bytes as u64);
         let used = state.now();
         state.leaving.remove(&leaving.run.start);
         state.pieces.insert(leaving.run.start, Held { piece: leaving.piece, used });
@@ -629,7 +651,7 @@ impl HostCache {
 
     /// Takes a piece out again that was just put back.
     pub(crate) fn take_again(&self, leaving: &Leaving) {
-        self.state.lock().take_piece(leaving);
+        self.take_out(&mut self.state.lock(), leaving);
     }
 
     /// Notes that a piece is gone, or a remnant.
@@ -841,13 +863,12 @@ impl State {
         Some(block)
     }
 
-    /// Takes a free piece out.
+    /// Takes a free piece out. The caller must count its bytes.
     fn take_piece(&mut self, leaving: &Leaving) -> bool {
         let is_free = self.ranges.take_exactly(leaving.run);
         if is_free {
             self.pieces.remove(&leaving.run.start);
             self.leaving.insert(leaving.run.start, leaving.piece);
-            self.held_bytes -= leaving.piece.bytes as u64;
         }
         is_free
     }
@@ -860,9 +881,10 @@ impl State {
         others.chain(last).max_by_key(|(page, _)| *page)
     }
 
-    /// Adds the pieces of a growth, in the place of the hole if there is one.
-    fn add(&mut self, growth: &Growth, hole: Option<(u32, Hole)>) {
+    /// Adds the pieces of a growth, in the place of the hole if there is one. Returns their bytes, which the caller must count.
+    fn add(&mut self, growth: &Growth, hole: Option<(u32, Hole)>) -> u64 {
         let mut next = hole.map(|(page, _)| page);
+        let mut added = 0;
         for piece in &growth.pieces {
             let pages = pages_of(piece.bytes);
             let start = match &mut next {
@@ -891,15 +913,15 @@ impl State {
             }
             self.pieces.insert(start, Held { piece: *piece, used });
             self.allocations += 1;
-            self.held_bytes += piece.bytes as u64;
+            added += piece.bytes as u64;
         }
-        self.peak_held_bytes = self.peak_held_bytes.max(self.held_bytes);
         if let (Some((first, hole)), Some(next)) = (hole, next) {
             let used = next - first;
             if used < hole.pages {
                 self.vacate(next, Hole { pages: hole.pages - used, ptr: hole.ptr.offset(bytes_of(used)) });
             }
         }
+        added
     }
 
     /// Files a block that no buffer owns.

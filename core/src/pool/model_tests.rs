@@ -6,6 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use highwater_mock::Operation;
+use parking_lot::Mutex;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -13,6 +14,7 @@ use super::handles::{HandlePool, PoolKey};
 use super::ranges::PAGE;
 use crate::testing::ManualBackend;
 use crate::{Access, DeviceBuffer, ErrorKind, Graph, HostMemoryOptions, PinnedBuffer, Runtime, RuntimeOptions, Stream};
+use highwater_hal::{Error, HostMemoryKind};
 
 const OPERATIONS: usize = 50;
 
@@ -594,4 +596,88 @@ fn a_copy_whose_mark_fails_is_waited_for() {
     assert_eq!(runtime.statistics().failed_releases, 1);
     drop((pinned, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+// ------------------------------------------------------------------------------------------------ refused releases
+
+/// What other code does while the backend releases a piece, and whether the release is refused.
+#[derive(Debug, Clone, Copy)]
+struct Release {
+    grows_by: usize,
+    kind: HostMemoryKind,
+    is_refused: bool,
+}
+
+fn release() -> impl Strategy<Value = Release> {
+    let kind = prop_oneof![Just(HostMemoryKind::Default), Just(HostMemoryKind::WriteCombined)];
+    (0..4_usize, kind, any::<bool>()).prop_map(|(grows_by, kind, is_refused)| Release { grows_by, kind, is_refused })
+}
+
+/// The releases of a trim, one after the other.
+fn script(
+    backend: &Arc<ManualBackend>,
+    operation: &'static str,
+    runtime: &Arc<Runtime>,
+    taken: &Arc<Mutex<Vec<PinnedBuffer<u8>>>>,
+    mut releases: std::vec::IntoIter<Release>,
+) {
+    let Some(Release { grows_by, kind, is_refused }) = releases.next() else { return };
+    let (again, owner, buffers) = (Arc::downgrade(backend), Arc::downgrade(runtime), Arc::clone(taken));
+    backend.intrude(operation, move || {
+        let (backend, runtime) = (again.upgrade().unwrap(), owner.upgrade().unwrap());
+        for _ in 0..grows_by {
+            buffers.lock().push(runtime.pinned_of::<u8>(2 << 20, kind)?);
+        }
+        script(&backend, operation, &runtime, &buffers, releases);
+        if is_refused { Err(Error::new(ErrorKind::Vendor, operation, "refused")) } else { Ok(()) }
+    });
+}
+
+fn refuse_releases_beside_growths(trims: Vec<(usize, Vec<Release>)>, registers: bool) {
+    let backend = ManualBackend::with_capabilities(|can| {
+        (can.host_register, can.write_combined) = (registers, true);
+        can.register_piece_bytes = 2 << 20;
+    });
+    let operation = if registers { "host_unregister" } else { "host_free" };
+    let runtime = Arc::new(Runtime::new(backend.clone()).unwrap());
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    for (more, releases) in trims {
+        taken.lock().extend((0..more).map(|_| runtime.pinned::<u8>(2 << 20).unwrap()));
+        taken.lock().clear();
+        script(&backend, operation, &runtime, &taken, releases.into_iter());
+        // A refusal is expected.
+        let _ = runtime.trim();
+        // A script that the trim did not use up ends here.
+        backend.intrude("none", || Ok(()));
+        let host = runtime.statistics().host;
+        assert_eq!(host.broken_law(), None, "{host:?}");
+        assert_eq!(host.held_bytes, backend.pieces().values().sum::<usize>() as u64);
+    }
+    taken.lock().clear();
+    runtime.trim().unwrap();
+    assert_eq!(runtime.statistics().host.held_bytes, 0);
+    assert_eq!(Arc::into_inner(runtime).unwrap().close().unwrap().total(), 0);
+}
+
+proptest! {
+    // Each sequence makes a runtime.
+    #![proptest_config(sequences(100))]
+
+    #[test]
+    fn refused_releases_beside_growths_break_no_law(
+        trims in vec((0..5_usize, vec(release(), 0..6)), 1..6), registers in any::<bool>()
+    ) {
+        refuse_releases_beside_growths(trims, registers);
+    }
+}
+
+/// The pool grows while the backend refuses to release a piece: more is held then than after any growth.
+#[test]
+fn a_piece_that_stays_beside_a_growth_raises_the_peak() {
+    for kind in [HostMemoryKind::Default, HostMemoryKind::WriteCombined] {
+        let release = Release { grows_by: 1, kind, is_refused: true };
+        for registers in [false, true] {
+            refuse_releases_beside_growths(vec![(1, vec![release])], registers);
+        }
+    }
 }
