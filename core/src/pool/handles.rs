@@ -694,7 +694,9 @@ mod tests {
         assert_eq!(pool.take_key(KEY), vec![1]);
         claim.owner.upgrade().unwrap().push_idle(claim.key, claim.slot);
         assert!(pool.shared.stacks.lock().is_empty());
-        assert_eq!(pool.statistics(), HandlePoolStatistics { created: 1, threads_served: 1, ..Default::default() });
+        let expected =
+            HandlePoolStatistics { created: 1, peak_live: 1, removed: 1, threads_served: 1, ..Default::default() };
+        assert_eq!(pool.statistics(), expected);
     }
 
     #[test]
