@@ -43,17 +43,22 @@ fn main() -> Result<()> {
                 scope.spawn(move || -> Result<Duration> {
                     barrier.wait();
                     let start = Instant::now();
-                    let _lease = highwater::Stream::blas(stream)?;
-                    Ok(start.elapsed())
+                    let lease = highwater::Stream::blas(stream);
+                    let time = start.elapsed();
+                    // Every thread keeps its handle until all have one.
+                    barrier.wait();
+                    lease.map(|_| time)
                 })
             };
             let threads: Vec<_> = streams.iter().map(lease).collect();
             let start = Instant::now();
             barrier.wait();
-            let times = threads.into_iter().map(|thread| thread.join().expect("no thread panics"));
-            let times = times.collect::<Result<Vec<_>>>()?;
+            barrier.wait();
             let wall = start.elapsed();
-            let (quickest, slowest) = (times.iter().min(), times.iter().max());
+            let times = threads.into_iter().map(|thread| thread.join().expect("no thread panics"));
+            let mut times = times.collect::<Result<Vec<_>>>()?;
+            times.sort_unstable();
+            let (quickest, slowest) = (times[0], times[THREADS - 1]);
             println!("{round} leases: {wall:?} in all, {quickest:?} to {slowest:?} in a thread");
             Ok(())
         })?;
