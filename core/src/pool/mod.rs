@@ -16,6 +16,9 @@ pub(crate) mod completion_events;
 pub(crate) mod deferred;
 pub(crate) mod device_memory;
 pub(crate) mod fences;
+pub(crate) mod first_create;
+#[cfg(test)]
+mod first_create_tests;
 #[cfg(test)]
 mod growth_tests;
 mod handles;

@@ -29,15 +29,34 @@ const KEYS: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum HandleOperation {
-    Lease { thread: usize, key: u32 },
-    Release { thread: usize, which: usize },
-    EndThread { thread: usize },
+    Lease {
+        thread: usize,
+        key: u32,
+    },
+    /// A lease whose creation finds no memory, and releases the idle handles.
+    LeaseExhausted {
+        thread: usize,
+        key: u32,
+    },
+    Warm {
+        key: u32,
+        count: usize,
+    },
+    Release {
+        thread: usize,
+        which: usize,
+    },
+    EndThread {
+        thread: usize,
+    },
     Trim,
 }
 
 fn handle_operation() -> impl Strategy<Value = HandleOperation> {
     prop_oneof![
         8 => (0..THREADS, 0..KEYS).prop_map(|(thread, key)| HandleOperation::Lease { thread, key }),
+        2 => (0..THREADS, 0..KEYS).prop_map(|(thread, key)| HandleOperation::LeaseExhausted { thread, key }),
+        2 => (0..KEYS, 0..4_usize).prop_map(|(key, count)| HandleOperation::Warm { key, count }),
         7 => (0..THREADS, 0..4_usize).prop_map(|(thread, which)| HandleOperation::Release { thread, which }),
         2 => (0..THREADS).prop_map(|thread| HandleOperation::EndThread { thread }),
         1 => Just(HandleOperation::Trim),
@@ -46,6 +65,7 @@ fn handle_operation() -> impl Strategy<Value = HandleOperation> {
 
 enum Command {
     Lease(PoolKey, u64),
+    LeaseExhausted(PoolKey, u64),
     Release(usize),
 }
 
@@ -66,6 +86,16 @@ impl<'scope> Worker<'scope> {
                 let answered = match command {
                     Command::Lease(key, fresh) => {
                         let lease = pool.lease(key, || Ok(fresh)).unwrap();
+                        let handle = *lease;
+                        leases.push(lease);
+                        handle
+                    }
+                    Command::LeaseExhausted(key, fresh) => {
+                        let create = || {
+                            drop(pool.take_idle());
+                            Ok(fresh)
+                        };
+                        let lease = pool.lease(key, create).unwrap();
                         let handle = *lease;
                         leases.push(lease);
                         handle
@@ -141,7 +171,7 @@ impl HandleModel {
 fn run_handle_sequence(operations: &[HandleOperation]) {
     let pool = HandlePool::new();
     let mut model = HandleModel::default();
-    let mut trimmed = 0;
+    let (mut trimmed, mut warmed, mut peak) = (0, 0, 0);
     thread::scope(|scope| {
         let mut workers: [Option<Worker<'_>>; THREADS] = [const { None }; THREADS];
         for operation in operations {
@@ -151,6 +181,28 @@ fn run_handle_sequence(operations: &[HandleOperation]) {
                     let fresh = model.created + 1;
                     let expected = model.lease(thread, key);
                     assert_eq!(worker.tell(Command::Lease(PoolKey::device(key), fresh)), expected);
+                }
+                HandleOperation::LeaseExhausted { thread, key } => {
+                    let worker = workers[thread].get_or_insert_with(|| Worker::start(scope, &pool));
+                    let fresh = model.created + 1;
+                    let expected = model.lease(thread, key);
+                    assert_eq!(worker.tell(Command::LeaseExhausted(PoolKey::device(key), fresh)), expected);
+                    if model.created == fresh {
+                        trimmed += model.idle.drain().map(|(_, idle)| idle.len() as u64).sum::<u64>();
+                    }
+                }
+                HandleOperation::Warm { key, count } => {
+                    let idle = model.idle.entry(key).or_default();
+                    let missing = count.saturating_sub(idle.len());
+                    let mut created = model.created;
+                    let create = || {
+                        created += 1;
+                        Ok(created)
+                    };
+                    assert_eq!(pool.warm(PoolKey::device(key), count, create).unwrap(), missing);
+                    idle.extend(model.created + 1..=created);
+                    model.created = created;
+                    warmed += missing as u64;
                 }
                 HandleOperation::Release { thread, which } => {
                     if let Some(worker) = &workers[thread]
@@ -180,6 +232,8 @@ fn run_handle_sequence(operations: &[HandleOperation]) {
             let leased: usize = model.leases.iter().map(Vec::len).sum();
             assert_eq!(statistics.created, model.created);
             assert_eq!(statistics.live, model.created - trimmed);
+            peak = peak.max(statistics.live);
+            assert_eq!((statistics.peak_live, statistics.removed, statistics.warmed), (peak, trimmed, warmed));
             assert_eq!((statistics.idle, statistics.leased), (idle as u64, leased as u64));
         }
         workers.into_iter().flatten().for_each(Worker::end);
