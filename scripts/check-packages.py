@@ -3,18 +3,19 @@
 
 A crate is published unless it says `publish = false`. Each published crate has a description, keywords, categories, a license
 with its files, a README of its own, settings for docs.rs, and the same repository as the others. Its package holds what the
-crate needs and nothing of `.ci`, `scripts` or `tests`. Crates depend on each other without a cycle. At the end,
-`cargo package` packages all of them, in order, and builds each from its package, as `cargo publish` does.
+crate needs and nothing of `.ci`, `scripts` or `tests`. Crates depend on each other without a cycle. At the end, all of them are
+packaged, and each is checked as its package holds it, with the others' packages as its dependencies.
 
   --no-build  leaves the last step out
   --publish   before publishing: a missing repository is a failure too, and not a warning
 """
 
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,8 +36,8 @@ LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<(https?://[^>]+)>")
 problems, warnings = [], []
 
 
-def cargo(*arguments):
-    done = subprocess.run(["cargo", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+def cargo(*arguments, folder=ROOT):
+    done = subprocess.run(["cargo", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"packages: cargo {' '.join(arguments)} failed")
     return done.stdout
@@ -131,9 +132,27 @@ if problems:
     sys.exit("\n".join(f"packages: {problem}" for problem in problems))
 
 if "--no-build" not in OPTIONS:
-    chosen = [argument for name in order for argument in ("--package", name)]
-    # A package lacks the workspace's profile. With this, it uses the dependencies that were built for the workspace.
-    os.environ["CARGO_PROFILE_DEV_DEBUG"] = "line-tables-only"
+    # Not `cargo package` with its own build: it unpacks what a crate depends on in the user's Cargo folder, under a name made from
+    # this checkout's path and the version, and takes what an earlier run left there.
     # Cargo requires a clean tree to package. This check must also work before a commit.
-    cargo("package", "--locked", "--allow-dirty", "--quiet", *chosen)
+    chosen = [argument for name in order for argument in ("--package", name)]
+    cargo("package", "--locked", "--allow-dirty", "--quiet", "--no-verify", *chosen)
+    target = Path(json.loads(cargo("metadata", "--no-deps", "--format-version=1", "--locked"))["target_directory"])
+    unpacked = target / "package" / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    unpacked.mkdir(parents=True)
+    members = {name: f"{name}-{published[name]['version']}" for name in order}
+    for member in members.values():
+        with tarfile.open(target / "package" / f"{member}.crate") as package:
+            package.extractall(unpacked, filter="data")
+    # A package lacks the workspace's profile. With it, the dependencies of the workspace are not built again.
+    profile = re.search(r"^\[profile\.dev\]\n(?:[^\[\n].*\n)*", (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    patches = "".join(f'{name} = {{ path = "{member}" }}\n' for name, member in members.items())
+    (unpacked / "Cargo.toml").write_text(
+        f'[workspace]\nresolver = "3"\nmembers = {json.dumps(list(members.values()))}\n\n{profile[0]}\n[patch.crates-io]\n{patches}',
+        encoding="utf-8",
+    )
+    shutil.copy(ROOT / "Cargo.lock", unpacked)
+    for name in order:
+        cargo("check", "--quiet", "--offline", "--package", name, "--target-dir", str(target), folder=unpacked)
 print(f"packages: ok, in this order: {', '.join(order)}")

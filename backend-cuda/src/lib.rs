@@ -35,6 +35,7 @@ mod devices;
 mod driver;
 mod libraries;
 mod lt;
+pub mod mps;
 mod platform;
 mod quirks;
 mod virtual_memory;

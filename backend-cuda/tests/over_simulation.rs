@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, Epilogue, ErrorKind,
-    EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments,
-    PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
+    EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PhysicalMemoryOptions,
+    PlanArguments, PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
 };
 use highwater_simulated_harness::isolated;
 
@@ -118,6 +118,7 @@ fn make_calls(backend: &dyn Backend) {
         assert!(values[..256].iter().all(|value| *value == 16.0) && values[256..].iter().all(|value| *value == 1.0));
     }
     handle.destroy().unwrap();
+    make_calls_of_mapped_memory(backend, stream);
     // SAFETY: Nothing uses them any more.
     unsafe {
         backend.host_allocator().free(host).unwrap();
@@ -125,6 +126,39 @@ fn make_calls(backend: &dyn Backend) {
     }
     backend.destroy_event(event).unwrap();
     backend.destroy_stream(stream).unwrap();
+}
+
+fn make_calls_of_mapped_memory(backend: &dyn Backend, stream: StreamId) {
+    let piece = backend.capabilities(0).unwrap().mapped_memory_granularity;
+    let ptr = backend.reserve_addresses(0, 2 * piece).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(2 * piece)).unwrap();
+    let fill = MemoryFill::new(0, ptr, FillPattern::U8(1), 2 * piece);
+    // SAFETY: The addresses belong to this function, and the stream is waited for before they are unmapped.
+    unsafe {
+        backend.map_memory(0, ptr, memory).unwrap();
+        backend.set_memory_access(0, ptr, 2 * piece, 0).unwrap();
+        backend.fill(&fill, stream).unwrap();
+        backend.synchronize_stream(stream).unwrap();
+        backend.unmap_memory(0, ptr, 2 * piece).unwrap();
+        backend.destroy_memory(memory).unwrap();
+        backend.free_addresses(0, ptr, 2 * piece).unwrap();
+    }
+}
+
+#[test]
+fn a_device_without_virtual_memory_has_no_mapped_memory() {
+    const TEST: &str = "a_device_without_virtual_memory_has_no_mapped_memory";
+    if isolated::version().is_none() {
+        return isolated::outside(TEST, &["cuda"], &[("HIGHWATER_MOCK", "mapped-memory=off")], None);
+    }
+    let backend = highwater_cuda::open().unwrap();
+    let capabilities = backend.capabilities(0).unwrap();
+    assert!(!capabilities.mapped_memory && !capabilities.mapped_memory_rdma);
+    assert_eq!(capabilities.mapped_memory_granularity, 0);
+    assert_eq!(backend.reserve_addresses(0, 2 << 20).unwrap_err().kind(), ErrorKind::Unsupported);
+    let created = backend.create_memory(0, &PhysicalMemoryOptions::new(2 << 20));
+    assert_eq!(created.unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(backend.live_objects().total(), 0);
 }
 
 #[test]

@@ -6,14 +6,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::platform::{Platform, SharedBlock};
-use super::state::DriverState;
+use super::state::{DriverState, nothing};
 use highwater_hal::{
     Capabilities, DevicePtr, Error, ErrorKind, PhysicalMemoryId, PhysicalMemoryOptions, Result, Transport,
 };
 
-/// Physical memory. The vendor's handle is released when the id is destroyed and nothing maps the memory.
+/// Physical memory. The vendor's handle is released when the id is destroyed and nothing maps the memory: an export of mapped
+/// memory needs it.
 #[derive(Debug)]
 pub(super) struct PhysicalMemory {
     device: u32,
@@ -22,6 +24,10 @@ pub(super) struct PhysicalMemory {
     bytes: usize,
     /// The transport, and the number that identifies the memory among that of all processes.
     shareable: Option<(Transport, [u8; 16])>,
+    /// Whether a call destroys the id, or has destroyed it.
+    is_destroyed: AtomicBool,
+    /// Whether the vendor's handle was released.
+    is_released: AtomicBool,
 }
 
 /// The reserved ranges and the memory that is mapped in them, by address.
@@ -66,6 +72,13 @@ impl MappedMemory {
         Err(Error::new(ErrorKind::InvalidPointer, operation, message)
             .with_hint("pass the address of a mapping and its bytes, or those of several without a gap"))
     }
+}
+
+/// Returns the error of an id that another thread destroys.
+#[cold]
+fn being_destroyed(operation: &'static str, id: PhysicalMemoryId) -> Error {
+    Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} is being destroyed by another thread"))
+        .with_hint("use each id before it is destroyed, and destroy it once")
 }
 
 /// Returns the error of a range that a call cannot take.
@@ -159,7 +172,11 @@ impl<P: Platform> DriverState<P> {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim_pool(device) => create(platform),
             created => created,
         })?;
-        let memory = Arc::new(PhysicalMemory { device, allocation, bytes, shareable });
+        if allocation == 0 {
+            return Err(nothing(OPERATION));
+        }
+        let (is_destroyed, is_released) = (AtomicBool::new(false), AtomicBool::new(false));
+        let memory = Arc::new(PhysicalMemory { device, allocation, bytes, shareable, is_destroyed, is_released });
         self.physical_memory.insert(OPERATION, device, Arc::clone(&memory)).inspect_err(|_| {
             self.release(OPERATION, memory);
         })
@@ -168,18 +185,35 @@ impl<P: Platform> DriverState<P> {
     pub(super) fn destroy_memory(&self, id: PhysicalMemoryId) -> Result<()> {
         const OPERATION: &str = "destroy_memory";
         self.enter_any_mapped(OPERATION)?;
-        self.release(OPERATION, self.physical_memory.remove(OPERATION, id)?);
+        let memory = self.physical_memory.get(OPERATION, id)?;
+        if memory.is_destroyed.swap(true, Ordering::AcqRel) {
+            return Err(being_destroyed(OPERATION, id));
+        }
+        // The table and this call hold memory that nothing maps.
+        if Arc::strong_count(&memory) == 2 {
+            self.release_handle(OPERATION, &memory)
+                .inspect_err(|_| memory.is_destroyed.store(false, Ordering::Release))?;
+            memory.is_released.store(true, Ordering::Release);
+        }
+        drop(self.physical_memory.remove(OPERATION, id)?);
+        self.release(OPERATION, memory);
         Ok(())
+    }
+
+    fn release_handle(&self, operation: &'static str, memory: &PhysicalMemory) -> Result<()> {
+        let &PhysicalMemory { device, allocation, .. } = memory;
+        // SAFETY: The id is or was being destroyed, and nothing maps the memory.
+        self.with_device(operation, device, |platform| unsafe { platform.release_memory(allocation) })
     }
 
     /// Gives up a use of physical memory. The last one releases the vendor's handle.
     fn release(&self, operation: &'static str, memory: Arc<PhysicalMemory>) {
-        let Some(PhysicalMemory { device, allocation, bytes, .. }) = Arc::into_inner(memory) else { return };
-        // SAFETY: Nothing names or maps the memory any more.
-        let released = self.with_device(operation, device, |platform| unsafe { platform.release_memory(allocation) });
-        if let Err(error) = released {
+        let Some(memory) = Arc::into_inner(memory).filter(|memory| !memory.is_released.load(Ordering::Acquire)) else {
+            return;
+        };
+        if let Err(error) = self.release_handle(operation, &memory) {
             // The id is gone, so the call cannot be repeated.
-            tracing::warn!("{bytes} bytes of physical memory were leaked: {error}");
+            tracing::warn!("{} bytes of physical memory were leaked: {error}", memory.bytes);
         }
     }
 
@@ -189,6 +223,9 @@ impl<P: Platform> DriverState<P> {
         const OPERATION: &str = "map_memory";
         self.enter_any_mapped(OPERATION)?;
         let memory = self.physical_memory.get(OPERATION, id)?;
+        if memory.is_destroyed.load(Ordering::Acquire) {
+            return Err(being_destroyed(OPERATION, id));
+        }
         let mapped = self.map(OPERATION, device, ptr, &memory);
         // Another thread may have destroyed the id meanwhile.
         self.release(OPERATION, memory);

@@ -20,11 +20,14 @@ use super::platform::{
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use super::state::DriverState;
 use highwater_hal::{
-    BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
+    BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, PhysicalMemoryOptions, Result,
+    Transport, Transports,
 };
 
 /// The code of the fake's own errors.
 pub(super) const INVALID: i32 = 1;
+/// The granularity of mapped memory: the distance of the fake's addresses.
+pub(super) const GRANULARITY: usize = 0x10000;
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_READY: i32 = 600;
 const WRONG_THREAD: i32 = 908;
@@ -616,6 +619,44 @@ unsafe impl Platform for FakePlatform {
         }
     }
 
+    fn reserve_addresses(&self, _device: u32, _bytes: usize) -> Result<DevicePtr> {
+        let mut address = 0;
+        let code = needs_context("reserve_addresses", &[], |vendor| {
+            address = vendor.made("reserve_addresses");
+            0
+        });
+        CODES.check("reserve_addresses", code).map(|()| DevicePtr::new(address))
+    }
+
+    unsafe fn free_addresses(&self, ptr: DevicePtr, _bytes: usize) -> Result<()> {
+        CODES.check("free_addresses", destroy("free_addresses", ptr.get()))
+    }
+
+    fn create_memory(&self, _device: u32, _options: &PhysicalMemoryOptions) -> Result<u64> {
+        let mut memory = 0;
+        let code = needs_context("create_memory", &[], |vendor| {
+            memory = vendor.made("create_memory");
+            0
+        });
+        CODES.check("create_memory", code).map(|()| memory)
+    }
+
+    unsafe fn release_memory(&self, allocation: u64) -> Result<()> {
+        CODES.check("destroy_memory", destroy("release_memory", allocation))
+    }
+
+    unsafe fn map_memory(&self, _ptr: DevicePtr, _bytes: usize, allocation: u64) -> Result<()> {
+        CODES.check("map_memory", needs_context("map_memory", &[allocation], |_| 0))
+    }
+
+    unsafe fn set_memory_access(&self, _ptr: DevicePtr, _bytes: usize, _accessing: u32) -> Result<()> {
+        CODES.check("set_memory_access", needs_context("set_memory_access", &[], |_| 0))
+    }
+
+    unsafe fn unmap_memory(&self, _ptr: DevicePtr, _bytes: usize) -> Result<()> {
+        CODES.check("unmap_memory", needs_context("unmap_memory", &[], |_| 0))
+    }
+
     fn open_shared(&self, _device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         let mut address = 0;
         let code = needs_context("open_shared", &[], |vendor| {
@@ -656,6 +697,7 @@ impl Fake {
         (can.interprocess_events, can.event_timing, can.stream_priority, can.peer_copy) = (true, true, true, true);
         (can.host_register, can.write_combined, can.foreign_objects) = (true, true, true);
         (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
+        (can.mapped_memory, can.mapped_memory_granularity) = (true, GRANULARITY);
         can.ipc_transports =
             Transports::NONE.with(Transport::Legacy).with(Transport::Descriptor).with(Transport::Fabric);
         let devices =

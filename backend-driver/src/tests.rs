@@ -1,12 +1,12 @@
 //! Tests of the four traits over a fake vendor: the calls, their context and mode, and the state after errors.
 
 use super::state::CAPTURES;
-use super::testing::{Fake, INVALID, OPENED_BYTES, context};
+use super::testing::{Fake, GRANULARITY, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
-    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, MathMode, MemoryHandle, Result,
-    StreamId, StreamOptions, StridedBatch, Transport, Workspace,
+    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, MathMode, MemoryHandle,
+    PhysicalMemoryOptions, Result, StreamId, StreamOptions, StridedBatch, Transport, Workspace,
 };
 
 fn stream(fake: &Fake) -> StreamId {
@@ -105,6 +105,8 @@ fn the_options_of_the_contract_have_no_other_fields() {
     assert_eq!(shown(&StreamOptions::new()), "StreamOptions { priority: Normal }");
     assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default }");
     assert_eq!(shown(&BlasOptions::new(BlasKind::Blas)), "BlasOptions { kind: Blas }");
+    let memory = "PhysicalMemoryOptions { bytes: 1, shareable: None, rdma: false }";
+    assert_eq!(shown(&PhysicalMemoryOptions::new(1)), memory);
     let shape = shown(&GemmShape::new(DataType::F32, 1, 1, 1));
     assert_eq!(shape.matches(": ").count(), 11, "{shape}");
 }
@@ -232,6 +234,8 @@ fn success_without_an_object_is_an_error_and_leaves_nothing() {
         "mem_host_alloc",
         "blas_create",
         "allocate_shared",
+        "reserve_addresses",
+        "create_memory",
         "open_shared",
         "ipc_open_mem_handle",
         "stream_end_capture",
@@ -255,6 +259,8 @@ fn success_without_an_object_is_an_error_and_leaves_nothing() {
     ] {
         vendor("memory", backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).err());
     }
+    vendor("addresses", backend.reserve_addresses(0, GRANULARITY).err());
+    vendor("memory", backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).err());
     vendor("host", backend.host_allocator().allocate(64, &HostOptions::new()).err());
     vendor("handle", backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).err());
     let ipc = backend.ipc_sharing().unwrap();
@@ -630,4 +636,101 @@ fn what_is_destroyed_after_membarrier_is_denied_is_destroyed() {
     assert_eq!((destroyed, live), (idle.len(), 1), "all but the one in use, which counts");
     assert_eq!(backend.live_objects().streams, 0);
     assert_eq!(fake.calls("stream_destroy").len(), streams.len());
+}
+
+/// Mapped memory of the fake: addresses and the memory that is mapped there.
+fn map(fake: &Fake) -> (DevicePtr, highwater_hal::PhysicalMemoryId) {
+    let backend = &fake.backend;
+    let ptr = backend.reserve_addresses(0, GRANULARITY).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
+    // SAFETY: The range belongs to the test.
+    unsafe { backend.map_memory(0, ptr, memory) }.unwrap();
+    (ptr, memory)
+}
+
+#[test]
+fn calls_of_mapped_memory_are_made_in_the_relaxed_mode_with_the_device_current() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let (ptr, memory) = map(&fake);
+    // SAFETY: The range belongs to the test.
+    unsafe { backend.set_memory_access(0, ptr, GRANULARITY, 1) }.unwrap();
+    backend.destroy_memory(memory).unwrap();
+    assert!(fake.calls("release_memory").is_empty(), "mapped memory was released");
+    // SAFETY: As above.
+    unsafe {
+        backend.unmap_memory(0, ptr, GRANULARITY).unwrap();
+        backend.free_addresses(0, ptr, GRANULARITY).unwrap();
+    }
+    for name in [
+        "reserve_addresses",
+        "create_memory",
+        "map_memory",
+        "set_memory_access",
+        "unmap_memory",
+        "release_memory",
+        "free_addresses",
+    ] {
+        let calls = fake.calls(name);
+        assert_eq!(calls.len(), 1, "{name}");
+        assert_eq!((calls[0].context, calls[0].mode), (context(0), 2), "{name}");
+    }
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn a_call_of_mapped_memory_that_fails_changes_nothing_and_can_be_repeated() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    for (name, failing) in [("reserve_addresses", INVALID), ("create_memory", 2)] {
+        fake.answer(name, failing);
+    }
+    assert!(backend.reserve_addresses(0, GRANULARITY).is_err());
+    let created = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY));
+    assert_eq!(created.unwrap_err().kind(), ErrorKind::OutOfMemory);
+    assert_eq!(backend.live_objects().total(), 0);
+    let ptr = backend.reserve_addresses(0, GRANULARITY).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
+    let twice = |name: &'static str, call: &dyn Fn() -> Result<()>| {
+        let before = backend.live_objects();
+        for failing in [name, "make_current"] {
+            fake.answer(failing, INVALID);
+            assert!(call().is_err(), "{name}");
+            assert_eq!(backend.live_objects(), before, "{name}");
+        }
+        call().unwrap();
+    };
+    // SAFETY: The range belongs to the test, and nothing uses it.
+    unsafe {
+        twice("map_memory", &|| backend.map_memory(0, ptr, memory));
+        twice("set_memory_access", &|| backend.set_memory_access(0, ptr, GRANULARITY, 0));
+        twice("unmap_memory", &|| backend.unmap_memory(0, ptr, GRANULARITY));
+        twice("release_memory", &|| backend.destroy_memory(memory));
+        twice("free_addresses", &|| backend.free_addresses(0, ptr, GRANULARITY));
+    }
+    assert_eq!(backend.destroy_memory(memory).unwrap_err().kind(), ErrorKind::InvalidHandle);
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn memory_that_a_call_destroys_is_refused_to_others() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let ptr = backend.reserve_addresses(0, GRANULARITY).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
+    fake.hold_up("release_memory");
+    std::thread::scope(|scope| {
+        let user = scope.spawn(|| backend.destroy_memory(memory));
+        fake.wait_for("release_memory");
+        // SAFETY: The range belongs to the test.
+        let mapped = unsafe { backend.map_memory(0, ptr, memory) };
+        for refused in [mapped, backend.destroy_memory(memory)] {
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidHandle);
+        }
+        fake.go_on("release_memory");
+        user.join().unwrap().unwrap();
+    });
+    // SAFETY: As above.
+    unsafe { backend.free_addresses(0, ptr, GRANULARITY) }.unwrap();
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
 }

@@ -138,6 +138,8 @@ impl MockGpu {
             create_handle_latency_ns: (0..options.devices)
                 .map(|device| AtomicU64::new(nanoseconds(create_handle_latency(device))))
                 .collect(),
+            first_handle_latency: options.first_handle_latency,
+            first_handle: (0..options.devices).map(|_| Default::default()).collect(),
             gemm_gap: options.gemm_gap,
             exported: Exported::default(),
             event_files: Arc::default(),
@@ -869,6 +871,12 @@ unsafe impl Backend for MockGpu {
         let latency = Duration::from_nanos(shared.create_handle_latency_ns[device as usize].load(Ordering::Relaxed));
         if !latency.is_zero() {
             std::thread::sleep(latency);
+        }
+        let (has_ended, turn) = &shared.first_handle[device as usize];
+        if !shared.first_handle_latency.is_zero() && !has_ended.load(Ordering::Relaxed) {
+            let _turn = turn.lock();
+            std::thread::sleep(shared.first_handle_latency);
+            has_ended.store(true, Ordering::Relaxed);
         }
         Ok(Box::new(MockBlas::new(&self.shared, device, options.kind)?))
     }

@@ -50,6 +50,7 @@ pub struct MockOptions {
     pub(crate) host_memory_bytes: u64,
     pub(crate) latency: Duration,
     pub(crate) create_handle_latency: BTreeMap<u32, Duration>,
+    pub(crate) first_handle_latency: Duration,
     pub(crate) gemm_gap: Duration,
     pub(crate) capabilities: Capabilities,
     /// Operations, and the numbers of their calls that fail.
@@ -82,6 +83,7 @@ impl MockOptions {
             host_memory_bytes: physical_memory_bytes(),
             latency: Duration::ZERO,
             create_handle_latency: BTreeMap::new(),
+            first_handle_latency: Duration::ZERO,
             gemm_gap: Duration::ZERO,
             capabilities: default_capabilities(),
             faults: Vec::new(),
@@ -128,6 +130,14 @@ impl MockOptions {
     #[must_use]
     pub fn with_create_handle_latency(mut self, device: u32, latency: Duration) -> Self {
         self.create_handle_latency.insert(device, latency);
+        self
+    }
+
+    /// Sets the time that the first creation of a handle takes on each device. Every creation that begins before it has ended takes
+    /// that time as well, one after another, as in a driver that initializes itself.
+    #[must_use]
+    pub fn with_first_handle_latency(mut self, latency: Duration) -> Self {
+        self.first_handle_latency = latency;
         self
     }
 
@@ -214,7 +224,7 @@ impl MockOptions {
     }
 
     /// Turns test mode on. Device memory and page-locked memory are filled with [`POISON`](crate::POISON) when they are
-    /// freed. The mock finds memory that is freed, closed or handed out while a stream still has work on it; see
+    /// freed. The mock finds memory that is freed, closed, unmapped or handed out while a stream still has work on it; see
     /// [`MockGpu::violations`](crate::MockGpu::violations). Some freed page-locked blocks stay mapped for a while.
     /// Costs time and memory.
     #[must_use]
@@ -292,7 +302,7 @@ impl MockOptions {
     /// | `devices` | a number |
     /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes`, `mapped-memory-granularity` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `ipc-transports` | `descriptor` or `none` |
-    /// | `latency`, `gemm-gap` | a whole number with `ns`, `us`, `ms` or `s`, at most one hour (`3600s`) |
+    /// | `latency`, `gemm-gap`, `first-handle-latency` | a whole number with `ns`, `us`, `ms` or `s`, at most one hour (`3600s`) |
     /// | `create-handle-latency` | `DEVICE:TIME` |
     /// | `fail` | `OPERATION:CALLS` or `OPERATION:CALLS:KIND`: the number of a call or a range as in Rust (`3`, `3..`, `3..6`, `3..=5`), and the kind in words with dashes (`out-of-memory`) |
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
@@ -356,6 +366,7 @@ impl MockOptions {
             }
             "latency" => self.latency = time(value)?,
             "gemm-gap" => self.gemm_gap = time(value)?,
+            "first-handle-latency" => self.first_handle_latency = time(value)?,
             "create-handle-latency" => {
                 let expected = || bad("DEVICE:TIME, such as 0:200ms");
                 let (device, latency) = value.split_once(':').ok_or_else(expected)?;
@@ -574,6 +585,7 @@ const KEYS: &[&str] = &[
     "latency",
     "gemm-gap",
     "create-handle-latency",
+    "first-handle-latency",
     "fail",
     "chance",
     "seed",
@@ -647,7 +659,7 @@ mod tests {
             "devices=2, memory=64MiB,host_memory=1GiB,latency=1ms,gemm-gap=20us,create-handle-latency=0:200ms,\
              fail=allocate:3,fail=copy:1:device-lost,lt=off,peer-copy=off,write_combined=off,handle-per-stream=on,\
              blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,ipc-transports=none,\
-             register-piece-bytes=2MiB,\
+             register-piece-bytes=2MiB,first-handle-latency=3ms,\
              chance=fill:1000,chance=open_memory:5:permission-denied,seed=42,quarantine-bytes=1MiB,\
              quarantine_frees=10,checks=on,race-detector=on,schedule=99,",
         )
@@ -655,6 +667,7 @@ mod tests {
         assert_eq!((options.devices, options.memory_bytes, options.host_memory_bytes), (2, 64 << 20, 1 << 30));
         assert_eq!((options.latency, options.gemm_gap), (Duration::from_millis(1), Duration::from_micros(20)));
         assert_eq!(options.create_handle_latency[&0], Duration::from_millis(200));
+        assert_eq!(options.first_handle_latency, Duration::from_millis(3));
         let capabilities = options.capabilities;
         assert!(!capabilities.lt_plans && !capabilities.peer_copy && !capabilities.write_combined);
         assert!(capabilities.handle_per_stream && capabilities.gemm_f32);

@@ -56,6 +56,9 @@ pub(crate) struct State {
     /// The settings of BLAS handles that foreign code can change, by raw handle.
     pub(crate) raw_handles: Mutex<HashMap<u64, Arc<AtomicBool>>>,
     pub(crate) create_handle_latency_ns: Vec<AtomicU64>,
+    pub(crate) first_handle_latency: Duration,
+    /// Of each device: whether a creation of a handle has ended, and the turn of those that begin before.
+    pub(crate) first_handle: Vec<(AtomicBool, Mutex<()>)>,
     pub(crate) gemm_gap: Duration,
     /// The descriptors that exported handles carry.
     pub(crate) exported: Exported,

@@ -147,7 +147,9 @@ impl Stream {
     // Always inlined: a call spills registers, and the compare-exchange waits for those stores (14 ns against 7).
     #[inline(always)]
     pub fn blas(&self) -> Result<BlasLease<'_>> {
-        let lease = self.runtime().inner.handles.blas.lease(self.core().blas_key, || self.new_blas_handle())?;
+        let handles = &self.runtime().inner.handles;
+        let enter = || handles.enter(self.device(), BlasKind::Blas);
+        let lease = handles.blas.lease_entered(self.core().blas_key, enter, || self.new_blas_handle())?;
         BlasLease::bind(self, lease)
     }
 
@@ -169,12 +171,10 @@ impl Stream {
     /// `Unsupported` where `lt_plans` is false; else as [`Stream::blas`].
     #[inline(always)]
     pub fn lt(&self) -> Result<LtLease<'_>> {
-        let lease = self
-            .runtime()
-            .inner
-            .handles
-            .lt
-            .lease(self.core().lt_key, || self.runtime().inner.handles.create(self.device(), BlasKind::Lt))?;
+        let handles = &self.runtime().inner.handles;
+        let enter = || handles.enter(self.device(), BlasKind::Lt);
+        let create = || handles.create(self.device(), BlasKind::Lt);
+        let lease = handles.lt.lease_entered(self.core().lt_key, enter, create)?;
         LtLease::bind(self, lease)
     }
 }

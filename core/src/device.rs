@@ -7,8 +7,8 @@ use crate::capture::thread::refuse_in_capture;
 use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{
-    Capabilities, DeviceInfo, DeviceMemoryKind, Element, Error, ErrorKind, MemoryInfo, Result, StreamId, StreamOptions,
-    Transport, display_foreign,
+    BlasKind, Capabilities, DeviceInfo, DeviceMemoryKind, Element, Error, ErrorKind, MemoryInfo, Result, StreamId,
+    StreamOptions, Transport, display_foreign,
 };
 
 /// One device of a runtime. Cheap to clone.
@@ -75,6 +75,46 @@ impl Device {
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.runtime.inner.check("memory_info")?;
         self.runtime.inner.backend.memory_info(self.ordinal)
+    }
+
+    /// Makes BLAS handles and workspaces until `count` of each are idle, so that this many threads or streams find them: before
+    /// a capture, which cannot create them, or before the first request. `count` is the number of threads for handles, and of
+    /// streams for workspaces; use the larger one. [`Runtime::trim`] destroys those that nothing has taken.
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// device.warm(4)?;
+    /// let stream = device.create_stream()?;
+    /// drop(stream.blas()?); // creates nothing
+    /// assert_eq!(runtime.statistics().blas_handles.created, 4);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Capture` in a thread inside a capture, or if a runtime captures on a device that cannot create handles meanwhile; else
+    /// the backend's error. What was made before the error stays.
+    pub fn warm(&self, count: usize) -> Result<()> {
+        self.warm_kind(BlasKind::Blas, count)
+    }
+
+    /// Makes Lt handles and workspaces as [`warm`](Self::warm) does. Workspaces that are large enough count for both.
+    ///
+    /// # Errors
+    /// `Unsupported` where `lt_plans` is false; else as [`warm`](Self::warm).
+    pub fn warm_lt(&self, count: usize) -> Result<()> {
+        self.warm_kind(BlasKind::Lt, count)
+    }
+
+    fn warm_kind(&self, kind: BlasKind, count: usize) -> Result<()> {
+        let inner = &self.runtime.inner;
+        inner.check("warm")?;
+        refuse_in_capture("warm")?;
+        inner.handles.warm(self.ordinal, kind, count)?;
+        inner.workspaces.warm(self.ordinal, inner.device(self.ordinal).workspace_bytes(kind), count)
     }
 
     /// Creates a stream of normal priority.

@@ -1,5 +1,6 @@
-//! Model checking of the lock of the thread caches, and of the end of a buffer beside a note by address. Every interleaving of
-//! the steps below is tried, up to a number of preemptions where a test says so.
+//! Model checking of the lock of the thread caches, of the blocks that wait in them, and of the end of a buffer beside a note by
+//! address. Every interleaving of the steps below is tried, up to a number of preemptions where a test says so. Wrong variants
+//! must fail.
 //!
 //! The files under test are compiled against loom's types; their `crate::primitive` is the module here. Both sides of the
 //! asymmetric fence are full fences here: the kernel's barrier makes them so.
@@ -130,17 +131,31 @@ mod primitive {
 }
 
 mod completion_events {
+    use crate::primitive::{AtomicBool, Ordering};
+
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
     pub(crate) struct Point {
         pub(crate) stream: u64,
         pub(crate) number: u64,
     }
 
-    /// A completion event that never passes.
+    /// A completion event that passes when the device says so.
     #[derive(Debug)]
-    pub(crate) struct CompletionEvent(Point);
+    pub(crate) struct CompletionEvent(Point, AtomicBool);
 
     impl CompletionEvent {
+        pub(crate) fn new(stream: u64, number: u64) -> Self {
+            Self(Point { stream, number }, AtomicBool::new(false))
+        }
+
+        pub(crate) fn pass(&self) {
+            self.1.store(true, Ordering::Release);
+        }
+
+        pub(crate) fn is_passed(&self) -> bool {
+            self.1.load(Ordering::Acquire)
+        }
+
         pub(crate) fn point(&self) -> Point {
             self.0
         }
@@ -160,6 +175,7 @@ mod lazy_box;
 
 use biased_lock::BiasedLock;
 use block_uses::BlockUses;
+use completion_events::CompletionEvent;
 use lazy_box::LazyBox;
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
@@ -419,4 +435,106 @@ fn a_note_that_comes_late_keeps_the_next_buffer_or_nothing() {
         assert!(!pool.kept && !block.uses.is_kept(), "kept by nobody");
         assert_eq!(pool.free + u32::from(cached), 1, "free in one place");
     });
+}
+
+// ------------------------------------------------------------------------------------------------ blocks that wait
+
+/// How a wait list is used.
+#[derive(Clone, Copy, PartialEq)]
+enum Variant {
+    Right,
+    /// A block is given out before its query has passed.
+    Unasked,
+    /// Another thread takes the blocks out without the biased lock.
+    Unlocked,
+}
+
+/// A block that waits for a stream, with its memory.
+struct Waiting {
+    uses: BlockUses,
+    memory: Arc<UnsafeCell<u32>>,
+}
+
+impl Waiting {
+    fn is_over(&self, variant: Variant) -> bool {
+        variant == Variant::Unasked || self.uses.are_over(CompletionEvent::is_passed)
+    }
+
+    /// As the next owner. Loom fails the test if the device's access is not ordered before it.
+    fn use_memory(&self) {
+        // SAFETY: The protocol gives the memory to one user at a time; loom watches.
+        self.memory.with_mut(|memory| unsafe { *memory += 1 });
+    }
+}
+
+/// The wait list of a thread cache, as `Cached`.
+type WaitList = Vec<Box<Waiting>>;
+
+/// A thread drops a block that its stream uses, and requests one. Another empties the cache, to grow the pool. The device
+/// completes the stream. The block is in one place in the end, and no owner accesses it beside the device.
+fn a_block_waits(variant: Variant) {
+    let cache = Arc::new(BiasedLock::new(WaitList::new()));
+    let pool = Arc::new(Mutex::new(WaitList::new()));
+    let completion = Arc::new(CompletionEvent::new(1, 1));
+    let block = Waiting { uses: BlockUses::new(), memory: Arc::new(UnsafeCell::new(0)) };
+    let memory = Arc::clone(&block.memory);
+    let _ = block.uses.note(Arc::clone(&completion), true);
+    let device = thread::spawn(move || {
+        // SAFETY: As in `use_memory`.
+        memory.with_mut(|memory| unsafe { *memory += 1 });
+        completion.pass();
+    });
+    let grower = {
+        let (cache, pool) = (Arc::clone(&cache), Arc::clone(&pool));
+        thread::spawn(move || {
+            let taken = match variant {
+                // SAFETY: None: this is the wrong variant.
+                Variant::Unlocked => unsafe { cache.own(std::mem::take) },
+                _ => cache.other(std::mem::take),
+            };
+            for block in &taken {
+                if block.is_over(variant) {
+                    block.use_memory();
+                }
+            }
+            pool.lock().unwrap().extend(taken);
+        })
+    };
+    // As `PinnedPool::file`.
+    // SAFETY: Only this thread calls it, except in the wrong variant, and the closures do not.
+    unsafe { cache.own(|list| list.push(Box::new(block))) };
+    // As `PinnedPool::take_waited`.
+    // SAFETY: As above.
+    let popped = unsafe { cache.own(WaitList::pop) };
+    let mut has_block = false;
+    if let Some(block) = popped {
+        if block.is_over(variant) {
+            block.use_memory();
+            has_block = true;
+        } else {
+            // SAFETY: As above.
+            unsafe { cache.own(|list| list.push(block)) };
+        }
+    }
+    device.join().unwrap();
+    grower.join().unwrap();
+    let places = cache.other(|list| list.len()) + pool.lock().unwrap().len() + usize::from(has_block);
+    assert_eq!(places, 1, "the block is in one place");
+}
+
+#[test]
+fn a_block_that_waits_is_given_out_after_its_stream_or_taken_back_once() {
+    check_with(2, || a_block_waits(Variant::Right));
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_block_that_is_given_out_before_its_query_passed_is_found() {
+    check_with(2, || a_block_waits(Variant::Unasked));
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_wait_list_that_is_taken_without_the_biased_lock_is_found() {
+    check_with(2, || a_block_waits(Variant::Unlocked));
 }

@@ -233,7 +233,7 @@ use host_options::HostMemoryOptions;
 use primitive::{Arc, Generation, HostPtr, Mutex};
 use ranges::{Borders, PAGE, Run};
 use shuttle::thread;
-use thread_cache::{ThreadCache, enlist, with_mine};
+use thread_cache::{Cached, ThreadCache, enlist, with_mine};
 
 const SCHEDULES: usize = 250;
 
@@ -296,6 +296,17 @@ impl Model {
 struct Rig {
     cache: Arc<HostCache>,
     model: std::sync::Mutex<Model>,
+    variant: Variant,
+}
+
+/// A wrong order of steps at the wait lists of thread caches, which a test must find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Right,
+    /// A block is given out before its query has passed.
+    Unasked,
+    /// Another thread takes the blocks out without the biased lock.
+    Unlocked,
 }
 
 /// Ends as the runtime does.
@@ -326,7 +337,13 @@ impl Rig {
     fn new(cap: Option<u64>) -> Arc<Self> {
         let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None, poison: None };
         let cache = HostCache::new(&options, Some(PIECE as usize * PAGE), Generation);
-        Arc::new(Self { cache, model: std::sync::Mutex::default() })
+        Arc::new(Self { cache, model: std::sync::Mutex::default(), variant: Variant::Right })
+    }
+
+    fn wrong(variant: Variant) -> Arc<Self> {
+        let mut rig = Self::new(None);
+        Arc::get_mut(&mut rig).unwrap().variant = variant;
+        rig
     }
 
     /// Two pools of one runtime.
@@ -335,7 +352,7 @@ impl Rig {
         let options = HostMemoryOptions { idle_cap_bytes: cap, idle_time: None, poison: None };
         let cache = HostCache::beside(&first.cache, &options, Some(PIECE as usize * PAGE));
         HostCache::unite(&[&first.cache, &cache]);
-        [first, Arc::new(Self { cache, model: std::sync::Mutex::default() })]
+        [first, Arc::new(Self { cache, model: std::sync::Mutex::default(), variant: Variant::Right })]
     }
 
     fn model(&self) -> std::sync::MutexGuard<'_, Model> {
@@ -370,13 +387,47 @@ impl Rig {
                 })
             };
             self.cache.put_back(surplus, 0);
-            if let Some(block) = found {
+            if let Some(block) = found.or_else(|| self.take_waited(own, pages)) {
                 return block;
             }
         }
         let block = self.take_shared(pages, own.as_ref());
         count(&self.cache, own.as_deref(), 1);
         block
+    }
+
+    /// As `PinnedPool::take_waited`.
+    fn take_waited(&self, own: &ThreadCache, pages: u32) -> Option<OwnedBlock> {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        let block = unsafe { own.cached.own(|cached| cached.pop_waiting(pages)) }?;
+        // The time of a query.
+        thread::yield_now();
+        let is_over = self.variant == Variant::Unasked || block.uses.are_over(CompletionEvent::is_passed);
+        let keep = |cached: &mut Cached| {
+            if !is_over {
+                return (None, cached.put_back_waiting(block));
+            }
+            cached.counts.live += 1;
+            cached.counts.waited_hits += 1;
+            block.begin_life(pages as usize * PAGE);
+            (Some(block), None)
+        };
+        // SAFETY: As above.
+        let (taken, surplus) = unsafe { own.cached.own(keep) };
+        self.cache.put_back(surplus.into_iter().collect(), 0);
+        taken
+    }
+
+    fn empty_thread_caches(&self) -> bool {
+        if self.variant == Variant::Unlocked {
+            let registry = self.cache.registry.lock();
+            for cache in registry.caches_of(self.cache.id) {
+                // SAFETY: None: this is the wrong variant. Shuttle's cell stops the test at the second access.
+                let block = unsafe { cache.cached.own(|cached| cached.pop_waiting(1)) };
+                self.cache.put_back(block.into_iter().collect(), 0);
+            }
+        }
+        self.cache.empty_thread_caches()
     }
 
     fn take_shared(&self, pages: u32, home: Option<&Arc<ThreadCache>>) -> OwnedBlock {
@@ -390,8 +441,14 @@ impl Rig {
             });
         }
         if found.is_none() {
-            self.cache.empty_thread_caches();
+            let has_waiting = self.empty_thread_caches();
             found = look();
+            if found.is_none() && has_waiting {
+                self.cache.collect(CompletionEvent::is_passed, usize::MAX, || {
+                    found = look();
+                    found.is_some()
+                });
+            }
         }
         found.unwrap_or_else(|| {
             self.keep_to_cap();
@@ -490,6 +547,13 @@ impl Rig {
                 (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
                 _ => block,
             };
+        } else if let Some(own) = own
+            && let Some(waiting) = block.take_if(|block| {
+                block.home.as_ref().is_some_and(|home| Arc::ptr_eq(home, own)) && block.uses.waits_for_streams()
+            })
+        {
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            block = unsafe { own.cached.own(|cached| cached.keep_waiting(waiting)) };
         }
         if let Some(block) = block
             && self.cache.give_back(block)
@@ -556,7 +620,7 @@ impl Rig {
     }
 
     fn trim(&self) {
-        self.cache.empty_thread_caches();
+        self.empty_thread_caches();
         self.cache.collect(CompletionEvent::is_passed, usize::MAX, || false);
         let mut below = u32::MAX;
         while let Some(leaving) = self.cache.take_piece(&mut below) {
@@ -830,6 +894,65 @@ fn a_growth_takes_blocks_out_of_caches_that_have_hits() {
         },
         SCHEDULES,
     );
+}
+
+/// A thread uses blocks with its own stream and drops them, so that they wait in its cache. Another grows the pool, which takes
+/// every cache back, and trims it. The device completes the stream in the meantime.
+fn blocks_wait_beside_a_growth(variant: Variant) {
+    let rig = Rig::wrong(variant);
+    let completions: Vec<_> = (0..3).map(|number| Arc::new(CompletionEvent::new(0, number))).collect();
+    let user = thread::spawn({
+        let (rig, completions) = (Arc::clone(&rig), completions.clone());
+        move || {
+            for completion in completions {
+                let block = rig.take(1);
+                rig.use_block(&block, &completion);
+                rig.drop_buffer(block);
+            }
+            // The place of a block that has waited, if its use is over.
+            let block = rig.take(1);
+            rig.drop_buffer(block);
+        }
+    });
+    let device = thread::spawn({
+        let rig = Arc::clone(&rig);
+        move || {
+            for (number, completion) in completions.iter().enumerate() {
+                while rig.model().uses.len() <= number {
+                    thread::yield_now();
+                }
+                // About as long as the user needs for the next request.
+                (0..60).for_each(|_| thread::yield_now());
+                completion.pass();
+            }
+        }
+    });
+    let block = rig.take(PIECE);
+    rig.drop_buffer(block);
+    rig.trim();
+    user.join().unwrap();
+    device.join().unwrap();
+    let statistics = rig.cache.statistics();
+    assert_eq!(statistics.broken_law(), None, "{statistics:?}");
+    assert_eq!((statistics.live_blocks, statistics.hits + statistics.misses), (0, 5), "{statistics:?}");
+    rig.check_end(u64::MAX);
+}
+
+#[test]
+fn blocks_that_wait_in_a_thread_cache_are_safe_beside_a_growth_and_a_trim() {
+    check_random(|| blocks_wait_beside_a_growth(Variant::Right), SCHEDULES);
+}
+
+#[test]
+#[should_panic(expected = "given out while a stream uses it")]
+fn a_waiting_block_that_is_given_out_without_a_query_is_found() {
+    check_random(|| blocks_wait_beside_a_growth(Variant::Unasked), SCHEDULES);
+}
+
+#[test]
+#[should_panic(expected = "two accesses at once")]
+fn a_wait_list_that_is_taken_without_the_lock_is_found() {
+    check_random(|| blocks_wait_beside_a_growth(Variant::Unlocked), SCHEDULES);
 }
 
 /// Threads that need the pool to grow at the same time share one piece, if they fit in it.

@@ -898,7 +898,9 @@ struct hw_table {
     /* Creates physical memory of a device. It has no address until it is mapped.
      *  - mapped.exhausted: a request for more than is available returns HW_ERROR_OUT_OF_MEMORY and changes nothing.
      *  - mapped.shared: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory is
-     *    mapped, and returns a handle of all of it. */
+     *    mapped, and returns a handle of all of it.
+     *  - mapped.transports: a transport outside hw_capabilities.ipc_transports, and HW_TRANSPORT_LEGACY, return
+     *    HW_ERROR_UNSUPPORTED. */
     int32_t (*create_memory)(hw_backend *backend, uint32_t device, const hw_physical_memory_options *options, hw_id *answer, hw_error *error);
     /* Destroys physical memory.
      *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped.
@@ -910,8 +912,8 @@ struct hw_table {
      *  - mapped.map-checked: an address that is no multiple of hw_capabilities.mapped_memory_granularity returns
      *    HW_ERROR_INVALID_ARGUMENT. Bytes that leave the range, and those in which memory is mapped, return
      *    HW_ERROR_INVALID_POINTER. Memory of another device returns HW_ERROR_WRONG_DEVICE. Nothing changes.
-     *  - mapped.capture: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
-     *    for addresses neither fail nor disturb a capture, from any thread and in any mode. */
+     *  - mapped.capture: if HW_FACT_CREATE_DURING_CAPTURE holds, the calls of mapped memory neither fail nor disturb a
+     *    capture, from any thread and in any mode. */
     int32_t (*map_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_id memory, hw_error *error);
     /* Lets the device `accessing` read and write memory that is mapped for `device`.
      *  - mapped.peer: work of each device that has access uses the same bytes at the same addresses.

@@ -8,6 +8,7 @@ use clap::parser::ValueSource;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use super::control::DieAt;
+use super::service::Mode;
 
 /// The limit on threads. Fewer threads are faster, and the buffers of this number still fit.
 const MOST_THREADS: usize = 1024;
@@ -54,7 +55,7 @@ pub(super) struct Arguments {
     #[arg(long, global = true)]
     pub(super) allow_insecure_plugins: bool,
 
-    /// Seconds that a plugin may take to open [default: 10]
+    /// Seconds that a plugin may take to open, and the multi-process service to start [default: 10]
     #[arg(long, value_name = "S", global = true, allow_negative_numbers = true, value_parser = seconds)]
     pub(super) load_limit: Option<u64>,
 }
@@ -108,6 +109,14 @@ pub(super) struct DigitsArguments {
     /// Measure the speed of 1, 2 and 4 workers
     #[arg(long, conflicts_with_all = ["workers", "die_at"])]
     pub(super) scale: bool,
+
+    /// Use of NVIDIA's multi-process service, with which several processes use one GPU at the same time
+    #[arg(long, value_name = "MODE", value_enum, default_value = "auto")]
+    pub(super) mps: Mode,
+
+    /// Process that started this one, with the variables of the service; this one ends with it
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(super) launcher: Option<u32>,
 
     /// Make a worker kill itself before it opens the weights (`ticket`) or before it finishes image N; for tests
     #[arg(long, value_name = "N", hide = true, value_parser = die_at)]
@@ -398,7 +407,7 @@ pub(super) fn parse_from<T: Into<std::ffi::OsString> + Clone>(
     let matches = command.try_get_matches_from_mut(arguments)?;
     if let Some((name, _)) = matches.subcommand() {
         // Options of the main job in front of a command would have no effect.
-        for option in ["backend", "workers", "threads", "repeat", "scale", "die_at", "data"] {
+        for option in ["backend", "workers", "threads", "repeat", "scale", "mps", "launcher", "die_at", "data"] {
             if matches.value_source(option) == Some(ValueSource::CommandLine) {
                 let option = option.replace('_', "-");
                 let message = format!("`--{option}` in front of `{name}` has no effect; see `highwater {name} --help`");

@@ -16,6 +16,7 @@ use super::args::DigitsArguments;
 use super::backends::{self, Prober};
 use super::classifier::{self, Batch, Next, Work};
 use super::failure::Failure;
+use super::mps::{self, Plan};
 use super::owner::{self, Spread};
 use super::progress::Progress;
 use super::report::{DeviceUse, Outcome, Place, Report};
@@ -26,10 +27,22 @@ use super::{Verdict, output};
 
 /// Runs the job and prints the result.
 pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict> {
+    mps::follow(arguments)?;
     let passes = arguments.repeat.unwrap_or(if arguments.scale { scale::PASSES } else { 1 });
     let task = Task::load(arguments.data.as_deref(), passes)?;
     check_die_at(arguments, &task)?;
-    let (opened, reason) = open(arguments.backend.as_deref())?;
+    let opened = open(arguments.backend.as_deref());
+    let trial = opened.as_ref().map(|opened| &*opened.backend);
+    if let Some(verdict) = mps::give_up(arguments, trial) {
+        return Ok(verdict);
+    }
+    let opened = opened?;
+    let service = match mps::plan(arguments, &*opened.backend)? {
+        Plan::This(service) => service,
+        Plan::Child(verdict) => return Ok(verdict),
+    };
+    let reason = tell_of_choice(&opened, arguments.backend.is_none());
+    service.tell();
     let address = backends::address(&opened);
     let backend = opened.backend;
     let runtime = Runtime::new(Arc::clone(&backend))?;
@@ -52,7 +65,7 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
         let run = |workers| Ok((workers, run(Runtime::new(Arc::clone(&backend))?, &task, spread(workers), &progress)?));
         let runs = scale::WORKERS.into_iter().map(run).collect::<Result<_>>()?;
         drop(progress);
-        let scale = Scale { place: &place, threads, repeat: task.repeat, runs };
+        let scale = Scale { place: &place, service: &service, threads, repeat: task.repeat, runs };
         let printed = if json { output::object(&scale.to_json()) } else { output::result(scale.to_table()) };
         return finish(printed, scale.faults());
     }
@@ -65,7 +78,7 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     let progress = Progress::new("images", task.images(), json);
     let outcome = run(runtime, &task, spread(workers), &progress);
     drop(progress);
-    let report = Report { place: &place, workers, threads, repeat: task.repeat, outcome: outcome? };
+    let report = Report { place: &place, service: &service, workers, threads, repeat: task.repeat, outcome: outcome? };
     let faults = report.outcome.faults();
     let printed = if json { output::object(&report.to_json()) } else { output::result(report.to_table()) };
     finish(printed, faults)
@@ -78,23 +91,27 @@ fn finish(printed: Result<(), Failure>, faults: Vec<String>) -> Result<Verdict> 
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// Opens the backend of that name, or the best one, and returns the reason for the choice.
-fn open(name: Option<&str>) -> Result<(Opened, String)> {
+/// Opens the backend of that name, or the best one.
+fn open(name: Option<&str>) -> Result<Opened> {
     let by_name = |name| backends::open_by(name, Prober::ThisProgram);
-    let opened = name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?;
+    Ok(name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?)
+}
+
+/// Prints the choice of the backend and returns its reason.
+fn tell_of_choice(opened: &Opened, is_best: bool) -> String {
     let taken = opened.report.taken();
     let reason = taken.map_or_else(String::new, |taken| taken.reason.clone());
     output::line(format_args!("backend {}: {reason}", display_foreign(&opened.backend.identity().name)));
     for note in taken.iter().flat_map(|taken| &taken.notes) {
         output::line(format_args!("note: {note}"));
     }
-    if name.is_none() {
+    if is_best {
         for other in opened.report.candidates.iter().filter(|other| other.outcome != highwater::opening::Outcome::Taken)
         {
             output::line(format_args!("not {}: {}: {}", display_foreign(&other.name), other.outcome, other.reason));
         }
     }
-    Ok((opened, reason))
+    reason
 }
 
 fn cannot_share(place: &Place) -> Failure {

@@ -4,11 +4,13 @@ use std::path::Path;
 
 use anyhow::Result;
 use highwater::Runtime;
+use highwater::cuda::mps::{self, Status};
 use highwater::hal::{Identity, display_foreign};
 use highwater::opening::{Candidate, LoadReport, Origin, Outcome, Place};
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};
+use super::service::MEASURED;
 use super::table::{Table, wrapped};
 use super::{Verdict, output};
 
@@ -17,12 +19,18 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     let findings: Vec<Finding> = report.candidates.iter().cloned().map(Finding::new).collect();
     let usable = findings.iter().filter(|finding| finding.is_usable());
     let usable: Vec<&str> = usable.map(|finding| finding.candidate.name.as_str()).collect();
+    // On a machine without NVIDIA's software, the service is no subject.
+    let has_gpu = findings.iter().any(|finding| finding.is_usable() && finding.candidate.name == "cuda");
+    let service = Some(mps::status()).filter(|status| has_gpu || status.running || status.control_program.is_some());
     if json {
         let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
         let places: Vec<Value> = report.places.iter().map(place_to_json).collect();
-        output::object(&json!({ "usable": usable, "backends": backends, "places": places }))?;
+        output::object(
+            &json!({ "usable": usable, "backends": backends, "places": places, "mps": service.as_ref().map(service_to_json) }),
+        )?;
     } else {
         print(&findings, &report)?;
+        service.map_or(Ok(()), |service| paragraph(&service_to_text(&service)))?;
     }
     if usable.is_empty() {
         output::line("error: no backend can be used here, not even the mock");
@@ -141,6 +149,32 @@ fn place_to_json(place: &Place) -> Value {
         "reason": place.reason,
         "hint": place.hint,
     })
+}
+
+fn service_to_json(status: &Status) -> Value {
+    let Status { running, pipe_directory, control_program } = status;
+    json!({
+        "running": running,
+        "pipe_directory": pipe_directory.display().to_string(),
+        "control_program": control_program.as_ref().map(|path| path.display().to_string()),
+    })
+}
+
+fn service_to_text(status: &Status) -> String {
+    let Status { running, pipe_directory, control_program } = status;
+    let directory = display_foreign(&pipe_directory.display().to_string()).to_string();
+    let state = match (running, control_program) {
+        (true, _) => format!("runs in {directory}"),
+        (false, Some(program)) => {
+            let program = display_foreign(&program.display().to_string()).to_string();
+            format!("does not run in {directory}; `{program} -d` starts it, and the main job starts its own")
+        }
+        (false, None) => format!("does not run in {directory}, and `{}` is not in PATH", mps::CONTROL_PROGRAM),
+    };
+    format!(
+        "NVIDIA's multi-process service {state}. Several processes on one GPU use it in time slices without the service: \
+         {MEASURED}."
+    )
 }
 
 fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {

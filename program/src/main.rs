@@ -3,6 +3,7 @@
 //! - `digits`: the main job. `model` and `task` are its weights, images and batches. `weights` has the weights in device
 //!   memory. `classifier` has the threads that do the work. `report` and `scale` print the results.
 //! - `owner`, `worker`: the two sides of the main job in several processes, with the messages of `control`
+//! - `mps`: NVIDIA's multi-process service for the main job; `service`: its state, for the reports
 //! - `child`, `frame`: the supervisor of child processes and the framing of messages, for all commands
 //! - `doctor`: the report on all backends
 //! - `conformance`: the suite against one backend, in a process of its own
@@ -28,12 +29,14 @@ mod doctor;
 mod failure;
 mod frame;
 mod model;
+mod mps;
 mod output;
 mod owner;
 mod probe;
 mod progress;
 mod report;
 mod scale;
+mod service;
 mod soak;
 mod table;
 mod task;
@@ -50,6 +53,8 @@ use self::args::{Bench, Command, Soak};
 enum Verdict {
     Good,
     Bad,
+    /// The exit code of the process that did the work.
+    Code(u8),
 }
 
 fn main() -> ExitCode {
@@ -93,6 +98,7 @@ fn main() -> ExitCode {
     match verdict {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(1),
+        Ok(Verdict::Code(code)) => ExitCode::from(code),
         Err(error) => {
             failure::print(&error, json);
             ExitCode::from(failure::exit_code(&error))

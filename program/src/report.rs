@@ -9,6 +9,7 @@ use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
 use super::frame::fields;
+use super::service::Service;
 use super::table::Table;
 use super::task::Tally;
 
@@ -171,6 +172,7 @@ pub(super) struct Place {
 #[derive(Debug)]
 pub(super) struct Report<'a> {
     pub(super) place: &'a Place,
+    pub(super) service: &'a Service,
     /// 0 if the owner of the weights did all work itself.
     pub(super) workers: usize,
     /// Threads of each process that classifies.
@@ -188,6 +190,7 @@ impl Report<'_> {
             "device": self.place.device,
             "devices": self.outcome.devices_as_json(),
             "processes": 1 + self.workers,
+            "mps": self.service.to_json(),
             // The sum over all processes, as for every count.
             "threads": self.threads * self.workers.max(1),
             "repeat": self.repeat,
@@ -246,6 +249,9 @@ impl Report<'_> {
             table.add_row(["device", &display_foreign(device).to_string()]);
         }
         table.add_row(["processes", &processes]);
+        if let Some(service) = self.service.to_line() {
+            table.add_row(["multi-process service", &service]);
+        }
         table.add_row(["weights", &weights]);
         table.add_row(["accuracy", &format!("{:.4} ({correct} of {images} images)", self.outcome.accuracy())]);
         table.add_row(["predictions", &agreement]);
@@ -285,7 +291,15 @@ mod tests {
 
     fn report(workers: usize) -> Value {
         let place = Place { backend: "mock".into(), reason: "asked for".into(), device: "mock device".into() };
-        Report { place: &place, workers, threads: 2, repeat: 1, outcome: outcome(98, 0, 0) }.to_json()
+        Report {
+            place: &place,
+            service: &Service::for_tests(),
+            workers,
+            threads: 2,
+            repeat: 1,
+            outcome: outcome(98, 0, 0),
+        }
+        .to_json()
     }
 
     #[test]
@@ -315,7 +329,8 @@ mod tests {
         let used = |ordinal, name: &str, workers, images| DeviceUse { ordinal, name: name.into(), workers, images };
         let devices = vec![used(0, "first", 2, 99), used(3, "second", 1, 1)];
         let outcome = Outcome { devices, transports: BTreeSet::from(["legacy"]), ..outcome(98, 0, 0) };
-        let report = Report { place: &place, workers: 3, threads: 2, repeat: 1, outcome };
+        let report =
+            Report { place: &place, service: &Service::for_tests(), workers: 3, threads: 2, repeat: 1, outcome };
         let object = report.to_json();
         let second = json!({ "ordinal": 3, "name": "second", "workers": 1, "images": 1 });
         assert_eq!((&object["device"], &object["devices"][1]), (&json!("first"), &second));

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::report::{Outcome, Place};
+use super::service::Service;
 use super::table::Table;
 
 /// The measured numbers of workers. The others are compared with the first.
@@ -15,6 +16,7 @@ pub(super) const PASSES: usize = 100;
 #[derive(Debug)]
 pub(super) struct Scale<'a> {
     pub(super) place: &'a Place,
+    pub(super) service: &'a Service,
     pub(super) threads: usize,
     pub(super) repeat: usize,
     pub(super) runs: Vec<(usize, Outcome)>,
@@ -54,6 +56,7 @@ impl Scale<'_> {
             "backend": self.place.backend,
             "backend_reason": self.place.reason,
             "device": self.place.device,
+            "mps": self.service.to_json(),
             "repeat": self.repeat,
             "scale": self.runs.iter().map(run).collect::<Value>(),
         })
@@ -89,7 +92,13 @@ mod tests {
             elapsed: Duration::from_secs(1),
             ..Outcome::default()
         };
-        let scale = Scale { place: &place, threads: 2, repeat: 3, runs: vec![(1, run(1000)), (4, run(3500))] };
+        let scale = Scale {
+            place: &place,
+            service: &Service::for_tests(),
+            threads: 2,
+            repeat: 3,
+            runs: vec![(1, run(1000)), (4, run(3500))],
+        };
         let object = scale.to_json();
         assert_eq!((&object["scale"][0]["ratio"], &object["scale"][1]["ratio"]), (&json!(1.0), &json!(3.5)));
         assert_eq!(object["scale"][1]["threads"], 8);

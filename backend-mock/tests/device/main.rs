@@ -5,6 +5,7 @@ mod epilogues;
 mod foreign;
 mod life;
 mod limits;
+mod mapped;
 mod memory;
 mod peer;
 mod precision;

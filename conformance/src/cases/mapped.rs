@@ -1,6 +1,7 @@
 //! Mapped memory: reserved addresses, physical memory, and the mappings between them.
 
-use highwater_hal::{Backend, BlasKind, DataType, FillPattern, Gemm, GemmShape, PhysicalMemoryOptions};
+use highwater_hal::numbers::Coded;
+use highwater_hal::{Backend, BlasKind, DataType, FillPattern, Gemm, GemmShape, PhysicalMemoryOptions, Transport};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
 use crate::device::{Addresses, Block, DEVICE, Handle, PhysicalMemory, Stream};
@@ -23,6 +24,7 @@ cases! {
     destroyed_memory_stays_while_it_is_mapped: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_bytes_come_back: ["mapped.returns"] needs [has::mapped_memory];
     more_than_there_is_is_refused: ["mapped.exhausted"] needs [has::mapped_memory];
+    other_transports_are_refused: ["mapped.transports"] needs [has::mapped_memory];
     devices_share_mapped_memory: ["mapped.peer"] needs [TWO_DEVICES, has::mapped_memory, has::peer_copy];
     bad_ids_and_devices_are_refused: ["backend.ids-checked", "backend.device-checked"] needs [has::mapped_memory];
     addresses_and_memory_count: ["backend.live-objects"] needs [has::mapped_memory];
@@ -338,6 +340,19 @@ fn more_than_there_is_is_refused(backend: &dyn Backend) -> CaseResult {
     let block = Block::mapped(backend, DEVICE, &[piece])?;
     block.write(0, &vec![5; piece])?;
     check!(block.read()? == vec![5; piece], "memory created after a refused call does not work");
+    Ok(())
+}
+
+fn other_transports_are_refused(backend: &dyn Backend) -> CaseResult {
+    let (piece, before) = (granularity(backend)?, backend.live_objects());
+    let offered = backend.capabilities(DEVICE)?.ipc_transports;
+    for &transport in Transport::ALL {
+        if transport == Transport::Legacy || !offered.contains(transport) {
+            let options = PhysicalMemoryOptions::new(piece).with_shareable(transport);
+            check_error!(backend.create_memory(DEVICE, &options), Unsupported, "create_memory for {transport:?}");
+        }
+    }
+    check_eq!(backend.live_objects(), before, "live objects after refused calls");
     Ok(())
 }
 

@@ -482,6 +482,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `mapped.exhausted`: a request for more than is available returns `OutOfMemory` and changes nothing.
     /// - `mapped.shared`: for memory with a transport in `shareable`, `export_memory` takes the address at which the memory
     ///   is mapped, and returns a handle of all of it.
+    /// - `mapped.transports`: a transport outside `ipc_transports`, and `Transport::Legacy`, return `Unsupported`.
     fn create_memory(&self, device: u32, options: &PhysicalMemoryOptions) -> Result<PhysicalMemoryId> {
         let _ = (device, options);
         Err(Error::lacks("create_memory", "mapped_memory"))
@@ -504,11 +505,12 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `mapped.map-checked`: an address that is no multiple of `mapped_memory_granularity` returns `InvalidArgument`. Bytes
     ///   that leave the range, and those in which memory is mapped, return `InvalidPointer`. Memory of another device
     ///   returns `WrongDevice`. Nothing changes.
-    /// - `mapped.capture`: `create_memory`, `map_memory`, `set_memory_access`, `unmap_memory`, `destroy_memory` and the calls
-    ///   for addresses neither fail nor disturb a capture, from any thread and in any mode.
+    /// - `mapped.capture`: if `create_during_capture` holds, the calls of mapped memory neither fail nor disturb a capture, from
+    ///   any thread and in any mode.
     ///
     /// # Safety
-    /// The caller must own the range at `ptr`, and must not pass it to another call meanwhile.
+    /// The caller must own the range at `ptr`, must not pass it to another call meanwhile, and must not destroy the memory
+    /// meanwhile.
     unsafe fn map_memory(&self, device: u32, ptr: DevicePtr, memory: PhysicalMemoryId) -> Result<()> {
         let _ = (device, ptr, memory);
         Err(Error::lacks("map_memory", "mapped_memory"))

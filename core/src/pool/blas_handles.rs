@@ -7,8 +7,9 @@ use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::first_create::{Entry, FirstCreate};
 use super::handles::{HandlePool, PoolKey};
-use crate::capture::thread::warm_up_first;
+use crate::capture::thread::{in_capture, warm_up_first};
 use crate::numerics::Modes;
 use crate::services::Services;
 use highwater_hal::{BlasHandle, BlasKind, BlasOptions, Error, PlanId, PlanOptions, Result};
@@ -52,19 +53,98 @@ pub(crate) struct BlasHandles {
     memory: Arc<DeviceMemory>,
     /// Handles whose stream has ended, for devices that need one handle for each stream.
     spare: Mutex<Vec<SpareHandle>>,
+    /// By ordinal, for BLAS and Lt.
+    first: Box<[[FirstCreate; 2]]>,
+    /// The error of the handles that the runtime makes in the background. The first failing lease states it.
+    warm_error: Mutex<Option<Error>>,
 }
 
 /// A handle whose stream has ended.
 struct SpareHandle {
     device: u32,
     pooled: PooledHandle,
-    /// The last work of that stream; `None` if it has no completion event.
-    after: Option<Arc<CompletionEvent>>,
+    after: After,
+}
+
+/// The last work of a spare handle.
+enum After {
+    /// There is none: the handle is new.
+    Nothing,
+    Event(Arc<CompletionEvent>),
+    /// It is unknown, so no stream may use the handle.
+    Unknown,
+}
+
+impl SpareHandle {
+    fn fits(&self, device: u32, kind: BlasKind) -> bool {
+        self.device == device && self.pooled.kind == kind
+    }
 }
 
 impl BlasHandles {
     pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
-        Self { blas: HandlePool::new(), lt: HandlePool::new(), memory, spare: Mutex::default() }
+        let first = memory.services.devices.iter().map(|_| [FirstCreate::new(), FirstCreate::new()]).collect();
+        Self {
+            blas: HandlePool::new(),
+            lt: HandlePool::new(),
+            memory,
+            spare: Mutex::default(),
+            first,
+            warm_error: Mutex::default(),
+        }
+    }
+
+    /// Enters a creation; waits if the first one of the device is under way in another thread. A thread inside a capture does
+    /// not wait.
+    #[cold]
+    pub(crate) fn enter(&self, device: u32, kind: BlasKind) -> Entry<'_> {
+        if in_capture() {
+            Entry::later()
+        } else {
+            self.first[device as usize][usize::from(kind == BlasKind::Lt)].enter()
+        }
+    }
+
+    fn pool(&self, kind: BlasKind) -> &HandlePool<PooledHandle> {
+        if kind == BlasKind::Lt { &self.lt } else { &self.blas }
+    }
+
+    /// Makes handles until `count` of the kind are idle.
+    pub(crate) fn warm(&self, device: u32, kind: BlasKind, count: usize) -> Result<()> {
+        let idle = if self.services().device(device).handle_per_stream(kind) {
+            let is_new = |spare: &&SpareHandle| spare.fits(device, kind) && matches!(spare.after, After::Nothing);
+            self.spare.lock().iter().filter(is_new).count()
+        } else {
+            self.pool(kind).idle_of(PoolKey::device(device))
+        };
+        (idle..count).try_for_each(|_| self.add_idle(device, kind))
+    }
+
+    /// Makes a handle that no thread has claimed. If handles belong to streams, the next stream takes it.
+    pub(crate) fn add_idle(&self, device: u32, kind: BlasKind) -> Result<()> {
+        self.check_kind(device, kind)?;
+        // Until the handle is in the pool, so that a thread that waits finds it there.
+        let _entry = self.enter(device, kind);
+        let pooled = self.make(device, kind)?;
+        if self.services().device(device).handle_per_stream(kind) {
+            self.spare.lock().push(SpareHandle { device, pooled, after: After::Nothing });
+        } else {
+            self.pool(kind).add_idle(PoolKey::device(device), pooled);
+        }
+        Ok(())
+    }
+
+    /// Keeps the error of the background thread for the first lease that fails.
+    pub(crate) fn keep_warm_error(&self, error: Error) {
+        *self.warm_error.lock() = Some(error);
+    }
+
+    fn check_kind(&self, device: u32, kind: BlasKind) -> Result<()> {
+        self.services().check("create_blas_handle")?;
+        if kind == BlasKind::Lt && !self.services().device(device).capabilities.lt_plans {
+            return Err(Error::lacks("create_blas_handle", "lt_plans"));
+        }
+        Ok(())
     }
 
     fn services(&self) -> &Services {
@@ -82,15 +162,14 @@ impl BlasHandles {
     /// and retries once.
     #[cold]
     pub(crate) fn create(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
-        self.services().check("create_blas_handle")?;
-        let capabilities = &self.services().device(device).capabilities;
-        if kind == BlasKind::Lt && !capabilities.lt_plans {
-            return Err(Error::lacks("create_blas_handle", "lt_plans"));
+        self.check_kind(device, kind)?;
+        if let Some(pooled) = self.take_spare(device, kind) {
+            return Ok(pooled);
         }
-        match self.take_spare(device, kind) {
-            Some(pooled) => Ok(pooled),
-            None => self.make(device, kind),
-        }
+        self.make(device, kind).map_err(|error| match self.warm_error.lock().take() {
+            Some(before) => error.with_hint(format!("the warm handles could not be made either: {before}")),
+            None => error,
+        })
     }
 
     /// Creates a handle.
@@ -116,7 +195,7 @@ impl BlasHandles {
             // Without a completion event, no stream may reuse it.
             None => {
                 let device = pooled.handle.device();
-                self.spare.lock().push(SpareHandle { device, pooled, after: None });
+                self.spare.lock().push(SpareHandle { device, pooled, after: After::Unknown });
             }
         }
     }
@@ -142,7 +221,8 @@ impl BlasHandles {
         for mut pooled in of_stream.flat_map(|(pool, key)| pool.take_key(key)) {
             match pooled.unbind() {
                 Ok(()) => {
-                    let spare = SpareHandle { device: pooled.handle.device(), pooled, after: after.cloned() };
+                    let after = after.cloned().map_or(After::Unknown, After::Event);
+                    let spare = SpareHandle { device: pooled.handle.device(), pooled, after };
                     self.spare.lock().push(spare);
                 }
                 Err(_) => self.discard(pooled),
@@ -151,16 +231,20 @@ impl BlasHandles {
     }
 
     fn take_spare(&self, device: u32, kind: BlasKind) -> Option<PooledHandle> {
-        let fits = |spare: &SpareHandle| spare.device == device && spare.pooled.kind == kind;
         let tries = self.spare.lock().len();
         for _ in 0..tries {
             let spare = {
                 let mut spares = self.spare.lock();
-                let index = spares.iter().position(fits)?;
+                let index = spares.iter().position(|spare| spare.fits(device, kind))?;
                 spares.remove(index)
             };
             // The vendor allows one stream at a time for this handle, so the old stream must be done.
-            if spare.after.as_ref().is_some_and(|completion| self.services().is_surely_passed(completion)) {
+            let is_free = match &spare.after {
+                After::Nothing => true,
+                After::Event(completion) => self.services().is_surely_passed(completion),
+                After::Unknown => false,
+            };
+            if is_free {
                 return Some(spare.pooled);
             }
             self.spare.lock().push(spare);

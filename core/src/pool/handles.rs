@@ -24,6 +24,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::first_create::Entry as Creation;
 use super::handoff::{IdleStack, Slot};
 use highwater_hal::{Result, fork::Generation};
 
@@ -60,6 +61,12 @@ pub struct HandlePoolStatistics {
     pub created: u64,
     /// Handles that exist.
     pub live: u64,
+    /// The most handles that existed at once.
+    pub peak_live: u64,
+    /// Handles that left the pool, to be destroyed or kept for another key.
+    pub removed: u64,
+    /// Handles that [`HandlePool::warm`] or a runtime made before a thread asked for one.
+    pub warmed: u64,
     /// Handles that no thread has claimed.
     pub idle: u64,
     /// Handles under a lease.
@@ -121,7 +128,26 @@ struct Shared<H> {
     /// Every slot that is not retired. A leased slot is never removed, so a lease may refer to it by address.
     slots: Mutex<Slots<H>>,
     created: AtomicU64,
+    removed: AtomicU64,
+    warmed: AtomicU64,
+    peak_live: AtomicU64,
     threads_served: AtomicU64,
+}
+
+impl<H> Shared<H> {
+    /// Adds a slot, and counts it.
+    fn add(&self, key: PoolKey, slot: &PooledSlot<H>) {
+        let mut slots = self.slots.lock();
+        slots.entry(key).or_default().push(Arc::clone(slot));
+        // Relaxed: the mutex orders the counters.
+        let created = self.created.fetch_add(1, Ordering::Relaxed) + 1;
+        self.peak_live.fetch_max(created.saturating_sub(self.removed.load(Ordering::Relaxed)), Ordering::Relaxed);
+    }
+
+    /// Counts handles that leave the pool.
+    fn count_removed(&self, handles: &[H]) {
+        self.removed.fetch_add(handles.len() as u64, Ordering::Relaxed);
+    }
 }
 
 type Slots<H> = BTreeMap<PoolKey, Vec<PooledSlot<H>>>;
@@ -154,6 +180,9 @@ impl<H: Send + 'static> HandlePool<H> {
             stacks: Mutex::new(HashMap::new()),
             slots: Mutex::new(BTreeMap::new()),
             created: AtomicU64::new(0),
+            removed: AtomicU64::new(0),
+            warmed: AtomicU64::new(0),
+            peak_live: AtomicU64::new(0),
             threads_served: AtomicU64::new(0),
         };
         Self {
@@ -170,12 +199,24 @@ impl<H: Send + 'static> HandlePool<H> {
     /// `Forked` in a child of the process that created the pool; otherwise the error of `create`.
     #[inline]
     pub fn lease(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
+        self.lease_entered(key, Creation::later, create)
+    }
+
+    /// Leases a handle as [`lease`](Self::lease) does. Before `create`, runs `enter`, which may wait for another thread's first
+    /// creation. A handle that became idle during the wait is leased instead of a new one.
+    #[inline(always)]
+    pub(crate) fn lease_entered<'g>(
+        &self,
+        key: PoolKey,
+        enter: impl FnOnce() -> Creation<'g>,
+        create: impl FnOnce() -> Result<H>,
+    ) -> Result<HandleLease<'_, H>> {
         if !self.generation.is_current() {
             return Err(Generation::error("lease"));
         }
         match self.lease_from_thread_cache(key) {
             Some(slot) => Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData }),
-            None => self.lease_slow(key, create),
+            None => self.lease_slow(key, enter, create),
         }
     }
 
@@ -226,15 +267,25 @@ impl<H: Send + 'static> HandlePool<H> {
     }
 
     #[cold]
-    fn lease_slow(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
+    fn lease_slow<'g>(
+        &self,
+        key: PoolKey,
+        enter: impl FnOnce() -> Creation<'g>,
+        create: impl FnOnce() -> Result<H>,
+    ) -> Result<HandleLease<'_, H>> {
         let slot = match self.stack(key).pop() {
             Some(slot) => slot,
             None => {
-                let handle = create()?;
-                let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
-                self.shared.created.fetch_add(1, Ordering::Relaxed);
-                self.shared.slots.lock().entry(key).or_default().push(Arc::clone(&slot));
-                slot
+                let creation = enter();
+                let idle = if creation.has_waited() { self.stack(key).pop() } else { None };
+                match idle {
+                    Some(slot) => slot,
+                    None => {
+                        let slot = Arc::new(Slot::new_leased(Keyed { key, handle: create()? }));
+                        self.shared.add(key, &slot);
+                        slot
+                    }
+                }
             }
         };
         let address = Arc::as_ptr(&slot);
@@ -255,6 +306,47 @@ impl<H: Send + 'static> HandlePool<H> {
         Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData })
     }
 
+    /// Makes handles until `count` are idle for `key`, so that this many threads find one. `create` runs outside every lock.
+    /// Returns how many were made. Handles that threads lease in the meantime are not made up for.
+    ///
+    /// ```
+    /// use highwater_core::{HandlePool, PoolKey};
+    ///
+    /// let pool = HandlePool::new();
+    /// pool.warm(PoolKey::device(0), 2, || Ok(String::from("an expensive handle")))?;
+    /// let lease = pool.lease(PoolKey::device(0), || unreachable!("the pool is warm"))?;
+    /// assert_eq!((pool.statistics().warmed, pool.statistics().idle), (2, 1));
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Forked` in a child of the process that created the pool; otherwise the first error of `create`. Handles made before it
+    /// stay in the pool.
+    pub fn warm(&self, key: PoolKey, count: usize, mut create: impl FnMut() -> Result<H>) -> Result<usize> {
+        if !self.generation.is_current() {
+            return Err(Generation::error("warm"));
+        }
+        let missing = count.saturating_sub(self.idle_of(key));
+        for _ in 0..missing {
+            self.add_idle(key, create()?);
+        }
+        Ok(missing)
+    }
+
+    /// Returns the number of idle handles of a key.
+    pub(crate) fn idle_of(&self, key: PoolKey) -> usize {
+        self.shared.slots.lock().get(&key).map_or(0, |of_key| of_key.iter().filter(|slot| slot.is_idle()).count())
+    }
+
+    /// Adds a handle that no thread has claimed.
+    pub(crate) fn add_idle(&self, key: PoolKey, handle: H) {
+        let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
+        self.shared.add(key, &slot);
+        self.shared.warmed.fetch_add(1, Ordering::Relaxed);
+        slot.release_to_idle();
+        self.shared.push(key, slot);
+    }
+
     fn stack(&self, key: PoolKey) -> Arc<IdleStack<Keyed<H>>> {
         Arc::clone(self.shared.stacks.lock().entry(key).or_insert_with(|| Arc::new(IdleStack::new())))
     }
@@ -266,12 +358,13 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let stacks: Vec<_> = self.shared.stacks.lock().values().cloned().collect();
-        let handles = stacks
+        let handles: Vec<H> = stacks
             .iter()
             .flat_map(|stack| stack.take_all())
             .filter_map(|slot| slot.retire())
             .map(Keyed::into_handle)
             .collect();
+        self.shared.count_removed(&handles);
         forget_retired(&mut self.shared.slots.lock());
         handles
     }
@@ -283,7 +376,9 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let mut slots = self.shared.slots.lock();
-        let handles = slots.values().flatten().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        let handles: Vec<H> =
+            slots.values().flatten().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        self.shared.count_removed(&handles);
         forget_retired(&mut slots);
         drop(slots);
         self.shared.stacks.lock().values().for_each(|stack| stack.forget_retired());
@@ -298,7 +393,8 @@ impl<H: Send + 'static> HandlePool<H> {
         }
         let mut slots = self.shared.slots.lock();
         let mut of_key = slots.remove(&key).unwrap_or_default();
-        let handles = of_key.iter().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        let handles: Vec<H> = of_key.iter().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        self.shared.count_removed(&handles);
         of_key.retain(|slot| !slot.is_retired());
         if !of_key.is_empty() {
             slots.insert(key, of_key);
@@ -319,7 +415,9 @@ impl<H: Send + 'static> HandlePool<H> {
         self.shared.stacks.lock().clear();
         // SAFETY: Every lease borrows the pool, which is borrowed exclusively here. So only forgotten leases can exist.
         let retired = slots.values().flatten().filter_map(|slot| unsafe { slot.retire_unleased() });
-        retired.map(Keyed::into_handle).collect()
+        let handles: Vec<H> = retired.map(Keyed::into_handle).collect();
+        self.shared.count_removed(&handles);
+        handles
     }
 
     /// Returns the statistics of the pool.
@@ -332,6 +430,9 @@ impl<H: Send + 'static> HandlePool<H> {
         HandlePoolStatistics {
             created: self.shared.created.load(Ordering::Relaxed),
             live: slots.values().map(Vec::len).sum::<usize>() as u64,
+            peak_live: self.shared.peak_live.load(Ordering::Relaxed),
+            removed: self.shared.removed.load(Ordering::Relaxed),
+            warmed: self.shared.warmed.load(Ordering::Relaxed),
             idle: slots.values().flatten().filter(|slot| slot.is_idle()).count() as u64,
             leased: slots.values().flatten().filter(|slot| slot.is_leased()).count() as u64,
             threads_served: self.shared.threads_served.load(Ordering::Relaxed),
@@ -593,7 +694,9 @@ mod tests {
         assert_eq!(pool.take_key(KEY), vec![1]);
         claim.owner.upgrade().unwrap().push_idle(claim.key, claim.slot);
         assert!(pool.shared.stacks.lock().is_empty());
-        assert_eq!(pool.statistics(), HandlePoolStatistics { created: 1, threads_served: 1, ..Default::default() });
+        let expected =
+            HandlePoolStatistics { created: 1, peak_live: 1, removed: 1, threads_served: 1, ..Default::default() };
+        assert_eq!(pool.statistics(), expected);
     }
 
     #[test]

@@ -136,7 +136,8 @@ pub(crate) struct HostCache {
     /// True while a thread grows a pool.
     growing: Arc<Mutex<bool>>,
     grown: Arc<Condvar>,
-    /// The peak of the bytes that all pools hold.
+    /// The bytes that all pools hold, and their peak. Changed under the lock of the pool whose bytes change.
+    held_by_all: Arc<StdAtomicU64>,
     peak_of_all: Arc<StdAtomicU64>,
     /// True for one of the pools, whose statistics contain the counts of all threads.
     is_first: bool,
@@ -186,6 +187,7 @@ impl HostCache {
             registry: first.map_or_else(|| Arc::new(Mutex::new(Registry::default())), |first| first.registry.clone()),
             growing: first.map_or_else(|| Arc::new(Mutex::new(false)), |first| first.growing.clone()),
             grown: first.map_or_else(|| Arc::new(Condvar::new()), |first| first.grown.clone()),
+            held_by_all: first.map_or_else(Arc::default, |first| first.held_by_all.clone()),
             peak_of_all: first.map_or_else(Arc::default, |first| first.peak_of_all.clone()),
             is_first: first.is_none(),
             others: OnceLock::new(),
@@ -276,12 +278,8 @@ impl HostCache {
         request: Request,
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
-        // The peak is exact: one thread at a time grows any of the pools.
-        let held_by_others = self.sum_of_others(|state| state.area.held_bytes());
         let mut state = self.state.lock();
-        state.add(growth, plan.hole);
-        // Relaxed: only statistics read it.
-        self.peak_of_all.fetch_max(held_by_others + state.area.held_bytes(), Ordering::Relaxed);
+        self.change(&mut state, |state| state.add(growth, plan.hole));
         if growth.refused.is_some() {
             return None;
         }
@@ -304,7 +302,22 @@ impl HostCache {
 
     /// Returns the bytes that all pools of the runtime hold.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.sum_of_others(|state| state.area.held_bytes()) + self.state.lock().area.held_bytes()
+        // Relaxed: it is out of date at once, as a sum over the pools would be.
+        self.held_by_all.load(Ordering::Relaxed)
+    }
+
+    /// Changes the pieces that the pool holds, and counts the difference. The peaks are exact, because the sum is known with each
+    /// change.
+    fn change<T>(&self, state: &mut State, change: impl FnOnce(&mut State) -> T) -> T {
+        let before = state.area.held_bytes();
+        let result = change(state);
+        let after = state.area.held_bytes();
+        state.peak_held_bytes = state.peak_held_bytes.max(after);
+        // Relaxed: only the numbers matter. A difference below 0 is added modulo 2^64.
+        let difference = after.wrapping_sub(before);
+        let of_all = self.held_by_all.fetch_add(difference, Ordering::Relaxed).wrapping_add(difference);
+        self.peak_of_all.fetch_max(of_all, Ordering::Relaxed);
+        result
     }
 
     /// Lets a thread cache keep so many bytes more, if the cap allows it. Returns whether it does.
@@ -490,12 +503,12 @@ impl HostCache {
 
     /// Takes the piece out that begins at an address, if all of it is free.
     pub(crate) fn take_piece_at(&self, ptr: HostPtr) -> Option<Leaving> {
-        self.state.lock().area.take_piece_at(ptr)
+        self.change(&mut self.state.lock(), |state| state.area.take_piece_at(ptr))
     }
 
     /// As [`HostCache::take_piece`], for pieces that were last used before a time.
     fn take_piece_used_before(&self, below: &mut u32, time: u64) -> Option<Leaving> {
-        self.state.lock().area.take_piece(below, time)
+        self.change(&mut self.state.lock(), |state| state.area.take_piece(below, time))
     }
 
     /// Releases the free pieces with `free` that no request has used for the set time, until `is_enough`. Does nothing in the
@@ -523,12 +536,13 @@ impl HostCache {
 
     /// Puts a piece back whose release was refused.
     pub(crate) fn stays(&self, leaving: Leaving) {
-        self.state.lock().area.put_back(leaving);
+        // The pool may have grown while the piece was out.
+        self.change(&mut self.state.lock(), |state| state.area.put_back(leaving));
     }
 
     /// Takes a piece out again that was just put back.
     pub(crate) fn take_again(&self, leaving: &Leaving) {
-        self.state.lock().area.take_out(leaving);
+        self.change(&mut self.state.lock(), |state| state.area.take_out(leaving));
     }
 
     /// Notes that a piece is gone, or a remnant.
@@ -672,7 +686,6 @@ impl State {
             growth.pieces.iter().for_each(|piece| unsafe { fill(piece.ptr, piece.bytes) });
         }
         self.allocations += self.area.add(&growth.pieces, hole);
-        self.peak_held_bytes = self.peak_held_bytes.max(self.area.held_bytes());
     }
 
     /// Files a block that no buffer owns.

@@ -19,6 +19,9 @@ pub(crate) mod device_memory;
 mod device_parts;
 pub(crate) mod device_pool;
 pub(crate) mod fences;
+pub(crate) mod first_create;
+#[cfg(test)]
+mod first_create_tests;
 mod free_lists;
 #[cfg(test)]
 mod growth_tests;

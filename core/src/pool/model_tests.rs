@@ -6,6 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use highwater_mock::Operation;
+use parking_lot::Mutex;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -13,6 +14,7 @@ use super::handles::{HandlePool, PoolKey};
 use super::ranges::PAGE;
 use crate::testing::ManualBackend;
 use crate::{Access, DeviceBuffer, ErrorKind, Graph, HostMemoryOptions, PinnedBuffer, Runtime, RuntimeOptions, Stream};
+use highwater_hal::{Error, HostMemoryKind};
 
 const OPERATIONS: usize = 50;
 
@@ -27,15 +29,34 @@ const KEYS: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum HandleOperation {
-    Lease { thread: usize, key: u32 },
-    Release { thread: usize, which: usize },
-    EndThread { thread: usize },
+    Lease {
+        thread: usize,
+        key: u32,
+    },
+    /// A lease whose creation finds no memory, and releases the idle handles.
+    LeaseExhausted {
+        thread: usize,
+        key: u32,
+    },
+    Warm {
+        key: u32,
+        count: usize,
+    },
+    Release {
+        thread: usize,
+        which: usize,
+    },
+    EndThread {
+        thread: usize,
+    },
     Trim,
 }
 
 fn handle_operation() -> impl Strategy<Value = HandleOperation> {
     prop_oneof![
         8 => (0..THREADS, 0..KEYS).prop_map(|(thread, key)| HandleOperation::Lease { thread, key }),
+        2 => (0..THREADS, 0..KEYS).prop_map(|(thread, key)| HandleOperation::LeaseExhausted { thread, key }),
+        2 => (0..KEYS, 0..4_usize).prop_map(|(key, count)| HandleOperation::Warm { key, count }),
         7 => (0..THREADS, 0..4_usize).prop_map(|(thread, which)| HandleOperation::Release { thread, which }),
         2 => (0..THREADS).prop_map(|thread| HandleOperation::EndThread { thread }),
         1 => Just(HandleOperation::Trim),
@@ -44,6 +65,7 @@ fn handle_operation() -> impl Strategy<Value = HandleOperation> {
 
 enum Command {
     Lease(PoolKey, u64),
+    LeaseExhausted(PoolKey, u64),
     Release(usize),
 }
 
@@ -64,6 +86,16 @@ impl<'scope> Worker<'scope> {
                 let answered = match command {
                     Command::Lease(key, fresh) => {
                         let lease = pool.lease(key, || Ok(fresh)).unwrap();
+                        let handle = *lease;
+                        leases.push(lease);
+                        handle
+                    }
+                    Command::LeaseExhausted(key, fresh) => {
+                        let create = || {
+                            drop(pool.take_idle());
+                            Ok(fresh)
+                        };
+                        let lease = pool.lease(key, create).unwrap();
                         let handle = *lease;
                         leases.push(lease);
                         handle
@@ -139,7 +171,7 @@ impl HandleModel {
 fn run_handle_sequence(operations: &[HandleOperation]) {
     let pool = HandlePool::new();
     let mut model = HandleModel::default();
-    let mut trimmed = 0;
+    let (mut trimmed, mut warmed, mut peak) = (0, 0, 0);
     thread::scope(|scope| {
         let mut workers: [Option<Worker<'_>>; THREADS] = [const { None }; THREADS];
         for operation in operations {
@@ -149,6 +181,28 @@ fn run_handle_sequence(operations: &[HandleOperation]) {
                     let fresh = model.created + 1;
                     let expected = model.lease(thread, key);
                     assert_eq!(worker.tell(Command::Lease(PoolKey::device(key), fresh)), expected);
+                }
+                HandleOperation::LeaseExhausted { thread, key } => {
+                    let worker = workers[thread].get_or_insert_with(|| Worker::start(scope, &pool));
+                    let fresh = model.created + 1;
+                    let expected = model.lease(thread, key);
+                    assert_eq!(worker.tell(Command::LeaseExhausted(PoolKey::device(key), fresh)), expected);
+                    if model.created == fresh {
+                        trimmed += model.idle.drain().map(|(_, idle)| idle.len() as u64).sum::<u64>();
+                    }
+                }
+                HandleOperation::Warm { key, count } => {
+                    let idle = model.idle.entry(key).or_default();
+                    let missing = count.saturating_sub(idle.len());
+                    let mut created = model.created;
+                    let create = || {
+                        created += 1;
+                        Ok(created)
+                    };
+                    assert_eq!(pool.warm(PoolKey::device(key), count, create).unwrap(), missing);
+                    idle.extend(model.created + 1..=created);
+                    model.created = created;
+                    warmed += missing as u64;
                 }
                 HandleOperation::Release { thread, which } => {
                     if let Some(worker) = &workers[thread]
@@ -178,6 +232,8 @@ fn run_handle_sequence(operations: &[HandleOperation]) {
             let leased: usize = model.leases.iter().map(Vec::len).sum();
             assert_eq!(statistics.created, model.created);
             assert_eq!(statistics.live, model.created - trimmed);
+            peak = peak.max(statistics.live);
+            assert_eq!((statistics.peak_live, statistics.removed, statistics.warmed), (peak, trimmed, warmed));
             assert_eq!((statistics.idle, statistics.leased), (idle as u64, leased as u64));
         }
         workers.into_iter().flatten().for_each(Worker::end);
@@ -594,4 +650,88 @@ fn a_copy_whose_mark_fails_is_waited_for() {
     assert_eq!(runtime.statistics().failed_releases, 1);
     drop((pinned, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+// ------------------------------------------------------------------------------------------------ refused releases
+
+/// What other code does while the backend releases a piece, and whether the release is refused.
+#[derive(Debug, Clone, Copy)]
+struct Release {
+    grows_by: usize,
+    kind: HostMemoryKind,
+    is_refused: bool,
+}
+
+fn release() -> impl Strategy<Value = Release> {
+    let kind = prop_oneof![Just(HostMemoryKind::Default), Just(HostMemoryKind::WriteCombined)];
+    (0..4_usize, kind, any::<bool>()).prop_map(|(grows_by, kind, is_refused)| Release { grows_by, kind, is_refused })
+}
+
+/// The releases of a trim, one after the other.
+fn script(
+    backend: &Arc<ManualBackend>,
+    operation: &'static str,
+    runtime: &Arc<Runtime>,
+    taken: &Arc<Mutex<Vec<PinnedBuffer<u8>>>>,
+    mut releases: std::vec::IntoIter<Release>,
+) {
+    let Some(Release { grows_by, kind, is_refused }) = releases.next() else { return };
+    let (again, owner, buffers) = (Arc::downgrade(backend), Arc::downgrade(runtime), Arc::clone(taken));
+    backend.intrude(operation, move || {
+        let (backend, runtime) = (again.upgrade().unwrap(), owner.upgrade().unwrap());
+        for _ in 0..grows_by {
+            buffers.lock().push(runtime.pinned_of::<u8>(2 << 20, kind)?);
+        }
+        script(&backend, operation, &runtime, &buffers, releases);
+        if is_refused { Err(Error::new(ErrorKind::Vendor, operation, "refused")) } else { Ok(()) }
+    });
+}
+
+fn refuse_releases_beside_growths(trims: Vec<(usize, Vec<Release>)>, registers: bool) {
+    let backend = ManualBackend::with_capabilities(|can| {
+        (can.host_register, can.write_combined) = (registers, true);
+        can.register_piece_bytes = 2 << 20;
+    });
+    let operation = if registers { "host_unregister" } else { "host_free" };
+    let runtime = Arc::new(Runtime::new(backend.clone()).unwrap());
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    for (more, releases) in trims {
+        taken.lock().extend((0..more).map(|_| runtime.pinned::<u8>(2 << 20).unwrap()));
+        taken.lock().clear();
+        script(&backend, operation, &runtime, &taken, releases.into_iter());
+        // A refusal is expected.
+        let _ = runtime.trim();
+        // A script that the trim did not use up ends here.
+        backend.intrude("none", || Ok(()));
+        let host = runtime.statistics().host;
+        assert_eq!(host.broken_law(), None, "{host:?}");
+        assert_eq!(host.held_bytes, backend.pieces().values().sum::<usize>() as u64);
+    }
+    taken.lock().clear();
+    runtime.trim().unwrap();
+    assert_eq!(runtime.statistics().host.held_bytes, 0);
+    assert_eq!(Arc::into_inner(runtime).unwrap().close().unwrap().total(), 0);
+}
+
+proptest! {
+    // Each sequence makes a runtime.
+    #![proptest_config(sequences(100))]
+
+    #[test]
+    fn refused_releases_beside_growths_break_no_law(
+        trims in vec((0..5_usize, vec(release(), 0..6)), 1..6), registers in any::<bool>()
+    ) {
+        refuse_releases_beside_growths(trims, registers);
+    }
+}
+
+/// The pool grows while the backend refuses to release a piece: more is held then than after any growth.
+#[test]
+fn a_piece_that_stays_beside_a_growth_raises_the_peak() {
+    for kind in [HostMemoryKind::Default, HostMemoryKind::WriteCombined] {
+        let release = Release { grows_by: 1, kind, is_refused: true };
+        for registers in [false, true] {
+            refuse_releases_beside_growths(vec![(1, vec![release])], registers);
+        }
+    }
 }

@@ -346,6 +346,10 @@ impl PinnedPool {
         // To close an open batch costs a query or a record. Before the pool grows, it is closed for all blocks that it covers.
         let is_over = !block.uses.joined_open_batch()
             && block.uses.are_over(|completion| self.services.is_surely_passed(completion));
+        if is_over && self.poison.is_some() {
+            // SAFETY: Its streams are done, and it is in no list.
+            unsafe { fill(block.ptr, block.bytes()) };
+        }
         let is_usable = is_over && (request.borders == Borders::Allowed || block.is_undivided());
         let keep = |cached: &mut Cached| {
             if !is_usable {
@@ -877,8 +881,7 @@ impl PinnedPool {
                 (Some(home), true) if is_own(&home) => block.and_then(|block| self.keep_with_allowance(&home, block)),
                 _ => block,
             };
-        } else if self.poison.is_none()
-            && let Some(own) = own
+        } else if let Some(own) = own
             && let Some(waiting) = block.take_if(|block| {
                 block.home.as_ref().is_some_and(|home| Arc::ptr_eq(home, own)) && block.uses.waits_for_streams()
             })

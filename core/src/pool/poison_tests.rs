@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
+use super::thread_cache::mine;
 use crate::testing::ManualBackend;
 use crate::{ErrorKind, HostCacheStatistics, HostMemoryOptions, PinnedBuffer, Runtime, RuntimeOptions, Stream};
 
@@ -24,6 +25,11 @@ fn host(runtime: &Runtime) -> HostCacheStatistics {
 
 fn stream(runtime: &Runtime) -> Stream {
     runtime.device(0).unwrap().create_stream().unwrap()
+}
+
+/// The number of blocks that wait in the thread caches of this thread.
+fn waiting_in_cache() -> u64 {
+    mine().iter().map(|cache| cache.cached.other(|cached| cached.waiting().0)).sum()
 }
 
 /// A buffer that a copy of `stream` reads.
@@ -97,6 +103,49 @@ fn a_completion_that_is_read_too_early_is_found() {
     let error = runtime.pinned::<u8>(3 * KIB).unwrap_err();
     let expected = format!("the block of 4096 bytes at {ptr:?} was to be reused before stream ");
     assert!(error.message().starts_with(&expected), "{error}");
+    backend.advance(stream.id());
+    drop(stream);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn the_wait_lists_of_thread_caches_are_used_and_their_blocks_have_the_pattern() {
+    let (backend, runtime) = open();
+    let stream = stream(&runtime);
+    let device = runtime.device(0).unwrap().allocate::<u8>(4 * KIB).unwrap();
+    let mut pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
+    let ptr = pinned.ptr();
+    // A write of host memory has a completion event of its own.
+    stream.copy_to_host(&device, &mut pinned).unwrap();
+    drop(pinned);
+    assert_eq!((waiting_in_cache(), host(&runtime).waiting_blocks), (1, 1));
+    backend.advance(stream.id());
+    // Its contents are not those of a write after the free.
+    let again = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_eq!((again.ptr(), host(&runtime).waiting_hits), (ptr, 1));
+    drop((again, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// The wrong variant gives a block of a wait list out before its query has passed.
+#[test]
+fn a_wait_list_that_forgets_a_use_is_found() {
+    let (backend, runtime) = open();
+    let stream = stream(&runtime);
+    drop(used(&runtime, &stream, 4 * KIB));
+    assert_eq!(waiting_in_cache(), 1);
+    for cache in mine() {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        unsafe {
+            cache.cached.own(|cached| {
+                let Some(block) = cached.pop_waiting(1) else { return };
+                assert!(block.uses.are_over(|_| true));
+                assert!(cached.keep_waiting(block).is_none());
+            });
+        }
+    }
+    let error = runtime.pinned::<u8>(4 * KIB).unwrap_err();
+    assert!(error.message().contains("was to be reused before stream "), "{error}");
     backend.advance(stream.id());
     drop(stream);
     assert_eq!(runtime.close().unwrap().total(), 0);

@@ -7,15 +7,16 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::fs::File;
+use std::fs::{self, File, Metadata};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use rustix::fs::OFlags;
 
 use super::block::Block;
 use highwater_hal::{Error, ErrorKind, Result};
@@ -46,7 +47,9 @@ impl fmt::Debug for Trace {
 }
 
 /// The files of this process, by process, device and inode: a file has several paths, and a removed file loses its own. A child
-/// of a fork opens its own.
+/// of a fork opens its own. A recorder whose file refused a write is not listed.
+///
+/// A trace's lock comes before this one.
 static FILES: Mutex<BTreeMap<(u32, u64, u64), Arc<Recorder>>> = Mutex::new(BTreeMap::new());
 
 /// Returns the number of the calling thread.
@@ -61,20 +64,35 @@ fn thread_number() -> u64 {
 }
 
 impl Recorder {
-    /// Creates a trace file, or returns the recorder of this process that writes it.
+    /// Creates a trace file, or returns the recorder of this process that writes it. A character device is written as it is.
     ///
     /// # Errors
-    /// `InvalidArgument` if the file cannot be created.
+    /// `InvalidArgument` if the file cannot be created, or if it is a pipe or another special file. A pipe whose reader is slow
+    /// would stop the program at a request.
     pub(crate) fn open(file: &Path) -> Result<Arc<Self>> {
         let invalid = |error: io::Error| {
             let message = format!("the trace of page-locked memory cannot be written to {}: {error}", file.display());
             Error::new(ErrorKind::InvalidArgument, "host memory options", message)
                 .with_hint("set `record` to a file that can be written")
         };
+        let check = |metadata: &Metadata| {
+            let kind = metadata.file_type();
+            let is_expected = kind.is_file() || kind.is_char_device();
+            if is_expected { Ok(()) } else { Err(invalid(io::Error::other("a regular file is expected"))) }
+        };
+        if let Ok(metadata) = fs::metadata(file) {
+            check(&metadata)?;
+        }
         // Not truncated yet: another runtime may be writing it. A recorder keeps its file open until a write fails, so until then
         // no other file gets the inode.
-        let writer = File::options().write(true).create(true).truncate(false).open(file).map_err(invalid)?;
+        // The file may have become a pipe since the check, and to open a pipe waits for a reader unless the flag is set.
+        let mut options = File::options();
+        options.write(true).create(true).truncate(false).custom_flags(libc::O_NONBLOCK);
+        let writer = options.open(file).map_err(invalid)?;
         let metadata = writer.metadata().map_err(invalid)?;
+        check(&metadata)?;
+        // A write to a terminal waits until the terminal has room.
+        rustix::fs::fcntl_setfl(&writer, OFlags::empty()).map_err(|error| invalid(error.into()))?;
         let mut files = FILES.lock();
         let key = (std::process::id(), metadata.dev(), metadata.ino());
         if let Some(recorder) = files.get(&key) {
@@ -133,11 +151,22 @@ impl Recorder {
         self.stop_after(trace, result);
     }
 
-    /// Ends the recording after an error: a trace with a gap is of no use.
+    /// Ends the recording after an error: a trace with a gap is of no use. A later runtime begins a new trace.
     fn stop_after(&self, trace: &mut Trace, result: io::Result<()>) {
         if let Err(error) = result {
             tracing::warn!("the trace of page-locked memory in {} ends: {error}", self.file.display());
-            trace.writer = None;
+            // The lines that are still in memory are not written: the file may have another recorder soon.
+            drop(trace.writer.take().map(BufWriter::into_parts));
+            FILES.lock().retain(|_, recorder| !std::ptr::eq(Arc::as_ptr(recorder), self));
         }
+    }
+}
+
+#[cfg(test)]
+impl Recorder {
+    /// Makes every later write fail.
+    pub(crate) fn refuse_writes(&self) {
+        let reader = File::open(&self.file).expect("the file exists");
+        self.trace.lock().writer = Some(BufWriter::new(reader));
     }
 }

@@ -29,6 +29,15 @@ struct State {
     idle: Vec<IdleWorkspace>,
     /// Every allocated workspace, idle or in use by a stream.
     all: Vec<Workspace>,
+    /// The most that were allocated at once, and their bytes.
+    peak: (u64, u64),
+}
+
+impl State {
+    /// Returns the number of allocated workspaces, and their bytes.
+    fn held(&self) -> (u64, u64) {
+        (self.all.len() as u64, self.all.iter().map(|workspace| workspace.bytes as u64).sum())
+    }
 }
 
 /// A workspace without a stream.
@@ -71,6 +80,22 @@ impl Workspaces {
         }
     }
 
+    /// Allocates workspaces until `count` of at least `bytes` are idle.
+    pub(crate) fn warm(&self, device: u32, bytes: usize, count: usize) -> Result<()> {
+        let fits = |idle: &&IdleWorkspace| idle.workspace.bytes >= bytes;
+        let idle = self.of(device).lock().idle.iter().filter(fits).count();
+        (idle..count).try_for_each(|_| self.add_idle(device, bytes))
+    }
+
+    /// Allocates a workspace that no stream uses. Without bytes, does nothing.
+    pub(crate) fn add_idle(&self, device: u32, bytes: usize) -> Result<()> {
+        if bytes > 0 {
+            let workspace = self.allocate(device, bytes)?;
+            self.give_back(device, IdleWorkspace { workspace, after: None });
+        }
+        Ok(())
+    }
+
     /// Allocates a workspace.
     pub(crate) fn allocate(&self, device: u32, bytes: usize) -> Result<Workspace> {
         let services = &self.memory.services;
@@ -83,7 +108,12 @@ impl Workspaces {
         services.ledger.insert_device(block)?;
         let ptr = block.base;
         let workspace = Workspace { ptr, bytes };
-        self.of(device).lock().all.push(workspace);
+        {
+            let mut state = self.of(device).lock();
+            state.all.push(workspace);
+            let (count, bytes) = state.held();
+            state.peak = (state.peak.0.max(count), state.peak.1.max(bytes));
+        }
         if !ptr.is_aligned_to(capabilities.workspace_alignment) {
             self.give_back(device, IdleWorkspace { workspace, after: None });
             return Err(Error::new(
@@ -144,11 +174,19 @@ impl Workspaces {
 
     /// Returns the number of workspaces, and their bytes.
     pub(crate) fn held(&self) -> (u64, u64) {
-        self.devices.iter().fold((0, 0), |(count, bytes), state| {
-            let state = state.lock();
-            let of_device: u64 = state.all.iter().map(|workspace| workspace.bytes as u64).sum();
-            (count + state.all.len() as u64, bytes + of_device)
-        })
+        self.sum(State::held)
+    }
+
+    /// Returns the most workspaces that each device had at once, and their bytes, as sums over the devices.
+    pub(crate) fn peak(&self) -> (u64, u64) {
+        self.sum(|state| state.peak)
+    }
+
+    fn sum(&self, of_device: impl Fn(&State) -> (u64, u64)) -> (u64, u64) {
+        self.devices
+            .iter()
+            .map(|state| of_device(&state.lock()))
+            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
     }
 }
 

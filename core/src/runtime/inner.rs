@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use super::warm_up::WarmUp;
 use crate::capture::thread::in_capture;
 use crate::pool::blas_handles::BlasHandles;
 use crate::pool::completion_events::CompletionEvent;
@@ -59,6 +60,9 @@ impl Drop for Users {
         {
             sharing.stop();
         }
+        if let Some(warm_up) = self.0.warm_up.get() {
+            warm_up.stop(!self.0.services.backend.is_exiting());
+        }
         self.0.pinned.stop_background();
         self.0.pinned.leave_to_buffers(Arc::<RuntimeInner>::clone(&self.0));
     }
@@ -75,6 +79,8 @@ pub(crate) struct RuntimeInner {
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
     /// The vendor's legacy default stream of each device: one for all users, so that their calls share one submission lock.
     pub(crate) legacy_streams: Box<[Mutex<Weak<StreamCore>>]>,
+    /// The thread that makes handles ahead of use, if the options request it.
+    pub(super) warm_up: OnceLock<WarmUp>,
     pub(super) closed: AtomicBool,
 }
 
@@ -102,6 +108,7 @@ impl RuntimeInner {
             pinned: PinnedPools::new(&services, host_memory, nodes, recorder),
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
+            warm_up: OnceLock::new(),
             closed: AtomicBool::new(false),
             services,
         });

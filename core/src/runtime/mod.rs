@@ -4,6 +4,7 @@ mod inner;
 mod options;
 mod shutdown;
 mod statistics;
+mod warm_up;
 
 use std::fmt;
 use std::path::Path;
@@ -115,7 +116,13 @@ impl Runtime {
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
         let inner = RuntimeInner::new(services, &host_memory, nodes, recorder.as_ref());
         inner.pinned.start_background(&host_memory)?;
-        Ok(Self { inner: Arc::new(Users(inner)) })
+        let runtime = Self { inner: Arc::new(Users(inner)) };
+        if options.warm_handles > 0 && runtime.device_count() > 0 {
+            let warm_up = warm_up::WarmUp::start(&runtime.inner.0, options.warm_handles)?;
+            // This is the only call.
+            let _ = runtime.inner.warm_up.set(warm_up);
+        }
+        Ok(runtime)
     }
 
     /// Returns the identity of the backend.
@@ -176,6 +183,27 @@ impl Runtime {
             sharing.unmap_idle();
         }
         self.inner.trim()
+    }
+
+    /// Destroys the idle handles, BLAS and Lt, and nothing else. Handles that a live thread used last stay. All stay while any
+    /// runtime captures on a device of this runtime.
+    ///
+    /// # Errors
+    /// As [`Runtime::trim`].
+    pub fn trim_handles(&self) -> Result<()> {
+        self.inner.check("trim_handles")?;
+        refuse_in_capture("trim_handles")?;
+        self.inner.handles.trim()
+    }
+
+    /// Frees the workspaces that no stream has and whose last work is done, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Runtime::trim`].
+    pub fn trim_workspaces(&self) -> Result<()> {
+        self.inner.check("trim_workspaces")?;
+        refuse_in_capture("trim_workspaces")?;
+        self.inner.workspaces.trim(false)
     }
 
     /// Returns the block of device memory that contains an address, if this runtime allocated it.

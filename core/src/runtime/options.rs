@@ -17,6 +17,9 @@ pub struct RuntimeOptions {
     pub numerics: Numerics,
     /// The options of page-locked memory.
     pub host_memory: HostMemoryOptions,
+    /// BLAS handles of device 0 that the runtime makes in the background: see
+    /// [`with_warm_handles`](RuntimeOptions::with_warm_handles).
+    pub warm_handles: usize,
 }
 
 impl RuntimeOptions {
@@ -28,7 +31,33 @@ impl RuntimeOptions {
             lt_workspace_bytes: None,
             numerics: Numerics::new(),
             host_memory: HostMemoryOptions::new(),
+            warm_handles: 0,
         }
+    }
+
+    /// Returns the options with `handles` warm handles: the runtime starts a thread that makes this many BLAS handles of device
+    /// 0, each with a workspace. The default is 0: no thread. Other devices stay untouched, because a context holds hundreds of
+    /// megabytes; [`Device::warm`](crate::Device::warm) warms them.
+    ///
+    /// A lease that comes before the first handle is finished waits for it, and takes it if it can. An error of the thread is
+    /// logged through `tracing`, and ends it. Leases then make handles as usual, and the first that fails states both errors.
+    /// The end of the runtime waits for the handle under way, and cancels the rest.
+    ///
+    /// ```
+    /// use highwater_core::{Runtime, RuntimeOptions};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let options = RuntimeOptions::new().with_warm_handles(4);
+    /// let runtime = Runtime::with_options(MockGpu::open(MockOptions::new())?, &options)?;
+    /// // Here the program reads its weights. Meanwhile the handles are made.
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let blas = stream.blas()?;
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    #[must_use]
+    pub const fn with_warm_handles(mut self, handles: usize) -> Self {
+        self.warm_handles = handles;
+        self
     }
 
     /// Returns the options with another BLAS workspace.

@@ -19,6 +19,10 @@ pub struct Statistics {
     pub workspaces: u64,
     /// Bytes of those workspaces.
     pub workspace_bytes: u64,
+    /// The most workspaces that were allocated at once, as a sum over the devices.
+    pub peak_workspaces: u64,
+    /// The most bytes of workspaces that were allocated at once, as a sum over the devices.
+    pub peak_workspace_bytes: u64,
     /// Events that the pools own, over all devices: completion events of recent work, and idle ones.
     pub events: u64,
     /// The idle events among them, kept for reuse. [`Runtime::trim`](crate::Runtime::trim) destroys them.
@@ -49,6 +53,7 @@ impl Runtime {
             return Statistics::default();
         }
         let (workspaces, workspace_bytes) = inner.workspaces.held();
+        let (peak_workspaces, peak_workspace_bytes) = inner.workspaces.peak();
         let add = |sum: (u64, u64), held: (u64, u64)| (sum.0 + held.0, sum.1 + held.1);
         let (events, idle_events) = inner.devices.iter().map(|device| device.events.held()).fold((0, 0), add);
         Statistics {
@@ -56,6 +61,8 @@ impl Runtime {
             lt_handles: inner.handles.lt.statistics(),
             workspaces,
             workspace_bytes,
+            peak_workspaces,
+            peak_workspace_bytes,
             events,
             idle_events,
             host: inner.pinned.statistics(),
@@ -87,7 +94,8 @@ impl fmt::Display for Statistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "BLAS handles: {}", self.blas_handles)?;
         writeln!(f, "Lt handles: {}", self.lt_handles)?;
-        writeln!(f, "workspaces: {} ({})", self.workspaces, Bytes(self.workspace_bytes))?;
+        write!(f, "workspaces: {} ({}), ", self.workspaces, Bytes(self.workspace_bytes))?;
+        writeln!(f, "{} at most ({})", self.peak_workspaces, Bytes(self.peak_workspace_bytes))?;
         writeln!(f, "events: {}, {} idle", self.events, self.idle_events)?;
         writeln!(f, "page-locked memory: {}", self.host)?;
         writeln!(f, "sharing: {}", self.sharing)?;
@@ -99,8 +107,9 @@ impl fmt::Display for Statistics {
 
 impl fmt::Display for HandlePoolStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { created, live, idle, leased, threads_served } = self;
-        write!(f, "{live} live ({leased} leased, {idle} idle), {created} created, {threads_served} threads served")
+        let Self { created, live, peak_live, removed, warmed, idle, leased, threads_served } = self;
+        write!(f, "{live} live ({leased} leased, {idle} idle), {peak_live} at most, {created} created ")?;
+        write!(f, "({warmed} ahead of use), {removed} removed, {threads_served} threads served")
     }
 }
 

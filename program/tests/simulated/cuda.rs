@@ -109,7 +109,7 @@ fn every_conformance_case_passes_on_one_device_built_in_and_as_plugin() {
 
 #[test]
 fn every_conformance_case_passes_on_two_devices_with_the_libraries_of_cuda_12() {
-    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 25);
+    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 26);
 }
 
 #[test]

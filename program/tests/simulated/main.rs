@@ -97,7 +97,8 @@ impl Simulated {
     /// Runs the main job, which works in three processes on one copy of the weights, and leaks nothing.
     #[track_caller]
     fn main_job(self, settings: &[(&str, &str)], workers: &str) -> Value {
-        let arguments = ["--backend", self.backend, "--workers", workers, "--json"];
+        // The control program of a machine with a GPU would start a service for simulated devices.
+        let arguments = ["--backend", self.backend, "--workers", workers, "--mps", "use-only", "--json"];
         let object = self.run("", settings, &arguments).ended(0).object();
         assert_eq!(object["backend"], self.backend);
         assert_eq!((&object["leaks"], &object["predictions_equal_cpu"]), (&0.into(), &true.into()), "{object}");

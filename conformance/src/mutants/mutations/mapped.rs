@@ -118,6 +118,17 @@ mutants! {
             reference.create_memory(device, &private)
         });
 
+    in "mapped.transports":
+    "any-transport-accepted": "Creates memory for one process if it cannot share it as requested." =>
+        |h| h.backend.create_memory(|reference, device, options| match reference.create_memory(device, options) {
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                let mut private = *options;
+                private.shareable = None;
+                reference.create_memory(device, &private)
+            }
+            created => created,
+        });
+
     in "mapped.destroy":
     "destroyed-memory-unmapped": "Unmaps physical memory that is destroyed." => |h| {
         let mappings = mappings(h);

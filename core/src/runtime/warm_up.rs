@@ -1,0 +1,79 @@
+//! The thread that makes handles before the first request, which a program gets only on request.
+//!
+//! It refers to the runtime weakly between two handles. The last user of the runtime cancels it, and waits for the handle under
+//! way. A forked child has no such thread. Once the process exits, the thread makes no call, and nobody waits for it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+
+use parking_lot::Mutex;
+
+use super::inner::RuntimeInner;
+use highwater_hal::{BlasKind, Error, ErrorKind, Result, fork::Generation};
+
+/// The thread of one runtime.
+#[derive(Debug)]
+pub(super) struct WarmUp {
+    generation: Generation,
+    is_stopping: Arc<AtomicBool>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl WarmUp {
+    /// Starts the thread, which makes `handles` BLAS handles of device 0 with their workspaces.
+    pub(super) fn start(runtime: &Arc<RuntimeInner>, handles: usize) -> Result<Self> {
+        let is_stopping = Arc::<AtomicBool>::default();
+        let (own, weak) = (Arc::clone(&is_stopping), Arc::downgrade(runtime));
+        let work = move || {
+            for _ in 0..handles {
+                // Relaxed: the flag orders nothing; the join does.
+                if own.load(Ordering::Relaxed) || !Self::add_one(&weak) {
+                    return;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("highwater-warm".to_owned()).spawn(work).map_err(|error| {
+            let message = format!("the operating system cannot create a thread: {error}");
+            Error::new(ErrorKind::OperatingSystem, "warm handles", message)
+                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
+                .with_hint("raise the limit on threads (ulimit -u), or request no warm handles")
+        })?;
+        Ok(Self { generation: runtime.services.generation, is_stopping, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Makes one handle and one workspace. Returns whether to go on.
+    fn add_one(runtime: &Weak<RuntimeInner>) -> bool {
+        let Some(runtime) = runtime.upgrade() else { return false };
+        let bytes = runtime.services.device(0).workspace_bytes(BlasKind::Blas);
+        let added = runtime.handles.add_idle(0, BlasKind::Blas).and_then(|()| runtime.workspaces.add_idle(0, bytes));
+        match added {
+            Ok(()) => true,
+            Err(error) => {
+                if error.kind() != ErrorKind::ShuttingDown {
+                    tracing::warn!("the warm handles could not be made: {error}");
+                    runtime.handles.keep_warm_error(error);
+                }
+                false
+            }
+        }
+    }
+
+    /// Cancels the thread. Waits for its end if `waits`.
+    pub(super) fn stop(&self, waits: bool) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        let thread = self.thread.lock().take().filter(|_| waits);
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::warn!("the thread that makes warm handles has panicked");
+        }
+    }
+}
+
+impl Drop for WarmUp {
+    fn drop(&mut self) {
+        if !self.generation.is_current() {
+            // The thread does not exist in this child, so its handle must not be touched.
+            std::mem::forget(self.thread.get_mut().take());
+        }
+    }
+}
