@@ -95,9 +95,9 @@ pub use highwater_plugin as plugin;
 pub use highwater_rocm as rocm;
 
 pub use highwater_core::{
-    Access, BlasLease, Device, DeviceBuffer, DeviceSlice, Event, Graph, HandleLease, HandlePool, HostMemoryOptions,
-    HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions,
-    Scope, Statistics, Stream, Ticket, numerics,
+    Access, BlasLease, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease, HandlePool,
+    HostMemoryOptions, HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut,
+    PoolKey, RuntimeOptions, Scope, Statistics, Stream, Ticket, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,
@@ -119,8 +119,8 @@ pub mod opening {
 /// The counts that [`Runtime::statistics`](highwater_core::Runtime::statistics) returns, and what is known of a block.
 pub mod statistics {
     pub use highwater_core::{
-        DeviceBlockInfo, GraphStatistics, HandlePoolStatistics, HostBlockInfo, HostCacheStatistics, SharingStatistics,
-        Statistics,
+        DeviceBlockInfo, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostBlockInfo,
+        HostCacheStatistics, SharingStatistics, Statistics,
     };
     pub use highwater_hal::{LiveObjects, MemoryInfo};
 }

@@ -43,6 +43,15 @@ struct DeviceBlock {
     divided: bool,
 }
 
+/// Bytes by their use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// In blocks that buffers own.
+    pub(crate) buffers: u64,
+    /// In workspaces, and in blocks whose buffers were dropped.
+    pub(crate) others: u64,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     device: Mutex<BTreeMap<u64, DeviceBlock>>,
@@ -90,11 +99,14 @@ impl Ledger {
         }
     }
 
-    /// Returns the bytes of the blocks on `device` that buffers own.
-    pub(crate) fn owned_bytes(&self, device: u32) -> u64 {
+    /// Returns the bytes of the blocks on `device` that no pool divides.
+    pub(crate) fn held_bytes(&self, device: u32) -> Held {
         let blocks = self.device.lock();
-        let owned = blocks.values().filter(|block| block.owned && block.info.device == device);
-        owned.map(|block| block.info.bytes as u64).sum()
+        let of = |owned: bool| {
+            let own = |block: &&DeviceBlock| block.info.device == device && !block.divided && block.owned == owned;
+            blocks.values().filter(own).map(|block| block.info.bytes as u64).sum()
+        };
+        Held { buffers: of(true), others: of(false) }
     }
 
     /// Removes the block that starts at `ptr` on `device`.
@@ -179,11 +191,12 @@ mod tests {
         ledger.insert_owned(block(0, 0x2000, 0x10)).unwrap();
         ledger.insert_owned(block(1, 0x3000, 0x1)).unwrap();
         ledger.insert_device(block(0, 0x4000, 0x1000)).unwrap();
-        assert_eq!((ledger.owned_bytes(0), ledger.owned_bytes(1)), (0x110, 1));
+        assert_eq!(ledger.held_bytes(0), Held { buffers: 0x110, others: 0x1000 });
+        assert_eq!(ledger.held_bytes(1), Held { buffers: 1, others: 0 });
         ledger.set_dropped(DevicePtr::new(0x1000));
-        assert_eq!(ledger.owned_bytes(0), 0x10);
+        assert_eq!(ledger.held_bytes(0), Held { buffers: 0x10, others: 0x1100 });
         ledger.remove_device(0, DevicePtr::new(0x2000)).unwrap();
-        assert_eq!(ledger.owned_bytes(0), 0);
+        assert_eq!(ledger.held_bytes(0).buffers, 0);
     }
 
     #[test]

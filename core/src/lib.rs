@@ -54,7 +54,8 @@ pub use matmul::{Matmul, Matrix};
 pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{
-    HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, HostMemoryOptions, HugePages, PoolKey,
+    DeviceMemoryOptions, DeviceMemoryStatistics, HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics,
+    HostMemoryOptions, HugePages, PoolKey,
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use sharing::{SharingStatistics, Ticket};

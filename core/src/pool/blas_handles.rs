@@ -183,7 +183,7 @@ impl BlasHandles {
         let options = BlasOptions::new(kind);
         // Vendors start with different defaults, so the handle's modes are unknown until the first product sets them.
         let handle =
-            self.memory.with_retry(|| self.services().backend.create_blas_handle(device, &options), |_| Ok(()))?;
+            self.memory.with_retry(|| self.services().backend.create_blas_handle(device, &options), || true)?;
         Ok(PooledHandle::new(handle, kind))
     }
 

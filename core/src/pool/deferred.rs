@@ -225,10 +225,10 @@ impl DeferredFrees {
 #[cfg(test)]
 impl DeferredFrees {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.list.lock(), self.stranded.lock(), self.memory.active_trims.hold_lock()))
+        crate::testing::Held((self.list.lock(), self.stranded.lock(), self.memory.hold_locks()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.list.is_locked() || self.stranded.is_locked() || self.memory.active_trims.is_locked()
+        self.list.is_locked() || self.stranded.is_locked() || self.memory.is_locked()
     }
 }

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use super::active_trims::ActiveTrims;
-use super::device_pool::DevicePool;
+use super::device_options::DeviceMemoryOptions;
+use super::device_pool::{DeviceMemoryStatistics, DevicePool};
 use crate::capture::thread::in_capture;
-use crate::ledger::DeviceBlockInfo;
+use crate::ledger::{DeviceBlockInfo, Held};
 use crate::services::{DeviceState, Services};
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
 
@@ -18,8 +19,8 @@ pub(crate) struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    pub(crate) fn new(services: Arc<Services>, is_mapped: bool) -> Arc<Self> {
-        let pool = |device: &DeviceState| DevicePool::new(&services, device.info.ordinal, is_mapped);
+    pub(crate) fn new(services: Arc<Services>, options: &DeviceMemoryOptions) -> Arc<Self> {
+        let pool = |device: &DeviceState| DevicePool::new(&services, device.info.ordinal, options);
         let pools = services.devices.iter().map(pool).collect();
         let memory = Arc::new(Self { services, active_trims: ActiveTrims::default(), pools });
         memory.pools.iter().for_each(|pool| pool.beside(&memory));
@@ -31,39 +32,63 @@ impl DeviceMemory {
         &self.pools[device as usize]
     }
 
-    /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing the rest
-    /// could not satisfy it.
-    pub(crate) fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
+    /// Returns the counts of the streams' memories, over all devices.
+    pub(crate) fn statistics(&self) -> DeviceMemoryStatistics {
+        let mut sum = DeviceMemoryStatistics::default();
+        self.pools.iter().for_each(|pool| sum.add(&pool.statistics()));
+        sum
+    }
+
+    /// Returns whether the device has so many bytes beyond live buffers. If not, waiting for every stream and freeing the rest could
+    /// not satisfy a request.
+    fn is_within_reach(&self, device: u32, bytes: usize) -> bool {
         let total = self.services.device(device).info.memory_bytes;
-        let owned = self.services.ledger.owned_bytes(device) + self.pool(device).live_bytes();
-        if bytes as u64 <= total.saturating_sub(owned) {
-            return Ok(());
-        }
-        let message =
-            format!("{bytes} bytes were requested; device {device} has {total}, of which live buffers hold {owned}");
-        let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message)
-            .with_hint("request less, or drop buffers first: waiting for streams cannot free enough memory");
-        Err(match refused.code() {
+        let owned = self.services.ledger.held_bytes(device).buffers + self.pool(device).live_bytes();
+        bytes as u64 <= total.saturating_sub(owned)
+    }
+
+    /// Returns the error of a request that the memory of the device cannot satisfy, with what the runtime holds.
+    fn exhausted(&self, device: u32, bytes: usize, refused: &Error) -> Error {
+        let hint = if self.is_within_reach(device, bytes) {
+            "drop buffers, or end other programs that use the device"
+        } else {
+            "request less, or drop buffers first: waiting for streams cannot free enough memory"
+        };
+        let total = self.services.device(device).info.memory_bytes;
+        let Held { buffers, others } = self.services.ledger.held_bytes(device);
+        let pool = self.pool(device);
+        let (held, live) = (pool.held_bytes(), pool.live_bytes());
+        let message = format!(
+            "{bytes} bytes were requested of device {device}, which has {total}. This runtime holds {buffers} in buffers of \
+             `Device::allocate`, {held} in the memories of streams ({live} of them in buffers), {others} in workspaces and dropped \
+             buffers. The backend's reason: {}",
+            refused.message()
+        );
+        let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message).with_hint(hint);
+        match refused.code() {
             Some(code) => error.with_code(code),
             None => error,
+        }
+    }
+
+    /// As [`DeviceMemory::with_retry`], for a request of so many bytes. The error names what the runtime holds.
+    pub(crate) fn with_retry_for<T>(&self, device: u32, bytes: usize, make: impl Fn() -> Result<T>) -> Result<T> {
+        self.with_retry(make, || self.is_within_reach(device, bytes)).map_err(|refused| match refused.kind() {
+            ErrorKind::OutOfMemory => self.exhausted(device, bytes, &refused),
+            _ => refused,
         })
     }
 
-    /// Runs `make`. If the device has no memory left, frees unused memory and retries once. `within` refuses requests for which
-    /// that cannot help.
-    pub(crate) fn with_retry<T>(
-        &self,
-        make: impl Fn() -> Result<T>,
-        within: impl Fn(&Error) -> Result<()>,
-    ) -> Result<T> {
+    /// Runs `make`. If the device has no memory left, frees unused memory and retries once, unless `can_help` says that this
+    /// cannot help.
+    pub(crate) fn with_retry<T>(&self, make: impl Fn() -> Result<T>, can_help: impl Fn() -> bool) -> Result<T> {
         let owner = self.services.owner();
         if let Some(owner) = &owner {
             owner.trim_in_passing();
         }
         match make() {
             // In a capture, nothing is freed.
-            Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                within(&error)?;
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() && can_help() => {
                 let round = self.active_trims.begin();
                 if let Some(owner) = &owner {
                     owner.trim_device_memory();
@@ -85,7 +110,7 @@ impl DeviceMemory {
         bytes: usize,
         make: impl Fn() -> Result<DevicePtr>,
     ) -> Result<DeviceBlockInfo> {
-        let base = self.with_retry(make, |refused| self.check_reach(device, bytes, refused))?;
+        let base = self.with_retry_for(device, bytes, make)?;
         Ok(DeviceBlockInfo { device, base, bytes })
     }
 
@@ -102,5 +127,17 @@ impl DeviceMemory {
             // The block counts as still allocated. The range is free in the ledger, so this cannot fail.
             let _ = self.services.ledger.insert_device(block);
         })
+    }
+}
+
+#[cfg(test)]
+impl DeviceMemory {
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        let pools: Vec<_> = self.pools.iter().map(|pool| pool.hold_locks()).collect();
+        crate::testing::Held((self.active_trims.hold_lock(), pools))
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.active_trims.is_locked() || self.pools.iter().any(|pool| pool.is_locked())
     }
 }

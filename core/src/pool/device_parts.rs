@@ -7,8 +7,10 @@
 //! No lock is held during a call of the backend.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::area::Piece;
+use super::device_options::DeviceMemoryOptions;
 use super::ranges::{GRANULE_PAGES, PAGE};
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
@@ -60,15 +62,41 @@ pub(crate) struct Parts {
     device: u32,
     /// The bytes of a part of mapped memory. `None` if the device has no mapped memory, or the program asked for allocations.
     granularity: Option<usize>,
+    cap: Option<u64>,
+    pub(crate) counts: PartCounts,
+}
+
+/// The counts of parts. Only statistics and the cap read them, so each is changed and read relaxed.
+#[derive(Debug, Default)]
+pub(crate) struct PartCounts {
+    pub(crate) held_bytes: AtomicU64,
+    pub(crate) peak_held_bytes: AtomicU64,
+    pub(crate) made: AtomicU64,
+    pub(crate) released: AtomicU64,
+    pub(crate) moved_bytes: AtomicU64,
+}
+
+impl PartCounts {
+    fn note_made(&self, bytes: usize) {
+        let held = self.held_bytes.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.peak_held_bytes.fetch_max(held, Ordering::Relaxed);
+        self.made.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn note_released(&self, bytes: usize) {
+        self.held_bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+        self.released.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl Parts {
-    pub(crate) fn new(services: Arc<Services>, device: u32, is_mapped: bool) -> Self {
+    pub(crate) fn new(services: Arc<Services>, device: u32, options: &DeviceMemoryOptions) -> Self {
         let capabilities = &services.device(device).capabilities;
         let granularity = capabilities.mapped_memory_granularity;
         let divides = granularity > 0 && PART.is_multiple_of(granularity);
-        let is_mapped = is_mapped && capabilities.mapped_memory && divides;
-        Self { granularity: is_mapped.then_some(PART), services, device }
+        let is_mapped = !options.plain_allocations && capabilities.mapped_memory && divides;
+        let (cap, counts) = (options.cap_bytes, PartCounts::default());
+        Self { granularity: is_mapped.then_some(PART), services, device, cap, counts }
     }
 
     /// Returns the bytes of each part, if all have the same.
@@ -78,17 +106,42 @@ impl Parts {
 
     /// Allocates a part of so many bytes, at an address that the backend chooses.
     pub(crate) fn allocate(&self, bytes: usize) -> Result<Part> {
+        self.check_cap(bytes)?;
         let ptr = self.services.backend.allocate(self.device, &AllocateOptions::new(bytes))?;
         let info = DeviceBlockInfo { device: self.device, base: ptr, bytes };
         self.services.ledger.insert_divided(info)?;
+        self.counts.note_made(bytes);
         Ok(Part::Allocated(Piece { ptr, bytes }))
     }
 
     /// Creates a part of physical memory.
     pub(crate) fn create(&self) -> Result<Part> {
         let bytes = self.granularity.unwrap_or(0);
+        self.check_cap(bytes)?;
         let memory = self.services.backend.create_memory(self.device, &PhysicalMemoryOptions::new(bytes))?;
+        self.counts.note_made(bytes);
         Ok(Part::Physical { memory, bytes })
+    }
+
+    /// Notes that a part was taken from one place for another.
+    pub(crate) fn note_moved(&self, part: &Part) {
+        self.counts.moved_bytes.fetch_add(part.bytes() as u64, Ordering::Relaxed);
+    }
+
+    /// Refuses a part that does not fit below the cap. One thread at a time makes parts.
+    fn check_cap(&self, bytes: usize) -> Result<()> {
+        let held = self.counts.held_bytes.load(Ordering::Relaxed);
+        match self.cap {
+            Some(cap) if held.saturating_add(bytes as u64) > cap => {
+                let message = format!(
+                    "the streams of device {} hold {held} bytes and need {bytes} more; the cap is {cap}",
+                    self.device
+                );
+                Err(Error::new(ErrorKind::OutOfMemory, "allocate", message)
+                    .with_hint("drop buffers, or raise `DeviceMemoryOptions::with_cap_bytes`"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Releases a part.
@@ -96,6 +149,14 @@ impl Parts {
     /// # Safety
     /// No work uses it, and it is not mapped.
     pub(crate) unsafe fn release(&self, part: Part) -> Result<()> {
+        // SAFETY: As the caller promises.
+        unsafe { self.release_uncounted(part) }?;
+        self.counts.note_released(part.bytes());
+        Ok(())
+    }
+
+    /// As [`Parts::release`].
+    unsafe fn release_uncounted(&self, part: Part) -> Result<()> {
         match part {
             Part::Physical { memory, .. } => self.services.backend.destroy_memory(memory),
             Part::Allocated(Piece { ptr, .. }) => {

@@ -13,6 +13,7 @@
 //! One thread at a time grows a device's memory. No lock is held during a call of the backend.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex};
@@ -20,17 +21,107 @@ use parking_lot::{Condvar, Mutex};
 use super::area::{Leaving, Piece, Request, bytes_of};
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::device_options::DeviceMemoryOptions;
 use super::device_parts::{Part, Parts, Reservation, too_large};
 use super::ranges::{Borders, PAGE};
-use super::stream_memory::{Found, Lot, MemoryCounts, StreamMemory};
+use super::stream_memory::{Found, Lot, StreamMemory};
 use crate::capture::thread::in_capture;
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
 use crate::stream::core::StreamCore;
-use highwater_hal::{Completion, DevicePtr, PhysicalMemoryId, Result};
+use highwater_hal::{Completion, DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 
 /// Maximum number of pages of a request: more than an area can count.
 const MOST_PAGES: usize = 1 << 31;
+
+/// The state and the history of the device memory that streams allocate.
+///
+/// `held_bytes` is the sum of the live, free, slab, cached, waiting, unmarked and spare bytes, except while a call moves memory
+/// from one state to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct DeviceMemoryStatistics {
+    /// Bytes that the pool got from the backend and has not given back.
+    pub held_bytes: u64,
+    /// The most bytes held at once, as a sum over the devices.
+    pub peak_held_bytes: u64,
+    /// Parts that the held bytes consist of: mappings of 2 MiB, or plain allocations.
+    pub parts: u64,
+    /// Blocks that buffers, captures and graphs own.
+    pub live_blocks: u64,
+    /// Bytes of those blocks, rounded up to pages of 4 KiB or parts of a slab.
+    pub live_bytes: u64,
+    /// The most live bytes, as a sum over the devices: seen at growths and at calls of
+    /// [`Runtime::statistics`](crate::Runtime::statistics).
+    pub peak_live_bytes: u64,
+    /// Bytes of free pages in the memories of streams.
+    pub free_bytes: u64,
+    /// Bytes of slabs that are in no block.
+    pub slab_bytes: u64,
+    /// Bytes of parts that no stream has.
+    pub spare_bytes: u64,
+    /// Freed blocks that streams keep for the next request of exactly their size.
+    pub cached_blocks: u64,
+    /// Bytes of those blocks.
+    pub cached_bytes: u64,
+    /// Freed blocks that wait for other streams, or for the end of their own.
+    pub waiting_blocks: u64,
+    /// Bytes of those blocks.
+    pub waiting_bytes: u64,
+    /// Freed blocks whose last use has no completion event. They stay until the runtime ends.
+    pub unmarked_blocks: u64,
+    /// Bytes of those blocks.
+    pub unmarked_bytes: u64,
+    /// Requests that took a cached block.
+    pub cache_hits: u64,
+    /// Requests that took free pages.
+    pub free_hits: u64,
+    /// Requests that took free pages after waiting blocks were collected.
+    pub waiting_hits: u64,
+    /// Requests that took free pages after all cached blocks of the stream were merged.
+    pub merged_hits: u64,
+    /// Requests for which the memory of the stream grew, by spare, moved or new parts.
+    pub misses: u64,
+    /// Parts that the backend made.
+    pub allocations: u64,
+    /// Parts that the backend took back.
+    pub frees: u64,
+    /// Bytes of parts that were taken from one place for another, within a stream or between streams.
+    pub moved_bytes: u64,
+}
+
+impl DeviceMemoryStatistics {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.held_bytes += other.held_bytes;
+        self.peak_held_bytes += other.peak_held_bytes;
+        self.parts += other.parts;
+        self.live_blocks += other.live_blocks;
+        self.live_bytes += other.live_bytes;
+        self.peak_live_bytes += other.peak_live_bytes;
+        self.free_bytes += other.free_bytes;
+        self.slab_bytes += other.slab_bytes;
+        self.spare_bytes += other.spare_bytes;
+        self.cached_blocks += other.cached_blocks;
+        self.cached_bytes += other.cached_bytes;
+        self.waiting_blocks += other.waiting_blocks;
+        self.waiting_bytes += other.waiting_bytes;
+        self.unmarked_blocks += other.unmarked_blocks;
+        self.unmarked_bytes += other.unmarked_bytes;
+        self.add_found([other.cache_hits, other.free_hits, other.waiting_hits, other.merged_hits, other.misses]);
+        self.allocations += other.allocations;
+        self.frees += other.frees;
+        self.moved_bytes += other.moved_bytes;
+    }
+
+    /// Adds the requests by [`Found`].
+    pub(crate) fn add_found(&mut self, [cached, free, waiting, merged, grown]: [u64; 5]) {
+        self.cache_hits += cached;
+        self.free_hits += free;
+        self.waiting_hits += waiting;
+        self.merged_hits += merged;
+        self.misses += grown;
+    }
+}
 
 /// A part that no stream has.
 #[derive(Debug)]
@@ -47,12 +138,15 @@ pub(crate) struct DevicePool {
     pub(crate) parts: Parts,
     memory: OnceLock<Weak<DeviceMemory>>,
     streams: Mutex<Vec<Arc<StreamMemory>>>,
-    /// By key of the stream.
-    reservations: Mutex<Vec<(u64, Vec<Reservation>)>>,
+    /// By key of the stream, in the order in which they were made.
+    reservations: Mutex<Vec<(u64, Reservation)>>,
     spare: Mutex<Vec<Spare>>,
     /// True while a thread grows the memory of a stream.
     growing: Mutex<bool>,
     grown: Condvar,
+    peak_live_bytes: AtomicU64,
+    /// The requests of memories that are gone, by [`Found`].
+    found: Mutex<[u64; 5]>,
 }
 
 impl fmt::Debug for DevicePool {
@@ -72,17 +166,19 @@ impl Drop for Turn<'_> {
 }
 
 impl DevicePool {
-    pub(crate) fn new(services: &Arc<Services>, device: u32, is_mapped: bool) -> Arc<Self> {
+    pub(crate) fn new(services: &Arc<Services>, device: u32, options: &DeviceMemoryOptions) -> Arc<Self> {
         Arc::new(Self {
             services: Arc::clone(services),
             device,
-            parts: Parts::new(Arc::clone(services), device, is_mapped),
+            parts: Parts::new(Arc::clone(services), device, options),
             memory: OnceLock::new(),
             streams: Mutex::default(),
             reservations: Mutex::default(),
             spare: Mutex::default(),
             growing: Mutex::new(false),
             grown: Condvar::new(),
+            peak_live_bytes: AtomicU64::new(0),
+            found: Mutex::default(),
         })
     }
 
@@ -93,6 +189,9 @@ impl DevicePool {
 
     /// Returns the memory of a new stream.
     pub(crate) fn enlist(self: &Arc<Self>, key: u64) -> Arc<StreamMemory> {
+        if !in_capture() {
+            self.streams().iter().for_each(|memory| self.dissolve(memory));
+        }
         let memory = StreamMemory::new(Arc::clone(self), key);
         self.streams.lock().push(Arc::clone(&memory));
         memory
@@ -140,10 +239,18 @@ impl DevicePool {
             return Ok(lot);
         }
         let make = || self.try_grow(memory, request);
-        match self.memory.get().and_then(Weak::upgrade) {
-            Some(other) => other.with_retry(make, |refused| other.check_reach(self.device, request.bytes, refused)),
+        let lot = match self.memory.get().and_then(Weak::upgrade) {
+            Some(other) => other.with_retry_for(self.device, request.bytes, make),
             None => make(),
-        }
+        };
+        self.note_live_bytes();
+        lot
+    }
+
+    fn note_live_bytes(&self) -> u64 {
+        let live = self.live_bytes();
+        // Relaxed: only statistics read it.
+        self.peak_live_bytes.fetch_max(live, Ordering::Relaxed).max(live)
     }
 
     fn turn(&self) -> Turn<'_> {
@@ -205,7 +312,9 @@ impl DevicePool {
             // Asked after the piece was taken out, so no later work of the stream can use it.
             if Self::is_idle(other) {
                 other.piece_has_left(leaving);
-                return Some(Part::Allocated(leaving.piece));
+                let part = Part::Allocated(leaving.piece);
+                self.parts.note_moved(&part);
+                return Some(part);
             }
             other.put_piece_back(leaving, None);
         }
@@ -269,13 +378,12 @@ impl DevicePool {
         last: Option<Piece<DevicePtr>>,
         bytes: (usize, usize),
     ) -> Result<(DevicePtr, usize)> {
-        let mut own = {
-            let mut all = self.reservations.lock();
-            let index = all.iter().position(|(key, _)| *key == memory.key);
-            index.map_or_else(Vec::new, |index| all.swap_remove(index).1)
-        };
+        let own = |(key, reservation): &(u64, Reservation)| (*key == memory.key).then_some(*reservation);
+        let mut own: Vec<_> = self.reservations.lock().iter().filter_map(own).collect();
+        let known = own.len();
         let placed = self.parts.place(&mut own, last, bytes);
-        self.reservations.lock().push((memory.key, own));
+        let new = own.into_iter().skip(known).map(|reservation| (memory.key, reservation));
+        self.reservations.lock().extend(new);
         placed
     }
 
@@ -304,6 +412,7 @@ impl DevicePool {
                 match physical.filter(|_| is_idle).and_then(|memory| self.unmap(leaving, memory)) {
                     Some(part) => {
                         from.piece_has_left(leaving);
+                        self.parts.note_moved(&part);
                         parts.push(part);
                     }
                     None => from.put_piece_back(leaving, physical),
@@ -336,41 +445,71 @@ impl DevicePool {
         if memory.stream().is_some() || !memory.is_unused() {
             return;
         }
-        let last = memory.last();
-        let is_mapped = self.parts.granularity().is_some();
-        if is_mapped && !last.as_ref().is_some_and(|last| self.services.is_surely_passed(last)) {
+        // Without an event of its last work, the parts stay until the runtime ends.
+        let Some(last) = memory.last() else { return };
+        if self.parts.granularity().is_some() && !self.services.is_surely_passed(&last) {
             return;
         }
-        let mut below = u32::MAX;
-        while let Some((leaving, physical)) = memory.take_piece(&mut below) {
-            let part = match physical {
-                Some(physical) => self.unmap(leaving, physical),
-                None => Some(Part::Allocated(leaving.piece)),
-            };
-            match part {
-                Some(part) => {
-                    memory.piece_has_left(leaving);
-                    self.spare.lock().push(Spare { part, after: last.clone() });
-                }
-                None => memory.put_piece_back(leaving, physical),
+        self.make_spare(memory, Some(&last));
+        if memory.is_empty() {
+            let mut streams = self.streams.lock();
+            let count = streams.len();
+            streams.retain(|other| !Arc::ptr_eq(other, memory));
+            let is_first = streams.len() < count;
+            drop(streams);
+            if is_first {
+                self.found.lock().iter_mut().zip(memory.found()).for_each(|(sum, found)| *sum += found);
+                // A refused one is retried by the end of the runtime.
+                let _ = self.end_reservations(|key| key == memory.key);
             }
-        }
-        if memory.counts().pieces == 0 {
-            self.streams.lock().retain(|other| !Arc::ptr_eq(other, memory));
-            self.end_reservations_of(memory.key);
         }
     }
 
-    fn end_reservations_of(&self, key: u64) {
-        let own = {
-            let mut all = self.reservations.lock();
-            let index = all.iter().position(|(of, _)| *of == key);
-            index.map_or_else(Vec::new, |index| all.swap_remove(index).1)
-        };
-        for reservation in own {
-            // SAFETY: No piece is left, so nothing is mapped there.
-            let _ = self.services.note(unsafe { self.parts.end_reservation(reservation) });
+    /// Makes the free parts of a memory spare: free after the work of an event. Nothing of mapped parts uses them any more.
+    fn make_spare(&self, memory: &StreamMemory, after: Option<&Arc<CompletionEvent>>) {
+        let mut below = u32::MAX;
+        while let Some((leaving, physical)) = memory.take_piece(&mut below) {
+            self.make_piece_spare(memory, (leaving, physical), after);
         }
+    }
+
+    fn make_piece_spare(
+        &self,
+        memory: &StreamMemory,
+        (leaving, physical): (Leaving<DevicePtr>, Option<PhysicalMemoryId>),
+        after: Option<&Arc<CompletionEvent>>,
+    ) {
+        let part = match physical {
+            Some(physical) => self.unmap(leaving, physical),
+            None => Some(Part::Allocated(leaving.piece)),
+        };
+        match part {
+            Some(part) => {
+                memory.piece_has_left(leaving);
+                self.spare.lock().push(Spare { part, after: after.cloned() });
+            }
+            None => memory.put_piece_back(leaving, physical),
+        }
+    }
+
+    /// Gives back the addresses of streams whose parts are gone.
+    fn end_reservations(&self, of: impl Fn(u64) -> bool) -> Result<()> {
+        let mut ended = Vec::new();
+        self.reservations.lock().retain(|&(key, reservation)| {
+            let ends = of(key);
+            ended.extend(ends.then_some((key, reservation)));
+            !ends
+        });
+        let mut result = Ok(());
+        for (key, reservation) in ended {
+            // SAFETY: No piece is left, so nothing is mapped there.
+            let freed = self.services.note(unsafe { self.parts.end_reservation(reservation) });
+            if freed.is_err() {
+                self.reservations.lock().push((key, reservation));
+            }
+            result = result.and(freed);
+        }
+        result
     }
 
     /// Releases the memory that no block and no work uses; with `wait`, waits for that work.
@@ -406,19 +545,11 @@ impl DevicePool {
         } else {
             Ok(false)
         };
-        let is_done = matches!(done, Ok(true));
         for (leaving, physical) in taken {
-            let part = match physical {
-                _ if !is_done => None,
-                Some(memory) => self.unmap(leaving, memory),
-                None => Some(Part::Allocated(leaving.piece)),
-            };
-            match part {
-                Some(part) => {
-                    memory.piece_has_left(leaving);
-                    self.spare.lock().push(Spare { part, after: None });
-                }
-                None => memory.put_piece_back(leaving, physical),
+            if matches!(done, Ok(true)) {
+                self.make_piece_spare(memory, (leaving, physical), None);
+            } else {
+                memory.put_piece_back(leaving, physical);
             }
         }
         done.map(|_| ())
@@ -448,28 +579,33 @@ impl DevicePool {
     /// # Safety
     /// The device has executed everything, and no buffer owns a block.
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
-        for memory in std::mem::take(&mut *self.streams.lock()) {
+        for memory in self.streams() {
             memory.free_all();
-            let mut below = u32::MAX;
-            while let Some((leaving, physical)) = memory.take_piece(&mut below) {
-                let part = match physical {
-                    Some(memory) => self.unmap(leaving, memory),
-                    None => Some(Part::Allocated(leaving.piece)),
-                };
-                // A part that stays mapped keeps its addresses.
-                if let Some(part) = part {
-                    memory.piece_has_left(leaving);
-                    self.spare.lock().push(Spare { part, after: None });
-                }
-            }
-            self.end_reservations_of(memory.key);
         }
         for spare in &mut *self.spare.lock() {
             spare.after = None;
         }
-        let first = self.release_spare(false);
-        // Once more after all others: no later call can retry.
-        if first.is_ok() { first } else { self.release_spare(false) }
+        // Twice: no later call can retry.
+        let first = self.release_all();
+        first.or_else(|_| self.release_all())
+    }
+
+    /// Releases every part. A part that stays mapped keeps its addresses.
+    fn release_all(&self) -> Result<()> {
+        let mut kept = Vec::new();
+        for memory in self.streams() {
+            self.make_spare(&memory, None);
+            if !memory.is_empty() {
+                kept.push(memory.key);
+            }
+        }
+        let ended = self.end_reservations(|key| !kept.contains(&key)).and(self.release_spare(false));
+        if kept.is_empty() {
+            return ended;
+        }
+        let message = format!("{} streams of device {} still have mapped memory", kept.len(), self.device);
+        ended.and(Err(Error::new(ErrorKind::InvalidState, "unmap_memory", message)
+            .with_hint("the backend refused to unmap it; a warning of `tracing` gives its reason")))
     }
 
     // ---------------------------------------------------------------- questions
@@ -481,19 +617,31 @@ impl DevicePool {
 
     /// Returns the bytes of live blocks.
     pub(crate) fn live_bytes(&self) -> u64 {
-        self.streams().iter().map(|memory| memory.counts().live_bytes).sum()
+        self.streams().iter().map(|memory| memory.live_bytes()).sum()
     }
 
-    /// Returns the counts of all streams, with spare parts as free.
-    pub(crate) fn counts(&self) -> MemoryCounts {
-        let mut sum = MemoryCounts::default();
-        self.streams().iter().for_each(|memory| sum.add(&memory.counts()));
+    /// Returns the bytes that the pool got from the backend.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        // Relaxed: it is out of date at once.
+        self.parts.counts.held_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the counts of the device.
+    pub(crate) fn statistics(&self) -> DeviceMemoryStatistics {
+        let mut sum = DeviceMemoryStatistics::default();
+        sum.peak_live_bytes = self.note_live_bytes();
+        self.streams().iter().for_each(|memory| memory.add_to(&mut sum));
+        sum.add_found(*self.found.lock());
         for spare in &*self.spare.lock() {
-            let bytes = spare.part.bytes() as u64;
-            sum.pieces += 1;
-            sum.held_bytes += bytes;
-            sum.free_bytes += bytes;
+            sum.parts += 1;
+            sum.spare_bytes += spare.part.bytes() as u64;
         }
+        let counts = &self.parts.counts;
+        sum.held_bytes = self.held_bytes();
+        sum.peak_held_bytes = counts.peak_held_bytes.load(Ordering::Relaxed);
+        sum.allocations = counts.made.load(Ordering::Relaxed);
+        sum.frees = counts.released.load(Ordering::Relaxed);
+        sum.moved_bytes = counts.moved_bytes.load(Ordering::Relaxed);
         sum
     }
 }
@@ -511,11 +659,17 @@ impl StreamCore {
 #[cfg(test)]
 impl DevicePool {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        let lists = (self.streams.lock(), self.reservations.lock(), self.spare.lock(), self.growing.lock());
-        crate::testing::Held(lists)
+        // Leaked, because the guards borrow from them. Only a test asks.
+        let memories: &'static [Arc<StreamMemory>] = Box::leak(self.streams().into_boxed_slice());
+        let of_streams: Vec<_> = memories.iter().map(|memory| memory.hold_lock()).collect();
+        let lists = (self.streams.lock(), self.reservations.lock(), self.spare.lock());
+        crate::testing::Held((of_streams, lists, self.growing.lock(), self.found.lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.streams.is_locked() || self.reservations.is_locked() || self.spare.is_locked() || self.growing.is_locked()
+        let lists =
+            [self.streams.is_locked(), self.reservations.is_locked(), self.spare.is_locked(), self.found.is_locked()];
+        // `growing` is a flag that is set during calls of the backend, and its lock is not held then.
+        lists.contains(&true) || self.growing.is_locked() || self.streams().iter().any(|memory| memory.is_locked())
     }
 }

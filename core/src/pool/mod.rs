@@ -16,6 +16,7 @@ mod budget;
 pub(crate) mod completion_events;
 pub(crate) mod deferred;
 pub(crate) mod device_memory;
+pub(crate) mod device_options;
 mod device_parts;
 pub(crate) mod device_pool;
 pub(crate) mod fences;
@@ -62,6 +63,8 @@ pub(crate) mod use_batches;
 mod use_tests;
 pub(crate) mod workspaces;
 
+pub use device_options::DeviceMemoryOptions;
+pub use device_pool::DeviceMemoryStatistics;
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};

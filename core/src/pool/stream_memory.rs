@@ -15,16 +15,16 @@
 //!
 //! *Locks.* The lock is held for no call of the backend, and no other lock is taken under it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
 use super::area::{Address, Area, Leaving, Piece, Place, Plan, Request};
-use super::completion_events::CompletionEvent;
+use super::completion_events::{CompletionEvent, Point};
 use super::deferred::{StreamUse, UseEnd};
-use super::device_pool::DevicePool;
+use super::device_pool::{DeviceMemoryStatistics, DevicePool};
 use super::free_lists::FreeLists;
 use super::ranges::Run;
 use super::slabs::{self, SLAB_PAGES};
@@ -134,49 +134,14 @@ struct State {
     physical: BTreeMap<u64, PhysicalMemoryId>,
     /// The places that are given out, by address: live, cached or waiting.
     lots: BTreeMap<u64, Lot>,
-    waiting: Vec<Waiting>,
+    waiting: VecDeque<Waiting>,
     unmarked: Vec<Lot>,
     /// True once the stream has ended.
     has_ended: bool,
     live: u64,
     live_bytes: u64,
-    peak_live_bytes: u64,
     /// By [`Found`].
     found: [u64; 5],
-}
-
-/// The counts of a stream's memory.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct MemoryCounts {
-    pub(crate) held_bytes: u64,
-    pub(crate) live: u64,
-    pub(crate) live_bytes: u64,
-    pub(crate) free_bytes: u64,
-    pub(crate) slab_bytes: u64,
-    pub(crate) cached: u64,
-    pub(crate) cached_bytes: u64,
-    pub(crate) waiting: u64,
-    pub(crate) waiting_bytes: u64,
-    pub(crate) unmarked_bytes: u64,
-    pub(crate) pieces: u64,
-    pub(crate) found: [u64; 5],
-}
-
-impl MemoryCounts {
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.held_bytes += other.held_bytes;
-        self.live += other.live;
-        self.live_bytes += other.live_bytes;
-        self.free_bytes += other.free_bytes;
-        self.slab_bytes += other.slab_bytes;
-        self.cached += other.cached;
-        self.cached_bytes += other.cached_bytes;
-        self.waiting += other.waiting;
-        self.waiting_bytes += other.waiting_bytes;
-        self.unmarked_bytes += other.unmarked_bytes;
-        self.pieces += other.pieces;
-        self.found.iter_mut().zip(other.found).for_each(|(sum, count)| *sum += count);
-    }
 }
 
 impl StreamMemory {
@@ -188,12 +153,11 @@ impl StreamMemory {
             area: Area::new(0, is_mapped, false),
             physical: BTreeMap::new(),
             lots: BTreeMap::new(),
-            waiting: Vec::new(),
+            waiting: VecDeque::new(),
             unmarked: Vec::new(),
             has_ended: false,
             live: 0,
             live_bytes: 0,
-            peak_live_bytes: 0,
             found: [0; 5],
         };
         Arc::new(Self { pool, stream: OnceLock::new(), key, state: Mutex::new(state) })
@@ -257,27 +221,31 @@ impl StreamMemory {
     pub(crate) fn collect(&self, wait: bool) -> bool {
         let count = self.state.lock().waiting.len();
         let mut any = false;
+        // The first event of each stream that is not passed. No later one of the stream is, so none is queried.
+        let mut behind: Vec<Point> = Vec::new();
         for _ in 0..count {
             let Some(mut waiting) = self.pop_waiting() else { break };
             waiting.record_later();
-            let services = &self.pool.services;
-            waiting.after.retain(|completion| !matches!(services.is_passed(completion, wait), Ok(true)));
+            waiting.after.retain(|completion| {
+                let point = completion.point();
+                if behind.iter().any(|first| first.stream == point.stream && first.number <= point.number) {
+                    return true;
+                }
+                let is_passed = matches!(self.pool.services.is_passed(completion, wait), Ok(true));
+                if !is_passed {
+                    behind.push(point);
+                }
+                !is_passed
+            });
             let mut state = self.state.lock();
-            if waiting.is_over() {
-                state.free(waiting.lot);
-                any = true;
-            } else if waiting.unmarked {
-                state.unmarked.push(waiting.lot);
-            } else {
-                state.waiting.push(waiting);
-            }
+            any |= waiting.is_over();
+            state.file(waiting);
         }
         any
     }
 
     fn pop_waiting(&self) -> Option<Waiting> {
-        let mut state = self.state.lock();
-        if state.waiting.is_empty() { None } else { Some(state.waiting.remove(0)) }
+        self.state.lock().waiting.pop_front()
     }
 
     // ---------------------------------------------------------------- releases
@@ -311,13 +279,7 @@ impl StreamMemory {
             }
             state = self.state.lock();
         }
-        if waiting.is_over() {
-            state.free(waiting.lot);
-        } else if waiting.unmarked {
-            state.unmarked.push(waiting.lot);
-        } else {
-            state.waiting.push(waiting);
-        }
+        state.file(waiting);
     }
 
     /// Files a block whose own stream has ended.
@@ -327,7 +289,7 @@ impl StreamMemory {
         let mut state = self.state.lock();
         match last {
             Some(last) => {
-                state.waiting.push(Waiting { lot, after: vec![last], later: Vec::new(), unmarked: false });
+                state.waiting.push_back(Waiting { lot, after: vec![last], later: Vec::new(), unmarked: false });
             }
             None => state.unmarked.push(lot),
         }
@@ -430,23 +392,37 @@ impl StreamMemory {
         })
     }
 
-    pub(crate) fn counts(&self) -> MemoryCounts {
+    /// Returns the bytes of live blocks.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.state.lock().live_bytes
+    }
+
+    /// Returns whether the memory has no part.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.state.lock().area.pieces() == 0
+    }
+
+    /// Returns the number of requests by [`Found`].
+    pub(crate) fn found(&self) -> [u64; 5] {
+        self.state.lock().found
+    }
+
+    /// Adds the state and the history of the memory.
+    pub(crate) fn add_to(&self, sum: &mut DeviceMemoryStatistics) {
         let state = self.state.lock();
         let (cached, cached_bytes) = state.lists.kept();
-        MemoryCounts {
-            held_bytes: state.area.held_bytes(),
-            live: state.live,
-            live_bytes: state.live_bytes,
-            free_bytes: state.area.free_bytes(),
-            slab_bytes: state.area.slab_bytes(),
-            cached,
-            cached_bytes,
-            waiting: state.waiting.len() as u64,
-            waiting_bytes: state.waiting.iter().map(|waiting| waiting.lot.bytes() as u64).sum(),
-            unmarked_bytes: state.unmarked.iter().map(|lot| lot.bytes() as u64).sum(),
-            pieces: state.area.pieces(),
-            found: state.found,
-        }
+        sum.parts += state.area.pieces();
+        sum.live_blocks += state.live;
+        sum.live_bytes += state.live_bytes;
+        sum.free_bytes += state.area.free_bytes();
+        sum.slab_bytes += state.area.slab_bytes();
+        sum.cached_blocks += cached;
+        sum.cached_bytes += cached_bytes;
+        sum.waiting_blocks += state.waiting.len() as u64;
+        sum.waiting_bytes += state.waiting.iter().map(|waiting| waiting.lot.bytes() as u64).sum::<u64>();
+        sum.unmarked_blocks += state.unmarked.len() as u64;
+        sum.unmarked_bytes += state.unmarked.iter().map(|lot| lot.bytes() as u64).sum::<u64>();
+        sum.add_found(state.found);
     }
 }
 
@@ -455,7 +431,6 @@ impl State {
     fn begin_life(&mut self, bytes: usize, found: Found) {
         self.live += 1;
         self.live_bytes += bytes as u64;
-        self.peak_live_bytes = self.peak_live_bytes.max(self.live_bytes);
         self.found[found as usize] += 1;
     }
 
@@ -470,6 +445,17 @@ impl State {
         self.lots.insert(lot.ptr.get(), lot);
         self.begin_life(lot.bytes(), found);
         Some(lot)
+    }
+
+    /// Files a block that no buffer owns.
+    fn file(&mut self, waiting: Waiting) {
+        if waiting.is_over() {
+            self.free(waiting.lot);
+        } else if waiting.unmarked {
+            self.unmarked.push(waiting.lot);
+        } else {
+            self.waiting.push_back(waiting);
+        }
     }
 
     fn free(&mut self, lot: Lot) {

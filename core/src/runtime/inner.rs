@@ -15,7 +15,7 @@ use crate::pool::device_memory::DeviceMemory;
 use crate::pool::pinned_pools::PinnedPools;
 use crate::pool::recorder::Recorder;
 use crate::pool::workspaces::Workspaces;
-use crate::pool::{HostMemoryOptions, Nodes, PoolKey};
+use crate::pool::{DeviceMemoryOptions, HostMemoryOptions, Nodes, PoolKey};
 use crate::services::{Owner, Services};
 use crate::sharing::Sharing;
 use crate::stream::core::StreamCore;
@@ -96,11 +96,11 @@ impl Deref for RuntimeInner {
 impl RuntimeInner {
     pub(super) fn new(
         services: Arc<Services>,
-        host_memory: &HostMemoryOptions,
+        (host_memory, device_memory): (&HostMemoryOptions, &DeviceMemoryOptions),
         nodes: &Nodes,
         recorder: Option<&Arc<Recorder>>,
     ) -> Arc<Self> {
-        let memory = DeviceMemory::new(Arc::clone(&services), true);
+        let memory = DeviceMemory::new(Arc::clone(&services), device_memory);
         let inner = Arc::new(Self {
             handles: BlasHandles::new(Arc::clone(&memory)),
             workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),

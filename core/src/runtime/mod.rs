@@ -114,7 +114,7 @@ impl Runtime {
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let recorder = host_memory.record.map(Recorder::open).transpose()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, &host_memory, nodes, recorder.as_ref());
+        let inner = RuntimeInner::new(services, (&host_memory, &options.device_memory), nodes, recorder.as_ref());
         inner.pinned.start_background(&host_memory)?;
         let runtime = Self { inner: Arc::new(Users(inner)) };
         if options.warm_handles > 0 && runtime.device_count() > 0 {

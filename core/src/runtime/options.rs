@@ -1,7 +1,7 @@
 //! [`RuntimeOptions`]: the options of a runtime.
 
 use crate::numerics::Numerics;
-use crate::pool::HostMemoryOptions;
+use crate::pool::{DeviceMemoryOptions, HostMemoryOptions};
 
 /// The options of a [`Runtime`](crate::Runtime).
 #[derive(Debug, Clone, Copy, Default)]
@@ -17,6 +17,8 @@ pub struct RuntimeOptions {
     pub numerics: Numerics,
     /// The options of page-locked memory.
     pub host_memory: HostMemoryOptions,
+    /// The options of the device memory that streams allocate.
+    pub device_memory: DeviceMemoryOptions,
     /// BLAS handles of device 0 that the runtime makes in the background: see
     /// [`with_warm_handles`](RuntimeOptions::with_warm_handles).
     pub warm_handles: usize,
@@ -31,6 +33,7 @@ impl RuntimeOptions {
             lt_workspace_bytes: None,
             numerics: Numerics::new(),
             host_memory: HostMemoryOptions::new(),
+            device_memory: DeviceMemoryOptions::new(),
             warm_handles: 0,
         }
     }
@@ -86,6 +89,13 @@ impl RuntimeOptions {
     #[must_use]
     pub const fn with_host_memory(mut self, options: HostMemoryOptions) -> Self {
         self.host_memory = options;
+        self
+    }
+
+    /// Returns the options with these options of the device memory that streams allocate.
+    #[must_use]
+    pub const fn with_device_memory(mut self, options: DeviceMemoryOptions) -> Self {
+        self.device_memory = options;
         self
     }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Runtime;
 use crate::capture::GraphStatistics;
-use crate::pool::{HandlePoolStatistics, HostCacheStatistics};
+use crate::pool::{DeviceMemoryStatistics, HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
 
 /// The state and the history of a runtime's pools.
@@ -29,6 +29,8 @@ pub struct Statistics {
     pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
+    /// The device memory that streams allocate, over all devices.
+    pub device_memory: DeviceMemoryStatistics,
     /// Memory shared with other processes.
     pub sharing: SharingStatistics,
     /// Memory that captures and graphs hold.
@@ -66,6 +68,7 @@ impl Runtime {
             events,
             idle_events,
             host: inner.pinned.statistics(),
+            device_memory: inner.frees.memory.statistics(),
             sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases(),
@@ -98,6 +101,7 @@ impl fmt::Display for Statistics {
         writeln!(f, "{} at most ({})", self.peak_workspaces, Bytes(self.peak_workspace_bytes))?;
         writeln!(f, "events: {}, {} idle", self.events, self.idle_events)?;
         writeln!(f, "page-locked memory: {}", self.host)?;
+        writeln!(f, "device memory of streams: {}", self.device_memory)?;
         writeln!(f, "sharing: {}", self.sharing)?;
         writeln!(f, "graphs: {}", self.graphs)?;
         let Self { failed_releases, refused_destroys, left_at_exit, .. } = self;
@@ -136,6 +140,23 @@ impl fmt::Display for HostCacheStatistics {
     }
 }
 
+impl fmt::Display for DeviceMemoryStatistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} held in {} parts, ", Bytes(self.held_bytes), self.parts)?;
+        write!(f, "{} at most ({} live): ", Bytes(self.peak_held_bytes), Bytes(self.peak_live_bytes))?;
+        write!(f, "{} live ({}), ", self.live_blocks, Bytes(self.live_bytes))?;
+        write!(f, "{} free, {} free in slabs, ", Bytes(self.free_bytes), Bytes(self.slab_bytes))?;
+        write!(f, "{} of no stream, ", Bytes(self.spare_bytes))?;
+        write!(f, "{} cached ({}), ", self.cached_blocks, Bytes(self.cached_bytes))?;
+        write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
+        write!(f, "{} unmarked ({}); ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
+        write!(f, "{} hits in lists, {} in free pages, ", self.cache_hits, self.free_hits)?;
+        write!(f, "{} in waiting blocks, {} in merged blocks, ", self.waiting_hits, self.merged_hits)?;
+        write!(f, "{} misses, {} allocations, {} frees, ", self.misses, self.allocations, self.frees)?;
+        write!(f, "{} moved", Bytes(self.moved_bytes))
+    }
+}
+
 impl fmt::Display for SharingStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} exported ({}), ", self.exported_blocks, Bytes(self.exported_bytes))?;
@@ -167,7 +188,7 @@ mod tests {
         let runtime = Runtime::new(ManualBackend::new()).unwrap();
         let _pinned = runtime.pinned::<u8>(3 << 20).unwrap();
         let text = runtime.statistics().to_string();
-        assert_eq!(text.lines().count(), 8, "{text}");
+        assert_eq!(text.lines().count(), 9, "{text}");
         assert!(text.contains("1 live (3.0 MiB, of which 3.0 MiB requested)"), "{text}");
     }
 }

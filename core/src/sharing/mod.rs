@@ -131,7 +131,7 @@ impl Mapper for DeviceMapper<'_> {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let services = &self.memory.services;
         let ipc = services.ipc("open_shared")?;
-        let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), |_| Ok(()))?;
+        let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: The memory was just opened, and no other code knows its address.
