@@ -202,8 +202,10 @@ impl DeviceBlock {
             Ok(Noted::Ordered)
         };
         wait().map_err(|error: Error| {
+            let own =
+                home.stream().map_or_else(|| "a stream that has ended".to_owned(), |home| format!("{:?}", home.id));
             let message = format!(
-                "{:?} cannot wait for the allocation of {:?} in the order of its own stream: {}",
+                "{:?} cannot wait for the allocation of {:?} in the order of {own}: {}",
                 stream.id,
                 self.ptr,
                 error.message()

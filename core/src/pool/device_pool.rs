@@ -512,8 +512,11 @@ impl DevicePool {
         result
     }
 
-    /// Releases the memory that no block and no work uses; with `wait`, waits for that work.
+    /// Releases the memory that no block and no work uses; with `wait`, waits for that work. Does nothing in a capture.
     pub(crate) fn trim(&self, wait: bool) -> Result<()> {
+        if in_capture() {
+            return Ok(());
+        }
         let mut result = Ok(());
         for memory in self.streams() {
             memory.collect(wait);
@@ -557,7 +560,8 @@ impl DevicePool {
 
     fn release_spare(&self, wait: bool) -> Result<()> {
         let mut result = Ok(());
-        for spare in std::mem::take(&mut *self.spare.lock()) {
+        let spares = std::mem::take(&mut *self.spare.lock());
+        for spare in spares {
             let done = spare.after.as_ref().map_or(Ok(true), |after| self.services.is_passed(after, wait));
             if !matches!(done, Ok(true)) {
                 result = result.and(done.map(|_| ()));
@@ -587,7 +591,10 @@ impl DevicePool {
         }
         // Twice: no later call can retry.
         let first = self.release_all();
-        first.or_else(|_| self.release_all())
+        let freed = first.or_else(|_| self.release_all());
+        // They hold completion events, which the runtime destroys next.
+        self.streams.lock().retain(|memory| !memory.is_empty());
+        freed
     }
 
     /// Releases every part. A part that stays mapped keeps its addresses.

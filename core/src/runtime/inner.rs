@@ -121,8 +121,12 @@ impl RuntimeInner {
     pub(super) fn trim(&self) -> Result<()> {
         let handles = self.retry_refused().and(self.handles.trim());
         let memory = handles.and(self.frees.trim(false)).and(self.workspaces.trim(false)).and(self.pinned.trim());
-        let memory = self.frees.memory.pools.iter().fold(memory, |result, pool| result.and(pool.trim(false)));
-        memory.and(self.destroy_idle_events())
+        memory.and(self.trim_pools()).and(self.destroy_idle_events())
+    }
+
+    /// Frees the memory that streams keep, as far as their work is done.
+    pub(super) fn trim_pools(&self) -> Result<()> {
+        self.frees.memory.pools.iter().fold(Ok(()), |result, pool| result.and(pool.trim(false)))
     }
 }
 

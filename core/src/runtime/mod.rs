@@ -145,9 +145,10 @@ impl Runtime {
         u32::try_from(self.inner.devices.len()).unwrap_or(u32::MAX)
     }
 
-    /// Frees dropped device memory that no stream uses any more. Retries the destruction of streams, events and graphs that the
-    /// backend refused to destroy. Every allocation and every wait for a stream also frees such memory. Inside a capture, frees
-    /// nothing.
+    /// Frees dropped device memory that no stream uses any more, and the memory that streams keep for
+    /// [`Stream::allocate`](crate::Stream::allocate), as far as their work is done. Retries the destruction of streams, events and graphs that the
+    /// backend refused to destroy. Inside a capture, frees nothing. Every allocation and every wait for a stream also frees dropped
+    /// memory of [`Device::allocate`](crate::Device::allocate).
     ///
     /// A vendor's free may wait for all work on the device. CUDA's does, and during the wait it blocks other threads that
     /// allocate or enqueue. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep
@@ -157,7 +158,7 @@ impl Runtime {
     /// The backend's error if it cannot report whether a stream is done. Nothing is lost.
     pub fn trim_device_memory(&self) -> Result<()> {
         self.inner.check("trim_device_memory")?;
-        self.inner.retry_refused().and(self.inner.frees.trim(false))
+        self.inner.retry_refused().and(self.inner.frees.trim(false)).and(self.inner.trim_pools())
     }
 
     /// As [`Runtime::trim_device_memory`].
