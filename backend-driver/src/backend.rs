@@ -599,7 +599,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
             }
         }
-        let _current = state.current_for(OPERATION, &held, stream.device())?;
+        let _current = if state.may_cross_mappings(copy) {
+            Some(state.make_current(OPERATION, stream.device())?)
+        } else {
+            state.current_for(OPERATION, &held, stream.device())?
+        };
         let calls = state.platform.calls();
         // SAFETY: The caller promises that both ranges are valid, and the stream is held.
         let code = unsafe {

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
+use crate::primitive::prepare_fences;
 use highwater_hal::OpenFailure;
 
 /// An opened library. It is never closed, because callbacks, exit handlers and threads of a driver outlive every user.
@@ -23,6 +24,9 @@ impl Library {
     /// Opening a library runs its constructors and those of its dependencies. The caller must ensure that this process
     /// may run them.
     pub unsafe fn open(name: impl AsRef<OsStr>) -> Result<Self, OpenFailure> {
+        // A driver starts threads. In a process with one thread the registration for the barrier takes no time; with several, about
+        // 10 ms, for which the first calls of all threads would wait.
+        prepare_fences();
         let name = name.as_ref();
         // SAFETY: The caller promises that the constructors may run.
         match unsafe { libloading::Library::new(name) } {

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::platform::{Platform, SharedBlock};
 use super::state::{DriverState, nothing};
 use highwater_hal::{
-    Capabilities, DevicePtr, Error, ErrorKind, PhysicalMemoryId, PhysicalMemoryOptions, Result, Transport,
+    Capabilities, DevicePtr, Error, ErrorKind, Location, MemoryCopy, PhysicalMemoryId, PhysicalMemoryOptions, Result,
+    Transport,
 };
 
 /// Physical memory. The vendor's handle is released when the id is destroyed and nothing maps the memory: an export of mapped
@@ -257,12 +258,31 @@ impl<P: Platform> DriverState<P> {
             }
             mapped.pieces.insert(ptr.get(), Arc::clone(memory));
         }
+        self.has_mapped.store(true, Ordering::Relaxed);
         let allocation = memory.allocation;
         // SAFETY: The range is reserved, nothing is mapped in it, and the caller owns it. The memory is held.
         let call = |platform: &P| unsafe { platform.map_memory(ptr, bytes, allocation) };
         self.with_device(operation, device, call).inspect_err(|_| {
             self.mapped_memory.lock().pieces.remove(&ptr.get());
         })
+    }
+
+    /// Returns whether a range of a copy may begin in one mapping and end in another. Without a current context, CUDA refuses a
+    /// copy of such memory as an invalid value, though no other.
+    #[inline]
+    pub(super) fn may_cross_mappings(&self, copy: &MemoryCopy) -> bool {
+        // Relaxed: the caller has mapped the memory before this call.
+        self.has_mapped.load(Ordering::Relaxed)
+            && [copy.dst, copy.src].into_iter().any(|at| self.crosses(at, copy.bytes))
+    }
+
+    /// Returns whether a range contains an address at which a mapping can begin.
+    #[inline(never)]
+    fn crosses(&self, at: Location, bytes: usize) -> bool {
+        let Location::Device { device, ptr } = at else { return false };
+        let granularity = self.device("copy", device).map_or(0, |device| device.capabilities.mapped_memory_granularity);
+        let last = ptr.get().saturating_add(bytes.saturating_sub(1) as u64);
+        granularity > 0 && ptr.get() / granularity as u64 != last / granularity as u64
     }
 
     /// # Safety

@@ -95,6 +95,8 @@ pub struct DriverState<P: Platform> {
     pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
     pub(super) physical_memory: IdTable<PhysicalMemoryId, PhysicalMemory>,
     pub(super) mapped_memory: Mutex<MappedMemory>,
+    /// True once memory was mapped.
+    pub(super) has_mapped: AtomicBool,
     pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
     pub(super) mapped_changed: Condvar,
     /// The descriptors of exported handles, held weakly, because dropping the last copy of a descriptor notifies no
@@ -239,6 +241,7 @@ impl<P: Platform> DriverState<P> {
             host_blocks: Mutex::default(),
             physical_memory: IdTable::new(tag),
             mapped_memory: Mutex::default(),
+            has_mapped: AtomicBool::new(false),
             mapped: Mutex::default(),
             mapped_changed: Condvar::new(),
             exported: Mutex::default(),

@@ -7,6 +7,7 @@ use crate::device_block::Noted;
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
 use crate::pool::blas_handles::PooledHandle;
+use crate::pool::first_create::Entry;
 use crate::product::{self, Product};
 use crate::runtime::RuntimeInner;
 use crate::stream::Stream;
@@ -148,16 +149,16 @@ impl Stream {
     #[inline(always)]
     pub fn blas(&self) -> Result<BlasLease<'_>> {
         let handles = &self.runtime().inner.handles;
-        let enter = || handles.enter(self.device(), BlasKind::Blas);
-        let lease = handles.blas.lease_entered(self.core().blas_key, enter, || self.new_blas_handle())?;
+        let enter = || handles.enter(self.device(), BlasKind::Blas, self.core().lacking_workspace(BlasKind::Blas));
+        let lease = handles.blas.lease_entered(self.core().blas_key, enter, |entry| self.new_blas_handle(entry))?;
         BlasLease::bind(self, lease)
     }
 
     /// A handle for products. In a capture that cannot record products, the error gives that reason, instead of a missing
     /// handle.
     #[cold]
-    fn new_blas_handle(&self) -> Result<PooledHandle> {
-        self.runtime().inner.handles.create(self.device(), BlasKind::Blas).or_else(|error| {
+    fn new_blas_handle(&self, entry: &Entry<'_>) -> Result<PooledHandle> {
+        self.runtime().inner.handles.create(self.device(), BlasKind::Blas, entry).or_else(|error| {
             if error.kind() == ErrorKind::Capture && self.core().enter("gemm")?.recording.is_some() {
                 check_recordable("gemm", self)?;
             }
@@ -172,8 +173,8 @@ impl Stream {
     #[inline(always)]
     pub fn lt(&self) -> Result<LtLease<'_>> {
         let handles = &self.runtime().inner.handles;
-        let enter = || handles.enter(self.device(), BlasKind::Lt);
-        let create = || handles.create(self.device(), BlasKind::Lt);
+        let enter = || handles.enter(self.device(), BlasKind::Lt, self.core().lacking_workspace(BlasKind::Lt));
+        let create = |entry: &Entry<'_>| handles.create(self.device(), BlasKind::Lt, entry);
         let lease = handles.lt.lease_entered(self.core().lt_key, enter, create)?;
         LtLease::bind(self, lease)
     }

@@ -26,6 +26,19 @@ mod primitive {
         }
     }
 
+    impl<T> std::ops::Deref for Guard<'_, T> {
+        type Target = T;
+        fn deref(&self) -> &T {
+            self.0.as_deref().expect("the guard is held")
+        }
+    }
+
+    impl<T> std::ops::DerefMut for Guard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            self.0.as_deref_mut().expect("the guard is held")
+        }
+    }
+
     /// parking_lot's interface over loom's condition variable. No wait times out, so a lost wake-up is a deadlock, which loom finds.
     #[derive(Debug)]
     pub(crate) struct Condvar(loom::sync::Condvar);
@@ -73,7 +86,7 @@ fn one_thread_creates_first_and_the_others_after_it() {
         let create = {
             let (gate, firsts, ended) = (Arc::clone(&gate), firsts.clone(), ended.clone());
             move || {
-                let entry = gate.enter();
+                let entry = gate.enter(None);
                 if entry.is_first() {
                     firsts.fetch_add(1, SeqCst);
                     thread::yield_now();
@@ -87,5 +100,38 @@ fn one_thread_creates_first_and_the_others_after_it() {
         create();
         others.into_iter().for_each(|other| other.join().unwrap());
         assert_eq!(firsts.load(SeqCst), 1);
+    });
+}
+
+/// The first thread makes handles for the threads that wait. Each thread that it has counted finds one, no handle is left over, and
+/// only a thread that came later creates its own.
+#[test]
+fn the_first_thread_makes_handles_for_those_that_wait() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let gate = Arc::new(FirstCreate::new());
+        let [idle, made, own] = [(); 3].map(|()| std::sync::Arc::new(StdAtomicU32::new(0)));
+        let create = {
+            let (gate, idle, made, own) = (Arc::clone(&gate), idle.clone(), made.clone(), own.clone());
+            move || {
+                let entry = gate.enter(Some(1));
+                if entry.is_first() {
+                    while (entry.demand().handles as u32) > made.load(SeqCst) {
+                        made.fetch_add(1, SeqCst);
+                        thread::yield_now();
+                        idle.fetch_add(1, SeqCst);
+                    }
+                    let demand = entry.demand();
+                    assert_eq!(demand.workspaces, usize::from(demand.handles > 0));
+                } else if idle.fetch_update(SeqCst, SeqCst, |idle| idle.checked_sub(1)).is_err() {
+                    own.fetch_add(1, SeqCst);
+                }
+            }
+        };
+        let others: Vec<_> = (0..2).map(|_| thread::spawn(create.clone())).collect();
+        create();
+        others.into_iter().for_each(|other| other.join().unwrap());
+        assert_eq!((idle.load(SeqCst), made.load(SeqCst) + own.load(SeqCst)), (0, 2));
     });
 }

@@ -2,16 +2,21 @@
 
 mod support;
 
-use std::sync::Barrier;
-use std::thread;
+use std::collections::HashSet;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use highwater_core::{ErrorKind, GemmShape, Runtime, RuntimeOptions, Stream};
+use highwater_core::{
+    Answer, Backend, BackendLayer, Call, ErrorKind, GemmShape, Result, Runtime, RuntimeOptions, Stream,
+};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 use support::{end, kind, open};
 
 const THREADS: usize = 16;
-const SLOW: Duration = Duration::from_millis(150);
+const SLOW: Duration = Duration::from_millis(400);
 
 /// Leases a handle in each of 16 threads at once. Returns how long all of them took, and how many failed.
 fn lease_in_all_threads(streams: &[Stream]) -> (Duration, usize) {
@@ -48,6 +53,141 @@ fn sixteen_threads_pay_for_one_slow_first_creation() {
     let handles = runtime.statistics().blas_handles;
     assert_eq!((handles.created, handles.live, handles.peak_live), (16, 16, 16));
     end(runtime, (streams, device));
+}
+
+/// A mock that knows the thread of each creation and allocation, and panics in one creation.
+struct Watched {
+    gpu: Arc<MockGpu>,
+    calls: Mutex<Vec<(&'static str, ThreadId)>>,
+    panics_at: Option<usize>,
+}
+
+impl fmt::Debug for Watched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watched").field("gpu", &self.gpu).finish_non_exhaustive()
+    }
+}
+
+impl Watched {
+    /// Returns the number of calls of an operation, and the threads that made them.
+    fn calls_of(&self, operation: &str) -> (usize, usize) {
+        let calls = self.calls.lock().unwrap();
+        let of_operation: Vec<_> = calls.iter().filter(|(other, _)| *other == operation).collect();
+        (of_operation.len(), of_operation.iter().map(|(_, thread)| thread).collect::<HashSet<_>>().len())
+    }
+}
+
+// SAFETY: everything is passed on to the mock.
+unsafe impl BackendLayer for Watched {
+    fn below(&self) -> &dyn Backend {
+        &*self.gpu
+    }
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        let number = {
+            let mut calls = self.calls.lock().unwrap();
+            calls.push((call.operation, thread::current().id()));
+            calls.iter().filter(|(other, _)| *other == call.operation).count()
+        };
+        let answer = forward(self.below());
+        assert!(
+            call.operation != "create_blas_handle" || self.panics_at != Some(number),
+            "the vendor's library panics"
+        );
+        answer
+    }
+}
+
+/// Opens a mock whose first creation is slow, and the streams of 16 threads.
+fn open_watched(options: MockOptions, panics_at: Option<usize>) -> (Arc<Watched>, Runtime, Vec<Stream>) {
+    let gpu = MockGpu::open(options.with_first_handle_latency(SLOW)).unwrap();
+    let watched = Arc::new(Watched { gpu, calls: Mutex::default(), panics_at });
+    let runtime = Runtime::new(watched.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let streams = (0..THREADS).map(|_| device.create_stream().unwrap()).collect();
+    (watched, runtime, streams)
+}
+
+#[test]
+fn one_thread_makes_the_handles_and_workspaces_of_all_that_wait() {
+    for per_stream in [false, true] {
+        let options = MockOptions::new().with_capabilities(|capabilities| capabilities.handle_per_stream = per_stream);
+        let (watched, runtime, streams) = open_watched(options, None);
+        assert_eq!(lease_in_all_threads(&streams).1, 0);
+        assert_eq!(watched.calls_of("create_blas_handle"), (16, 1));
+        assert_eq!(watched.calls_of("allocate"), (16, 1));
+        let statistics = runtime.statistics();
+        let handles = statistics.blas_handles;
+        assert_eq!((handles.created, handles.warmed, handles.live, handles.threads_served), (16, 0, 16, 16));
+        assert_eq!(statistics.workspaces, 16);
+        end(runtime, streams);
+    }
+}
+
+#[test]
+fn threads_that_share_a_stream_cause_one_workspace() {
+    let (watched, runtime, mut streams) = open_watched(MockOptions::new(), None);
+    streams.truncate(1);
+    let barrier = Barrier::new(THREADS);
+    let lease = || {
+        barrier.wait();
+        let leased = streams[0].blas();
+        barrier.wait();
+        drop(leased.unwrap());
+    };
+    thread::scope(|scope| (0..THREADS).for_each(|_| drop(scope.spawn(lease))));
+    assert_eq!(watched.calls_of("create_blas_handle"), (16, 1));
+    assert_eq!(runtime.statistics().workspaces, 1);
+    end(runtime, streams);
+}
+
+#[test]
+fn warming_makes_handles_for_the_threads_that_wait() {
+    let (watched, runtime, streams) = open_watched(MockOptions::new(), None);
+    let device = runtime.device(0).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| device.warm(1).unwrap());
+        thread::sleep(SLOW / 3);
+        assert_eq!(lease_in_all_threads(&streams).1, 0);
+    });
+    assert_eq!(watched.calls_of("create_blas_handle"), (16, 1));
+    assert_eq!(runtime.statistics().blas_handles.warmed, 1);
+    end(runtime, (streams, device));
+}
+
+#[test]
+fn a_handle_that_cannot_be_made_for_another_thread_fails_no_lease() {
+    for kind in [ErrorKind::Vendor, ErrorKind::OutOfMemory] {
+        for operation in [Operation::CreateBlasHandle, Operation::Allocate] {
+            let options = MockOptions::new().with_faults(operation, 3..=3, kind);
+            let (watched, runtime, streams) = open_watched(options, None);
+            let failed = lease_in_all_threads(&streams).1;
+            assert_eq!(failed, 0, "{operation:?}, {kind:?}");
+            assert!(watched.calls_of("create_blas_handle").1 > 1 || operation == Operation::Allocate);
+            assert_eq!(runtime.statistics().blas_handles.live, 16);
+            end(runtime, streams);
+        }
+    }
+}
+
+#[test]
+fn a_panic_while_the_first_thread_creates_wakes_the_others() {
+    for panics_at in [1, 3] {
+        let (_, runtime, streams) = open_watched(MockOptions::new(), Some(panics_at));
+        let barrier = Barrier::new(THREADS);
+        let start = Instant::now();
+        let panics: usize = thread::scope(|scope| {
+            let lease = |stream: &Stream| {
+                barrier.wait();
+                catch_unwind(AssertUnwindSafe(|| drop(stream.blas().unwrap()))).is_err()
+            };
+            let threads: Vec<_> = streams.iter().map(|stream| scope.spawn(move || lease(stream))).collect();
+            threads.into_iter().map(|thread| usize::from(thread.join().unwrap())).sum()
+        });
+        assert_eq!(panics, 1);
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+        drop(streams);
+        drop(runtime);
+    }
 }
 
 #[test]

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::output;
 
 /// The loss without a service and the gain with it, as measured (`docs/cuda.md`).
-pub(super) const MEASURED: &str = "on one H200, 2 and 4 workers of the main job reached 0.38 and 0.37 of the speed of one \
-                                   without it, and 1.94 and 3.55 with it";
+pub(super) const MEASURED: &str = "on one H200, 2 and 4 workers of the main job reached 0.39 and 0.39 of the speed of one \
+                                   without it, and 1.88 and 3.25 with it";
 
 /// The option `--mps`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

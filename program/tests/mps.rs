@@ -286,7 +286,7 @@ fn a_service_that_does_not_start_is_a_reason_and_no_failure() {
         let run = machine.job(behavior, &["--load-limit", "1"]);
         let (state, _, reason) = service(&run);
         assert!(state == "none" && reason.contains(expected), "{behavior}: {reason}");
-        assert!(run.stderr.contains("by time slices") && run.stderr.contains("0.38 and 0.37"), "{}", run.stderr);
+        assert!(run.stderr.contains("by time slices") && run.stderr.contains("0.39 and 0.39"), "{}", run.stderr);
     }
     let mut command = machine.command("", &["--backend", "cuda", "--json"]);
     command.env("PATH", machine.home.join("empty"));
@@ -433,7 +433,7 @@ fn doctor_reports_the_service_where_there_is_a_device_or_the_control_program() {
     assert_eq!(object["mps"]["control_program"], control.to_str().unwrap());
     assert_eq!(object["mps"]["pipe_directory"], machine.home.join("none").to_str().unwrap());
     let table = machine.run(machine.command("", &["doctor"]), 0);
-    table.assert_printed(&["NVIDIA's multi-process service does not run in ", "0.38 and 0.37"]);
+    table.assert_printed(&["NVIDIA's multi-process service does not run in ", "0.39 and 0.39"]);
     let mut command = machine.command("", &["doctor", "--json"]);
     command.env("PATH", machine.home.join("empty")).env("HIGHWATER_CUDA_LIBRARY", "/nowhere/libcuda.so.1");
     assert_eq!(machine.run(command, 0).object()["mps"], Value::Null);

@@ -259,7 +259,7 @@ fn map_new(handle_types: u32) -> Answer<(u64, u64)> {
 }
 
 fn mapped(log: &mut Log) -> Answer {
-    start(0)?;
+    let context = start(0)?;
     let (stream, properties) = (stream()?, Properties::with_handles(1));
     for option in [0, 1] {
         let mut bytes = 0;
@@ -300,6 +300,17 @@ fn mapped(log: &mut Log) -> Answer {
     ok!(cu cuMemsetD8Async(both, 4, 2 * MAPPED, stream));
     log.is("one fill over the border", kinds_of(load::<u8>(both, 2 * MAPPED, stream)?), vec![4]);
     log.is("seen where it was first mapped", kinds_of(load::<u8>(base, MAPPED, stream)?), vec![4]);
+    let (host, border) = (pinned(2 * MAPPED)?, both + MAPPED as u64 - 32);
+    ok!(cu cuCtxSetCurrent(0));
+    log.is("without a context: a copy inside one mapping", cu!(cuMemcpyHtoDAsync_v2(both, host, MAPPED, stream)), 0);
+    log.is("a copy over the border", cu!(cuMemcpyHtoDAsync_v2(both, host, 2 * MAPPED, stream)), 1);
+    log.is("64 bytes", cu!(cuMemcpyDtoHAsync_v2(host, border, 64, stream)), 1);
+    log.is("from plain memory", cu!(cuMemcpyDtoDAsync_v2(border, plain, 64, stream)), 1);
+    log.is("a fill", cu!(cuMemsetD8Async(border, 5, 64, stream)), 0);
+    ok!(cu cuCtxSetCurrent(context));
+    log.is("with a context: a copy over the border", cu!(cuMemcpyDtoHAsync_v2(host, border, 64, stream)), 0);
+    ok!(cu cuMemsetD8Async(both, 4, 2 * MAPPED, stream));
+    ok!(cu cuStreamSynchronize(stream));
     let mut descriptor = -1;
     let code = cu!(cuMemExportToShareableHandle((&raw mut descriptor).cast(), second, 1, 0));
     log.is("an export of what was not made for it", code, 1);

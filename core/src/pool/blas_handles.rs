@@ -2,17 +2,23 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
-use super::first_create::{Entry, FirstCreate};
+use super::first_create::{Demand, Entry, FirstCreate};
 use super::handles::{HandlePool, PoolKey};
+use super::workspaces::Workspaces;
 use crate::capture::thread::{in_capture, warm_up_first};
 use crate::numerics::Modes;
 use crate::services::Services;
 use highwater_hal::{BlasHandle, BlasKind, BlasOptions, Error, PlanId, PlanOptions, Result};
+
+/// The time after which the first thread stops making handles for those that wait. Where a creation is slow although it is not the
+/// first, several threads may be quicker than one.
+const LONGEST_EXTRA_WORK: Duration = Duration::from_millis(50);
 
 /// A handle in the pool, with its known state.
 #[derive(Debug)]
@@ -51,6 +57,7 @@ pub(crate) struct BlasHandles {
     pub(crate) blas: HandlePool<PooledHandle>,
     pub(crate) lt: HandlePool<PooledHandle>,
     memory: Arc<DeviceMemory>,
+    workspaces: Arc<Workspaces>,
     /// Handles whose stream has ended, for devices that need one handle for each stream.
     spare: Mutex<Vec<SpareHandle>>,
     /// By ordinal, for BLAS and Lt.
@@ -82,12 +89,13 @@ impl SpareHandle {
 }
 
 impl BlasHandles {
-    pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
+    pub(crate) fn new(memory: Arc<DeviceMemory>, workspaces: Arc<Workspaces>) -> Self {
         let first = memory.services.devices.iter().map(|_| [FirstCreate::new(), FirstCreate::new()]).collect();
         Self {
             blas: HandlePool::new(),
             lt: HandlePool::new(),
             memory,
+            workspaces,
             spare: Mutex::default(),
             first,
             warm_error: Mutex::default(),
@@ -95,13 +103,13 @@ impl BlasHandles {
     }
 
     /// Enters a creation; waits if the first one of the device is under way in another thread. A thread inside a capture does
-    /// not wait.
+    /// not wait. `stream` is the key of its stream, if that lacks a workspace.
     #[cold]
-    pub(crate) fn enter(&self, device: u32, kind: BlasKind) -> Entry<'_> {
+    pub(crate) fn enter(&self, device: u32, kind: BlasKind, stream: Option<u64>) -> Entry<'_> {
         if in_capture() {
             Entry::later()
         } else {
-            self.first[device as usize][usize::from(kind == BlasKind::Lt)].enter()
+            self.first[device as usize][usize::from(kind == BlasKind::Lt)].enter(stream)
         }
     }
 
@@ -111,27 +119,68 @@ impl BlasHandles {
 
     /// Makes handles until `count` of the kind are idle.
     pub(crate) fn warm(&self, device: u32, kind: BlasKind, count: usize) -> Result<()> {
-        let idle = if self.services().device(device).handle_per_stream(kind) {
+        (self.idle(device, kind)..count).try_for_each(|_| self.add_idle(device, kind))
+    }
+
+    /// Returns the number of handles that the next threads find.
+    fn idle(&self, device: u32, kind: BlasKind) -> usize {
+        if self.services().device(device).handle_per_stream(kind) {
             let is_new = |spare: &&SpareHandle| spare.fits(device, kind) && matches!(spare.after, After::Nothing);
             self.spare.lock().iter().filter(is_new).count()
         } else {
             self.pool(kind).idle_of(PoolKey::device(device))
-        };
-        (idle..count).try_for_each(|_| self.add_idle(device, kind))
+        }
     }
 
     /// Makes a handle that no thread has claimed. If handles belong to streams, the next stream takes it.
     pub(crate) fn add_idle(&self, device: u32, kind: BlasKind) -> Result<()> {
         self.check_kind(device, kind)?;
         // Until the handle is in the pool, so that a thread that waits finds it there.
-        let _entry = self.enter(device, kind);
+        let entry = self.enter(device, kind, None);
         let pooled = self.make(device, kind)?;
         if self.services().device(device).handle_per_stream(kind) {
-            self.spare.lock().push(SpareHandle { device, pooled, after: After::Nothing });
+            self.add_spare(device, pooled);
         } else {
-            self.pool(kind).add_idle(PoolKey::device(device), pooled);
+            self.pool(kind).add_warm(PoolKey::device(device), pooled);
         }
+        self.make_for_waiting(device, kind, &entry);
         Ok(())
+    }
+
+    fn add_spare(&self, device: u32, pooled: PooledHandle) {
+        self.spare.lock().push(SpareHandle { device, pooled, after: After::Nothing });
+    }
+
+    /// Makes handles and workspaces for the threads that wait for the first creation. One thread makes all of them, because several
+    /// that create at once contend inside the driver. If one cannot be made, stops: the others try themselves, and state the error.
+    fn make_for_waiting(&self, device: u32, kind: BlasKind, entry: &Entry<'_>) {
+        let start = Instant::now();
+        let mut made = 0;
+        loop {
+            let demand = entry.demand();
+            // A thread that comes now may take a handle without waiting.
+            if demand.handles <= made
+                || demand.handles <= self.idle(device, kind)
+                || start.elapsed() > LONGEST_EXTRA_WORK
+            {
+                return;
+            }
+            let made_one = self.workspaces_for(device, kind, demand).and_then(|()| self.make_once(device, kind));
+            match made_one {
+                Ok(pooled) if self.services().device(device).handle_per_stream(kind) => self.add_spare(device, pooled),
+                Ok(pooled) => self.pool(kind).add_idle(PoolKey::device(device), pooled),
+                Err(error) => {
+                    tracing::debug!("the threads that wait for the first handle make their own: {error}");
+                    return;
+                }
+            }
+            made += 1;
+        }
+    }
+
+    fn workspaces_for(&self, device: u32, kind: BlasKind, demand: Demand) -> Result<()> {
+        let bytes = self.services().device(device).workspace_bytes(kind);
+        self.workspaces.warm(device, bytes, demand.workspaces)
     }
 
     /// Keeps the error of the background thread for the first lease that fails.
@@ -159,21 +208,37 @@ impl BlasHandles {
     }
 
     /// Creates a handle, or takes one whose stream has ended and is done. If the device has no memory left, frees unused memory
-    /// and retries once.
+    /// and retries once. The first creation of a device also makes handles for the threads that wait for it.
     #[cold]
-    pub(crate) fn create(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+    pub(crate) fn create(&self, device: u32, kind: BlasKind, entry: &Entry<'_>) -> Result<PooledHandle> {
         self.check_kind(device, kind)?;
         if let Some(pooled) = self.take_spare(device, kind) {
             return Ok(pooled);
         }
-        self.make(device, kind).map_err(|error| match self.warm_error.lock().take() {
+        let made = self.make(device, kind).map_err(|error| match self.warm_error.lock().take() {
             Some(before) => error.with_hint(format!("the warm handles could not be made either: {before}")),
             None => error,
-        })
+        })?;
+        self.make_for_waiting(device, kind, entry);
+        Ok(made)
     }
 
     /// Creates a handle.
     pub(crate) fn make(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        self.make_by(device, kind, |create| self.memory.with_retry(create, || true))
+    }
+
+    /// Creates a handle. Frees nothing for it.
+    fn make_once(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        self.make_by(device, kind, |create| create())
+    }
+
+    fn make_by(
+        &self,
+        device: u32,
+        kind: BlasKind,
+        by: impl FnOnce(&dyn Fn() -> Result<Box<dyn BlasHandle>>) -> Result<Box<dyn BlasHandle>>,
+    ) -> Result<PooledHandle> {
         let capabilities = &self.services().device(device).capabilities;
         // A thread's permissions in a capture do not depend on the device.
         let _quiet = match capabilities.create_during_capture {
@@ -182,8 +247,7 @@ impl BlasHandles {
         };
         let options = BlasOptions::new(kind);
         // Vendors start with different defaults, so the handle's modes are unknown until the first product sets them.
-        let handle =
-            self.memory.with_retry(|| self.services().backend.create_blas_handle(device, &options), || true)?;
+        let handle = by(&|| self.services().backend.create_blas_handle(device, &options))?;
         Ok(PooledHandle::new(handle, kind))
     }
 

@@ -17,8 +17,9 @@ fn membarrier(command: libc::c_int) -> bool {
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Chooses the kind of fence. Each thread calls it before it creates a lock. In a process with several threads, the first call
-/// takes about 20 ms, so a program without page-locked memory does not make it.
+/// Chooses the kind of fence. Each thread calls it before it creates a lock. In a process with several threads, the first
+/// registration takes 10 to 20 ms, so a program without page-locked memory does not make it. The backends of `highwater-driver`
+/// register before they load a driver, and later registrations of the process return at once.
 pub(crate) fn prepare_fences() {
     static CHOSEN: Once = Once::new();
     CHOSEN.call_once(|| {

@@ -199,17 +199,17 @@ impl<H: Send + 'static> HandlePool<H> {
     /// `Forked` in a child of the process that created the pool; otherwise the error of `create`.
     #[inline]
     pub fn lease(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
-        self.lease_entered(key, Creation::later, create)
+        self.lease_entered(key, Creation::later, |_| create())
     }
 
     /// Leases a handle as [`lease`](Self::lease) does. Before `create`, runs `enter`, which may wait for another thread's first
-    /// creation. A handle that became idle during the wait is leased instead of a new one.
+    /// creation. A handle that became idle during the wait is leased instead of a new one. The entry ends after `create`.
     #[inline(always)]
     pub(crate) fn lease_entered<'g>(
         &self,
         key: PoolKey,
         enter: impl FnOnce() -> Creation<'g>,
-        create: impl FnOnce() -> Result<H>,
+        create: impl FnOnce(&Creation<'g>) -> Result<H>,
     ) -> Result<HandleLease<'_, H>> {
         if !self.generation.is_current() {
             return Err(Generation::error("lease"));
@@ -271,7 +271,7 @@ impl<H: Send + 'static> HandlePool<H> {
         &self,
         key: PoolKey,
         enter: impl FnOnce() -> Creation<'g>,
-        create: impl FnOnce() -> Result<H>,
+        create: impl FnOnce(&Creation<'g>) -> Result<H>,
     ) -> Result<HandleLease<'_, H>> {
         let slot = match self.stack(key).pop() {
             Some(slot) => slot,
@@ -281,7 +281,7 @@ impl<H: Send + 'static> HandlePool<H> {
                 match idle {
                     Some(slot) => slot,
                     None => {
-                        let slot = Arc::new(Slot::new_leased(Keyed { key, handle: create()? }));
+                        let slot = Arc::new(Slot::new_leased(Keyed { key, handle: create(&creation)? }));
                         self.shared.add(key, &slot);
                         slot
                     }
@@ -328,7 +328,7 @@ impl<H: Send + 'static> HandlePool<H> {
         }
         let missing = count.saturating_sub(self.idle_of(key));
         for _ in 0..missing {
-            self.add_idle(key, create()?);
+            self.add_warm(key, create()?);
         }
         Ok(missing)
     }
@@ -338,11 +338,16 @@ impl<H: Send + 'static> HandlePool<H> {
         self.shared.slots.lock().get(&key).map_or(0, |of_key| of_key.iter().filter(|slot| slot.is_idle()).count())
     }
 
+    /// Adds a handle that was made before a thread asked for it.
+    pub(crate) fn add_warm(&self, key: PoolKey, handle: H) {
+        self.shared.warmed.fetch_add(1, Ordering::Relaxed);
+        self.add_idle(key, handle);
+    }
+
     /// Adds a handle that no thread has claimed.
     pub(crate) fn add_idle(&self, key: PoolKey, handle: H) {
         let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
         self.shared.add(key, &slot);
-        self.shared.warmed.fetch_add(1, Ordering::Relaxed);
         slot.release_to_idle();
         self.shared.push(key, slot);
     }

@@ -1,6 +1,7 @@
 //! Page-locked host memory: the cache of blocks, the memory behind it, and the waits of the CPU for the streams.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -11,7 +12,7 @@ use super::background::Background;
 use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_uses::{BegunUse, BlockUses, CpuAccess};
 use super::budget::Budget;
-use super::completion_events::CompletionEvent;
+use super::completion_events::{CompletionEvent, Point};
 use super::host::{Found, HostCache, Leaving, Reason, Request};
 use super::host_memory::{Freed, HostMemory, Piece};
 use super::host_options::HostMemoryOptions;
@@ -24,6 +25,9 @@ use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
 use crate::stream::uses::last_used_stream;
 use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, fork::Generation};
+
+/// Bytes that the pools of a runtime hold from which on they grow only when nothing else is left.
+const MOST_AHEAD: u64 = 64 << 20;
 
 /// Maximum number of pages of a request: more than the pool can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -368,11 +372,50 @@ impl PinnedPool {
         taken
     }
 
-    /// Makes a block. Tries the cheapest way first.
+    /// Puts the blocks that wait in the calling thread's cache back into the pool if their streams are done. Queries each stream
+    /// once. Returns whether there were any; `None` if too few blocks wait.
+    fn put_back_waited(&self, own: &ThreadCache, request: Request) -> Option<bool> {
+        // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+        let waiting = unsafe { own.cached.own(|cached| cached.take_waiting(request.size())) }?;
+        // The first event of each stream that is not passed. No later one of the stream is.
+        let behind: RefCell<Vec<Point>> = RefCell::default();
+        let is_passed = |completion: &CompletionEvent| {
+            let point = completion.point();
+            let is_later = |first: &Point| first.stream == point.stream && first.number <= point.number;
+            if behind.borrow().iter().any(is_later) {
+                return false;
+            }
+            let is_passed = self.services.is_surely_passed(completion);
+            behind.borrow_mut().extend((!is_passed).then_some(point));
+            is_passed
+        };
+        let is_over = |block: &OwnedBlock| block.uses.are_over(is_passed);
+        let (over, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(is_over);
+        // SAFETY: As above.
+        let surplus = unsafe {
+            own.cached.own(|cached| rest.into_iter().filter_map(|block| cached.keep_waiting(block)).collect())
+        };
+        let any = !over.is_empty();
+        self.cache.put_back(over, 0);
+        self.cache.put_back(surplus, 0);
+        Some(any)
+    }
+
+    /// Makes a block. Tries the cheapest way first: for a thread whose streams are behind, a growth of a small pool. To take the
+    /// blocks of other threads, which are behind too, would take longer at every request.
     fn take_shared(&self, request: Request, home: Option<&Arc<ThreadCache>>) -> Result<OwnedBlock> {
         let look = |found| self.cache.take_found(found, request, home);
         if let Some(block) = look(Found::Free) {
             return Ok(block);
+        }
+        if self.cache.held_bytes() < MOST_AHEAD
+            && !in_capture()
+            && let Some(any_done) = home.and_then(|own| self.put_back_waited(own, request))
+        {
+            let block = if any_done { look(Found::Waiting) } else { self.grow(request, home).ok() };
+            if let Some(block) = block {
+                return Ok(block);
+            }
         }
         if let Some(block) = self.collect_until(|| look(Found::Waiting)) {
             return Ok(block);

@@ -34,8 +34,11 @@ const SMALL_BYTES: usize = 64 << 10;
 /// Blocks of one size that are kept.
 const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
-/// Blocks of one size that wait for streams are kept up to this many times the limit of free blocks.
-const WAITING: usize = 8;
+/// Blocks of one size that wait for streams and are kept. A driver's queue has about 1,000 places for each stream.
+const MOST_SMALL_WAITING: usize = 1536;
+const MOST_LARGE_WAITING: usize = 64;
+/// Waiting blocks of one size that are many: see [`Cached::take_waiting`].
+const BEHIND: usize = 16;
 /// Small blocks that must be dropped between a query that found a stream behind and the next query.
 const ASK_AFTER: usize = 32;
 
@@ -169,7 +172,7 @@ impl Cached {
         let Some(index) = self.list_of(block.size) else { return Some(block) };
         let is_small = block.bytes() <= SMALL_BYTES;
         let list = &mut self.lists[index];
-        let has_room = list.waiting.len() < WAITING * if is_small { MOST_SMALL } else { MOST_LARGE };
+        let has_room = list.waiting.len() < if is_small { MOST_SMALL_WAITING } else { MOST_LARGE_WAITING };
         if !has_room || self.allowance < u64::MAX || !(is_small || list.is_repeated) {
             return Some(block);
         }
@@ -190,6 +193,18 @@ impl Cached {
         Some(block)
     }
 
+    /// Takes out the waiting blocks of a size, if it is small and they are many.
+    pub(crate) fn take_waiting(&mut self, size: u32) -> Option<VecDeque<OwnedBlock>> {
+        let list = &mut self.lists[self.list_of(size)?];
+        let is_small = list.waiting.front().is_some_and(|block| block.bytes() <= SMALL_BYTES);
+        if !is_small || list.waiting.len() < BEHIND {
+            return None;
+        }
+        let waiting = std::mem::take(&mut list.waiting);
+        self.waiting_bytes -= waiting.iter().map(|block| block.bytes() as u64).sum::<u64>();
+        Some(waiting)
+    }
+
     /// Puts a block back that [`Cached::pop_waiting`] took out. Returns it if its list has another size now.
     pub(crate) fn put_back_waiting(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         let Some(index) = self.list_of(block.size) else { return Some(block) };
@@ -197,7 +212,7 @@ impl Cached {
         let more = if block.bytes() <= SMALL_BYTES { ASK_AFTER } else { 0 };
         let list = &mut self.lists[index];
         list.waiting.push_front(block);
-        list.ask_at = (list.waiting.len() + more).min(WAITING * MOST_SMALL);
+        list.ask_at = (list.waiting.len() + more).min(MOST_SMALL_WAITING);
         None
     }
 

@@ -4,6 +4,8 @@ use std::cell::RefCell;
 use std::sync::{Arc, Barrier, Weak, mpsc};
 use std::thread;
 
+use parking_lot::Mutex;
+
 use super::thread_cache;
 use crate::runtime::RuntimeInner;
 use crate::testing::ManualBackend;
@@ -238,6 +240,33 @@ fn a_thread_has_a_cache_for_each_runtime() {
     assert_eq!(second.pinned::<u8>(KIB).unwrap().ptr(), at[1]);
 }
 
+/// Its streams have done none of its copies, so no block of it is free.
+#[test]
+fn a_thread_that_is_behind_leaves_the_caches_of_others_alone() {
+    const COPIES: usize = 2000;
+    let (_backend, runtime) = open();
+    let device = runtime.device(0).unwrap();
+    let (stream, copy) = (device.create_stream().unwrap(), device.allocate::<u8>(4 * KIB).unwrap());
+    let (cached, ended) = (Barrier::new(2), Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            drop(runtime.pinned::<u8>(8 * KIB).unwrap());
+            cached.wait();
+            ended.wait();
+        });
+        cached.wait();
+        for _ in 0..COPIES {
+            stream.copy_to_device(&runtime.pinned::<u8>(4 * KIB).unwrap(), &copy).unwrap();
+        }
+        let host = host(&runtime);
+        ended.wait();
+        assert_eq!((host.cached_blocks, host.waiting_blocks), (1, COPIES as u64));
+        assert!(host.held_bytes <= (COPIES * 4 * KIB + (4 << 20)) as u64, "{host:?}");
+    });
+    drop((stream, copy, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 // ------------------------------------------------------------------------------------------------ the end of the runtime
 
 #[test]
@@ -245,12 +274,16 @@ fn a_runtime_ends_beside_threads_that_still_have_caches_of_it() {
     const THREADS: usize = 4;
     let (backend, runtime) = open();
     let (cached, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
-    let (backend, cached, ended) = (&backend, &cached, &ended);
+    // A request that finds no free memory, because another thread is about to add it, empties the caches of all threads.
+    let turn = Mutex::new(());
+    let (backend, cached, ended, turn) = (&backend, &cached, &ended, &turn);
     thread::scope(|scope| {
         for _ in 0..THREADS {
             let runtime = runtime.clone();
             scope.spawn(move || {
+                let turn = turn.lock();
                 drop(runtime.pinned::<u8>(KIB).unwrap());
+                drop(turn);
                 drop(runtime);
                 cached.wait();
                 ended.wait();

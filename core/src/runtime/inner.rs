@@ -101,9 +101,10 @@ impl RuntimeInner {
         recorder: Option<&Arc<Recorder>>,
     ) -> Arc<Self> {
         let memory = DeviceMemory::new(Arc::clone(&services), device_memory);
+        let workspaces = Arc::new(Workspaces::new(Arc::clone(&memory)));
         let inner = Arc::new(Self {
-            handles: BlasHandles::new(Arc::clone(&memory)),
-            workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
+            handles: BlasHandles::new(Arc::clone(&memory), Arc::clone(&workspaces)),
+            workspaces,
             frees: Arc::new(DeferredFrees::new(memory)),
             pinned: PinnedPools::new(&services, host_memory, nodes, recorder),
             sharing: OnceLock::new(),

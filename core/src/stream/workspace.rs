@@ -60,6 +60,12 @@ impl StreamCore {
         Ok(*cell.get_or_init(|| workspace))
     }
 
+    /// Returns the key of the stream if the first call of a kind has to find a workspace for it.
+    pub(crate) fn lacking_workspace(&self, kind: BlasKind) -> Option<u64> {
+        let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
+        (bytes > 0 && self.existing_workspace(kind, bytes).is_none()).then_some(self.key)
+    }
+
     /// Returns an existing workspace of sufficient size. Lt calls use the BLAS workspace if there is one: all calls of the
     /// stream share its submission lock.
     fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {

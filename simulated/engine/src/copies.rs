@@ -11,6 +11,7 @@ use highwater_mock::simulated::Call;
 use crate::blocks::Place;
 use crate::capture_state::node;
 use crate::code::{Answer, Code};
+use crate::current;
 use crate::handles::Stream;
 use crate::process::{Simulation, simulation};
 use crate::streams::LEGACY;
@@ -52,6 +53,13 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 impl Simulation {
+    /// Returns whether a range of device memory begins in one mapping and ends in another. Without a current context, CUDA refuses
+    /// copies of such memory.
+    fn crosses(&self, address: u64, bytes: u64) -> Answer<bool> {
+        let (place, room) = self.piece(address)?;
+        Ok(matches!(place, Place::Device(_)) && room < bytes)
+    }
+
     /// Checks a copy and enqueues it. Returns whether the queued copy refers to pageable memory.
     ///
     /// # Safety
@@ -72,7 +80,9 @@ impl Simulation {
             Direction::ToHost => known(from),
             Direction::OnDevices => known(to) && known(from),
         };
-        if !fits {
+        if !fits
+            || (current::device().is_none() && (self.crosses(dst, bytes as u64)? || self.crosses(src, bytes as u64)?))
+        {
             return Err(Code::INVALID_VALUE);
         }
         let recording = self.is_recording(stream)?;
