@@ -40,7 +40,7 @@ fn check_sum(memory: &DeviceMemoryStatistics) {
     assert_eq!(states.iter().sum::<u64>(), memory.held_bytes, "{memory:?}");
 }
 
-fn end(runtime: &Runtime) {
+fn end(runtime: Runtime) {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
@@ -61,7 +61,7 @@ fn a_repeat_request_makes_no_call_of_the_backend() {
     }
     check_sum(&memory(&runtime));
     drop((stream, device));
-    end(&runtime);
+    end(runtime);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn free_memory_of_a_stream_that_has_executed_everything_moves_to_the_stream_that
         assert!(second.download(&buffer).unwrap().iter().all(|byte| *byte == 2));
         check_sum(&after);
         drop((buffer, first, second, device));
-        end(&runtime);
+        end(runtime);
     }
 }
 
@@ -103,7 +103,7 @@ fn memory_of_a_stream_that_is_behind_stays_with_it() {
         assert_eq!(memory(&runtime).held_bytes, 8 * MIB as u64);
         assert_eq!(memory(&runtime).moved_bytes, 4 * MIB as u64);
         drop((of_other, more, behind, other, device));
-        end(&runtime);
+        end(runtime);
     }
 }
 
@@ -123,7 +123,7 @@ fn a_request_above_the_cap_is_refused_with_the_numbers_and_later_ones_succeed() 
     drop(other.allocate::<u8>(8 * MIB).unwrap());
     assert!(memory(&runtime).peak_held_bytes <= 8 * MIB as u64);
     drop((stream, other, device));
-    end(&runtime);
+    end(runtime);
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn an_exhausted_device_is_an_error_that_names_what_the_runtime_holds() {
     stream.synchronize().unwrap();
     drop(device.allocate::<u8>(40 * MIB).unwrap());
     drop((plain, stream, device));
-    end(&runtime);
+    end(runtime);
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn plain_allocations_use_no_mapped_memory() {
     assert_eq!((gpu.live_objects().physical_memory, gpu.live_objects().reservations), (0, 0));
     assert_eq!(gpu.live_objects().allocations, memory(&runtime).parts);
     drop((buffers, stream, device));
-    end(&runtime);
+    end(runtime);
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn streams_that_come_and_go_leave_their_memory_to_the_next() {
         assert_eq!((memory.live_blocks, memory.misses), (0, 500));
         check_sum(&memory);
         drop(device);
-        end(&runtime);
+        end(runtime);
     }
 }
 
@@ -194,7 +194,7 @@ fn a_trim_gives_back_what_no_work_uses() {
     assert_eq!(memory(&runtime).held_bytes, 2 * MIB as u64);
     check_sum(&memory(&runtime));
     drop((kept, done, behind, device));
-    end(&runtime);
+    end(runtime);
 }
 
 /// A buffer, its value, and the stream on which it was written last.
@@ -256,7 +256,7 @@ fn random_program(seed: u64, plain: bool) {
     }
     gpu.check_races().unwrap();
     drop((live, streams, device));
-    end(&runtime);
+    end(runtime);
 }
 
 #[test]
@@ -284,5 +284,5 @@ fn the_race_finder_reports_work_on_freed_memory_once_another_stream_has_it() {
     first.fill(&next, 3).unwrap();
     assert_eq!(gpu.races().len(), 1, "{:?}", gpu.races());
     drop((next, first, own, device));
-    end(&runtime);
+    end(runtime);
 }

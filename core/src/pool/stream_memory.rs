@@ -257,6 +257,7 @@ impl StreamMemory {
         state.end_life(lot.bytes());
         if state.has_ended {
             drop(state);
+            block.forget_lot();
             return self.wait_for_end(lot);
         }
         if let Some(surplus) = state.lists.keep(lot.size, block) {
