@@ -1,5 +1,6 @@
 //! A block of device memory and the streams that used it. Its last owner frees it after their work.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -8,8 +9,9 @@ use parking_lot::Mutex;
 
 use crate::capture::thread::refuse_in_capture;
 use crate::pool::completion_events::{CompletionEvent, never_recorded};
-use crate::pool::deferred::{DeferredFree, DeferredFrees, StreamUse, UseEnd};
-use crate::pool::stream_memory::{Lot, StreamMemory, Waiting};
+use crate::pool::deferred::{DeferredFree, DeferredFrees};
+use crate::pool::stream_memory::{Lot, Placed, StreamMemory, Waiting};
+use crate::pool::stream_use::{StreamUse, UseEnd};
 use crate::services::Services;
 use crate::sharing::Ticket;
 use crate::stream::core::StreamCore;
@@ -108,6 +110,14 @@ impl DeviceBlock {
         Arc::new(Self { services_address, ptr, last_use, device, recording, uses, origin, frees })
     }
 
+    /// Returns a block that the memory of a stream kept.
+    #[inline]
+    pub(crate) fn kept(block: Arc<dyn Placed>) -> Result<Arc<Self>> {
+        let block: Arc<dyn Any + Send + Sync> = block;
+        // No other type implements `Placed`.
+        block.downcast().map_err(|_| Error::new(ErrorKind::InvalidState, "allocate", "a stream kept a foreign block"))
+    }
+
     fn services(&self) -> &Services {
         &self.frees.memory.services
     }
@@ -164,7 +174,7 @@ impl DeviceBlock {
             match uses.iter_mut().find(|(use_, _)| use_.key() == stream.key) {
                 Some((_, earlier)) if noted == Noted::Ordered => *earlier = noted,
                 Some(_) => {}
-                None => uses.push((StreamUse::of(stream), noted)),
+                None => uses.push((stream.as_use(), noted)),
             }
         }
         let count = uses.len();
@@ -203,7 +213,7 @@ impl DeviceBlock {
         };
         wait().map_err(|error: Error| {
             let own =
-                home.stream().map_or_else(|| "a stream that has ended".to_owned(), |home| format!("{:?}", home.id));
+                home.stream().map_or_else(|| "a stream that has ended".to_owned(), |home| format!("{:?}", home.id()));
             let message = format!(
                 "{:?} cannot wait for the allocation of {:?} in the order of {own}: {}",
                 stream.id,
@@ -290,22 +300,6 @@ impl DeviceBlock {
         free
     }
 
-    /// Returns the part of a stream's memory that the block is.
-    pub(crate) fn lot(&self) -> Option<Lot> {
-        match &self.origin {
-            Origin::Ordered(ordered) => Some(ordered.lot),
-            _ => None,
-        }
-    }
-
-    /// Notes that the memory has taken its part back. The end of the block then returns nothing.
-    pub(crate) fn forget_lot(&self) {
-        if let Origin::Ordered(ordered) = &self.origin {
-            // Relaxed: the caller owns the block.
-            ordered.has_lot.store(false, Ordering::Relaxed);
-        }
-    }
-
     /// Ends the life of a block whose buffer is gone.
     #[inline]
     pub(crate) fn end(mut block: Arc<Self>) {
@@ -318,8 +312,24 @@ impl DeviceBlock {
                 let (memory, lot) = (Arc::as_ptr(memory), *lot);
                 // SAFETY: The pool keeps the memory of a stream while a place of it is given out. This place is, until the last
                 // lock of `give_back` ends. A shared count here would cost a quarter of the free.
-                return unsafe { &*memory }.give_back(lot, block);
+                unsafe { &*memory }.give_back(lot, block);
             }
+        }
+    }
+}
+
+impl Placed for DeviceBlock {
+    fn lot(&self) -> Option<Lot> {
+        match &self.origin {
+            Origin::Ordered(ordered) => Some(ordered.lot),
+            _ => None,
+        }
+    }
+
+    fn forget_lot(&self) {
+        if let Origin::Ordered(ordered) = &self.origin {
+            // Relaxed: the caller owns the block.
+            ordered.has_lot.store(false, Ordering::Relaxed);
         }
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use highwater_core::{
-    Backend, Device, DeviceBuffer, DeviceMemoryOptions, DeviceMemoryStatistics, ErrorKind, Location, MemoryFill, Runtime,
-    RuntimeOptions, SplitMix64, Stream,
+    Backend, Device, DeviceBuffer, DeviceMemoryOptions, DeviceMemoryStatistics, ErrorKind, Location, MemoryFill,
+    Runtime, RuntimeOptions, SplitMix64, Stream,
 };
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
@@ -128,7 +128,8 @@ fn a_request_above_the_cap_is_refused_with_the_numbers_and_later_ones_succeed() 
 
 #[test]
 fn an_exhausted_device_is_an_error_that_names_what_the_runtime_holds() {
-    let (_gpu, runtime, device) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64), DeviceMemoryOptions::new());
+    let (_gpu, runtime, device) =
+        open(MockOptions::new().with_memory_bytes(64 * MIB as u64), DeviceMemoryOptions::new());
     let stream = device.create_stream().unwrap();
     let (plain, ordered) = (device.allocate::<u8>(20 * MIB).unwrap(), stream.allocate::<u8>(30 * MIB).unwrap());
     for error in [stream.allocate::<u8>(20 * MIB).unwrap_err(), device.allocate::<u8>(20 * MIB).unwrap_err()] {

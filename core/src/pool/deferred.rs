@@ -4,86 +4,17 @@
 //! through it. Each takes out one block at a time, so that other threads find the rest.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::stream_use::{StreamUse, UseEnd};
 use crate::capture::thread::in_capture;
 use crate::services::Services;
-use crate::stream::core::{StreamCore, StreamEnd};
-use highwater_hal::{Completion, DevicePtr, ErrorKind, Result};
-
-/// The end of a stream's use of a block.
-pub(crate) enum UseEnd {
-    /// After this event.
-    At(Arc<CompletionEvent>),
-    /// Not possible while other code captures the stream. The event would become part of the graph and never complete.
-    Later,
-    /// The end is unknown.
-    Unknown,
-}
-
-/// A buffer's record of a stream that used it. It does not keep the stream alive.
-#[derive(Debug, Clone)]
-pub(crate) struct StreamUse {
-    key: u64,
-    stream: Weak<StreamCore>,
-    end: Arc<StreamEnd>,
-}
-
-impl StreamUse {
-    pub(crate) fn of(stream: &Arc<StreamCore>) -> Self {
-        Self { key: stream.key, stream: Arc::downgrade(stream), end: stream.end() }
-    }
-
-    pub(crate) fn key(&self) -> u64 {
-        self.key
-    }
-
-    /// Returns the key and the last completion event of a stream that has ended.
-    pub(crate) fn if_ended(&self) -> Option<(u64, Arc<CompletionEvent>)> {
-        self.end.if_ended().map(|completion| (self.key, completion))
-    }
-
-    /// Returns whether the stream has executed everything except captured work, so that its use needs no completion event.
-    /// Costs one call of the backend, and no event.
-    pub(crate) fn is_over(&self) -> bool {
-        let Some(stream) = self.stream.upgrade() else { return false };
-        let Ok(submission) = stream.enter("query_stream") else { return false };
-        match &submission.recording {
-            Some(recording) => {
-                let before = Arc::clone(&recording.before);
-                drop(submission);
-                stream.services.is_surely_passed(&before)
-            }
-            None => {
-                // A query would invalidate a capture by other code.
-                stream.refuse_if_captured("query_stream").is_ok()
-                    && stream.services.backend.query_stream(stream.id).is_ok_and(Completion::is_complete)
-            }
-        }
-    }
-
-    /// Records the end of all work enqueued on the stream so far.
-    pub(crate) fn completion(&self) -> UseEnd {
-        if let Some(stream) = self.stream.upgrade() {
-            // The reference keeps the stream from being destroyed in the meantime.
-            return match stream.completion() {
-                Ok(completion) => UseEnd::At(completion),
-                Err(error) if error.kind() == ErrorKind::Capture => UseEnd::Later,
-                Err(error) => {
-                    stream.services.count_failed_release(&error);
-                    UseEnd::Unknown
-                }
-            };
-        }
-        // The last user is gone. Its thread has set the last completion event, or is about to.
-        self.end.wait().map_or(UseEnd::Unknown, UseEnd::At)
-    }
-}
+use highwater_hal::{DevicePtr, Result};
 
 /// A block that waits for its streams.
 #[derive(Debug)]

@@ -28,8 +28,7 @@ use super::stream_memory::{Found, Lot, StreamMemory};
 use crate::capture::thread::in_capture;
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
-use crate::stream::core::StreamCore;
-use highwater_hal::{Completion, DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 
 /// Maximum number of pages of a request: more than an area can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -635,8 +634,7 @@ impl DevicePool {
 
     /// Returns the counts of the device.
     pub(crate) fn statistics(&self) -> DeviceMemoryStatistics {
-        let mut sum = DeviceMemoryStatistics::default();
-        sum.peak_live_bytes = self.note_live_bytes();
+        let mut sum = DeviceMemoryStatistics { peak_live_bytes: self.note_live_bytes(), ..Default::default() };
         self.streams().iter().for_each(|memory| memory.add_to(&mut sum));
         sum.add_found(*self.found.lock());
         for spare in &*self.spare.lock() {
@@ -650,16 +648,6 @@ impl DevicePool {
         sum.frees = counts.released.load(Ordering::Relaxed);
         sum.moved_bytes = counts.moved_bytes.load(Ordering::Relaxed);
         sum
-    }
-}
-
-impl StreamCore {
-    /// Returns whether the stream has executed everything, without waiting. False if the stream takes part in a capture.
-    fn is_idle(&self) -> bool {
-        let Some(submission) = self.try_lock_submission() else { return false };
-        submission.recording.is_none()
-            && self.refuse_if_captured("query_stream").is_ok()
-            && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
     }
 }
 

@@ -3,10 +3,7 @@
 //! The lists of a stream's device memory. A list is found by comparing sixteen numbers, and takes and keeps its block in constant
 //! time. A block of more than 64 KiB is kept only if its size was requested at least twice.
 
-use std::sync::Arc;
-
 use super::slabs;
-use crate::device_block::DeviceBlock;
 
 /// Sizes that have lists.
 const SIZES: usize = 16;
@@ -16,26 +13,33 @@ const SMALL_BYTES: usize = 64 << 10;
 const MOST_SMALL: usize = 64;
 const MOST_LARGE: usize = 8;
 
-#[derive(Debug, Default)]
-pub(crate) struct FreeLists {
+#[derive(Debug)]
+pub(crate) struct FreeLists<B> {
     /// The index of the list that served last.
     last: usize,
     /// The size of each list's blocks, as [`Request::size`](super::area::Request::size); 0 for an unused list.
     sizes: [u32; SIZES],
-    lists: [List; SIZES],
+    lists: [List<B>; SIZES],
     /// The list whose size is replaced next.
     next: usize,
     bytes: u64,
 }
 
-#[derive(Debug, Default)]
-struct List {
-    blocks: Vec<Arc<DeviceBlock>>,
+#[derive(Debug)]
+struct List<B> {
+    blocks: Vec<B>,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
 }
 
-impl FreeLists {
+impl<B> Default for FreeLists<B> {
+    fn default() -> Self {
+        let list = |_| List { blocks: Vec::new(), is_repeated: false };
+        Self { last: 0, sizes: [0; SIZES], lists: std::array::from_fn(list), next: 0, bytes: 0 }
+    }
+}
+
+impl<B> FreeLists<B> {
     #[inline]
     fn list_of(&self, size: u32) -> Option<usize> {
         if self.sizes[self.last] == size {
@@ -46,7 +50,7 @@ impl FreeLists {
 
     /// Takes out a block of a size.
     #[inline]
-    pub(crate) fn take(&mut self, size: u32) -> Option<Arc<DeviceBlock>> {
+    pub(crate) fn take(&mut self, size: u32) -> Option<B> {
         let index = self.list_of(size)?;
         let block = self.lists[index].blocks.pop()?;
         self.last = index;
@@ -56,7 +60,7 @@ impl FreeLists {
 
     /// Keeps a block of a size, or returns it.
     #[inline]
-    pub(crate) fn keep(&mut self, size: u32, block: Arc<DeviceBlock>) -> Option<Arc<DeviceBlock>> {
+    pub(crate) fn keep(&mut self, size: u32, block: B) -> Option<B> {
         let Some(index) = self.list_of(size) else { return Some(block) };
         let bytes = slabs::bytes_of(size);
         let list = &mut self.lists[index];
@@ -71,7 +75,7 @@ impl FreeLists {
     }
 
     /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
-    pub(crate) fn note_miss(&mut self, size: u32) -> Vec<Arc<DeviceBlock>> {
+    pub(crate) fn note_miss(&mut self, size: u32) -> Vec<B> {
         if let Some(index) = self.list_of(size) {
             self.lists[index].is_repeated = true;
             return Vec::new();
@@ -84,14 +88,14 @@ impl FreeLists {
         blocks
     }
 
-    fn empty(&mut self, index: usize) -> Vec<Arc<DeviceBlock>> {
+    fn empty(&mut self, index: usize) -> Vec<B> {
         let blocks = std::mem::take(&mut self.lists[index].blocks);
         self.bytes -= (blocks.len() * slabs::bytes_of(self.sizes[index])) as u64;
         blocks
     }
 
     /// Takes out every block.
-    pub(crate) fn take_all(&mut self) -> Vec<Arc<DeviceBlock>> {
+    pub(crate) fn take_all(&mut self) -> Vec<B> {
         (0..SIZES).flat_map(|index| self.empty(index)).collect()
     }
 
@@ -100,7 +104,7 @@ impl FreeLists {
         (self.lists.iter().map(|list| list.blocks.len() as u64).sum(), self.bytes)
     }
 
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Arc<DeviceBlock>> {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &B> {
         self.lists.iter().flat_map(|list| &list.blocks)
     }
 }

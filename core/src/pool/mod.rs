@@ -55,6 +55,7 @@ mod slabs;
 #[cfg(test)]
 mod statistics_tests;
 pub(crate) mod stream_memory;
+pub(crate) mod stream_use;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;

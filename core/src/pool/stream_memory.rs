@@ -15,22 +15,21 @@
 //!
 //! *Locks.* The lock is held for no call of the backend, and no other lock is taken under it.
 
+use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
 use super::area::{Address, Area, Leaving, Piece, Place, Plan, Request};
 use super::completion_events::{CompletionEvent, Point};
-use super::deferred::{StreamUse, UseEnd};
 use super::device_pool::{DeviceMemoryStatistics, DevicePool};
 use super::free_lists::FreeLists;
 use super::ranges::Run;
 use super::slabs::{self, SLAB_PAGES};
-use crate::device_block::DeviceBlock;
+use super::stream_use::{LiveStream, StreamUse, UseEnd};
 use crate::ledger::DeviceBlockInfo;
-use crate::stream::core::{StreamCore, StreamEnd};
 use highwater_hal::{DevicePtr, PhysicalMemoryId};
 
 impl Address for DevicePtr {
@@ -66,6 +65,15 @@ impl Lot {
         let pages = if slabs::is_in_slab(self.size) { SLAB_PAGES } else { self.size };
         Run { start: self.start, pages }
     }
+}
+
+/// A block, as the memory that keeps it knows it.
+pub(crate) trait Placed: Any + Send + Sync {
+    /// Returns the part of a stream's memory that the block is.
+    fn lot(&self) -> Option<Lot>;
+
+    /// Notes that the memory has taken its part back. The end of the block then returns nothing.
+    fn forget_lot(&self);
 }
 
 /// A block that waits for other streams.
@@ -115,8 +123,7 @@ pub(crate) enum Found {
 /// The device memory of one stream.
 pub(crate) struct StreamMemory {
     pub(crate) pool: Arc<DevicePool>,
-    /// The stream, while it is alive, and its end.
-    stream: OnceLock<(Weak<StreamCore>, Arc<StreamEnd>)>,
+    stream: OnceLock<StreamUse>,
     pub(crate) key: u64,
     state: Mutex<State>,
 }
@@ -128,7 +135,7 @@ impl fmt::Debug for StreamMemory {
 }
 
 struct State {
-    lists: FreeLists,
+    lists: FreeLists<Arc<dyn Placed>>,
     area: Area<DevicePtr>,
     /// The memory of each mapped part, by address.
     physical: BTreeMap<u64, PhysicalMemoryId>,
@@ -164,25 +171,25 @@ impl StreamMemory {
     }
 
     /// Makes the stream known, once.
-    pub(crate) fn belongs_to(&self, stream: &Arc<StreamCore>) {
-        let _ = self.stream.set((Arc::downgrade(stream), stream.end()));
+    pub(crate) fn belongs_to(&self, stream: StreamUse) {
+        let _ = self.stream.set(stream);
     }
 
     /// Returns the stream, while it is alive.
-    pub(crate) fn stream(&self) -> Option<Arc<StreamCore>> {
-        self.stream.get()?.0.upgrade()
+    pub(crate) fn stream(&self) -> Option<Arc<dyn LiveStream>> {
+        self.stream.get()?.stream()
     }
 
     /// Returns the completion event of the stream's last work, once the stream has ended. `None` if its end has none.
     pub(crate) fn last(&self) -> Option<Arc<CompletionEvent>> {
-        self.stream.get()?.1.wait()
+        self.stream.get()?.last()
     }
 
     // ---------------------------------------------------------------- requests
 
     /// Takes a block from the list of its size.
     #[inline]
-    pub(crate) fn take_cached(&self, size: u32) -> Option<Arc<DeviceBlock>> {
+    pub(crate) fn take_cached(&self, size: u32) -> Option<Arc<dyn Placed>> {
         let mut state = self.state.lock();
         let block = state.lists.take(size)?;
         state.begin_life(slabs::bytes_of(size), Found::List);
@@ -252,7 +259,7 @@ impl StreamMemory {
 
     /// Takes back a block that no other stream uses.
     #[inline]
-    pub(crate) fn give_back(&self, lot: Lot, block: Arc<DeviceBlock>) {
+    pub(crate) fn give_back(&self, lot: Lot, block: Arc<dyn Placed>) {
         let mut state = self.state.lock();
         state.end_life(lot.bytes());
         if state.has_ended {
@@ -381,7 +388,7 @@ impl StreamMemory {
         let state = self.state.lock();
         let lot = state.lots.range(..=ptr.get()).next_back().map(|(_, lot)| *lot)?;
         let is_inside = ptr.get() - lot.ptr.get() < lot.bytes() as u64;
-        let is_cached = || state.lists.blocks().any(|block| block.ptr == lot.ptr);
+        let is_cached = || state.lists.blocks().any(|block| block.lot().is_some_and(|cached| cached.ptr == lot.ptr));
         let is_waiting = || {
             state.waiting.iter().any(|waiting| waiting.lot.ptr == lot.ptr)
                 || state.unmarked.iter().any(|unmarked| unmarked.ptr == lot.ptr)
@@ -465,7 +472,7 @@ impl State {
     }
 
     /// Frees the memory of blocks that lists kept.
-    fn merge(&mut self, blocks: &[Arc<DeviceBlock>]) {
+    fn merge(&mut self, blocks: &[Arc<dyn Placed>]) {
         for block in blocks {
             if let Some(lot) = block.lot() {
                 self.free(lot);

@@ -127,7 +127,9 @@ impl RuntimeInner {
 
     /// Frees the memory that streams keep, as far as their work is done.
     pub(super) fn trim_pools(&self) -> Result<()> {
-        self.frees.memory.pools.iter().fold(Ok(()), |result, pool| result.and(pool.trim(false)))
+        // All of them, whatever the first error.
+        let trimmed: Vec<_> = self.frees.memory.pools.iter().map(|pool| pool.trim(false)).collect();
+        trimmed.into_iter().collect()
     }
 }
 

@@ -58,7 +58,7 @@ impl Stream {
         let request = DevicePool::request(size_in_bytes::<T>(OPERATION, len)?)?;
         let memory = self.core.memory();
         let block = match memory.take_cached(request.size()) {
-            Some(block) => block,
+            Some(block) => DeviceBlock::kept(block)?,
             None => {
                 let lot = memory.pool.take_slow(memory, request)?;
                 DeviceBlock::new(&inner.frees, self.device(), lot.ptr, Origin::Ordered(Ordered::new(memory, lot)))

@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, ThreadId};
 
 use parking_lot::{Condvar, Mutex};
@@ -16,9 +16,10 @@ use crate::capture::thread::let_go;
 use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool, Point};
 use crate::pool::stream_memory::StreamMemory;
+use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
 use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
-use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
+use highwater_hal::{BlasKind, Completion, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
 
 /// The state that all users of a stream share. The last user ends the stream. It does not keep the runtime alive.
 ///
@@ -96,30 +97,6 @@ pub(super) struct Origin {
     pub(super) owner: Option<Owner>,
 }
 
-/// The remains of a stream that has ended: the completion event of its last work.
-#[derive(Debug, Default)]
-pub(crate) struct StreamEnd {
-    /// `Some` once the stream has ended. Contains `None` if its end has no completion event.
-    last: Mutex<Option<Option<Arc<CompletionEvent>>>>,
-    ended: Condvar,
-}
-
-impl StreamEnd {
-    /// Returns the last completion event of a stream that has ended.
-    pub(crate) fn if_ended(&self) -> Option<Arc<CompletionEvent>> {
-        self.last.lock().clone().flatten()
-    }
-
-    /// Waits for the thread that ends the stream, and returns the last completion event.
-    pub(crate) fn wait(&self) -> Option<Arc<CompletionEvent>> {
-        let mut last = self.last.lock();
-        while last.is_none() {
-            self.ended.wait(&mut last);
-        }
-        last.clone().flatten()
-    }
-}
-
 impl fmt::Debug for StreamCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StreamCore")
@@ -169,6 +146,11 @@ impl StreamCore {
         })
     }
 
+    /// Returns a record of the stream for memory that it uses.
+    pub(crate) fn as_use(self: &Arc<Self>) -> StreamUse {
+        StreamUse::new(self.key, Arc::downgrade(self) as Weak<dyn LiveStream>, self.end())
+    }
+
     pub(crate) fn end(&self) -> Arc<StreamEnd> {
         Arc::clone(&self.end)
     }
@@ -185,7 +167,7 @@ impl StreamCore {
     pub(crate) fn memory(self: &Arc<Self>) -> &Arc<StreamMemory> {
         self.memory.get_or_init(|| {
             let memory = self.workspaces.pool(self.id.device()).enlist(self.key);
-            memory.belongs_to(self);
+            memory.belongs_to(self.as_use());
             memory
         })
     }
@@ -239,6 +221,43 @@ impl StreamCore {
     }
 }
 
+impl LiveStream for StreamCore {
+    fn id(&self) -> StreamId {
+        self.id
+    }
+
+    fn completion(&self) -> Result<Arc<CompletionEvent>> {
+        Self::completion(self)
+    }
+
+    fn is_over(&self) -> bool {
+        let Ok(submission) = self.enter("query_stream") else { return false };
+        match &submission.recording {
+            Some(recording) => {
+                let before = Arc::clone(&recording.before);
+                drop(submission);
+                self.services.is_surely_passed(&before)
+            }
+            None => {
+                // A query would invalidate a capture by other code.
+                self.refuse_if_captured("query_stream").is_ok()
+                    && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
+            }
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        let Some(submission) = self.try_lock_submission() else { return false };
+        submission.recording.is_none()
+            && self.refuse_if_captured("query_stream").is_ok()
+            && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
+    }
+
+    fn count_failed_release(&self, error: &Error) {
+        self.services.count_failed_release(error);
+    }
+}
+
 /// Wakes the threads that wait for the end of a stream, even if the backend panics during it.
 struct Ending<'s> {
     end: &'s StreamEnd,
@@ -247,8 +266,7 @@ struct Ending<'s> {
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        *self.end.last.lock() = Some(self.last.take());
-        self.end.ended.notify_all();
+        self.end.set(self.last.take());
     }
 }
 

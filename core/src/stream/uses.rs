@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use super::core::{StreamCore, StreamEnd};
+use super::core::StreamCore;
 use super::submission::{SubmissionGuard, SubmissionState};
 use crate::pool::block::Block;
 use crate::pool::completion_events::{CloseBatch, CompletionEvent, Point, Recorder, WaitForEnd, never_recorded};
@@ -153,11 +153,5 @@ impl CloseBatch for StreamCore {
         closed.iter().for_each(|closed| closed.progress().set_passed());
         batch.progress().set_passed();
         Ok(true)
-    }
-}
-
-impl WaitForEnd for StreamEnd {
-    fn wait_for_end(&self) {
-        self.wait();
     }
 }
