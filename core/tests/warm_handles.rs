@@ -49,7 +49,8 @@ fn sixteen_threads_pay_for_one_slow_first_creation() {
     let streams: Vec<_> = (0..THREADS).map(|_| device.create_stream().unwrap()).collect();
     let (took, failed) = lease_in_all_threads(&streams);
     assert_eq!(failed, 0);
-    assert!(took >= SLOW && took < 2 * SLOW, "{took:?}");
+    // The clock of this thread may start late.
+    assert!(took >= SLOW / 2 && took < 2 * SLOW, "{took:?}");
     let handles = runtime.statistics().blas_handles;
     assert_eq!((handles.created, handles.live, handles.peak_live), (16, 16, 16));
     end(runtime, (streams, device));

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
-use super::first_create::{Demand, Entry, FirstCreate};
+use super::first_create::{Entry, FirstCreate};
 use super::handles::{HandlePool, PoolKey};
 use super::workspaces::Workspaces;
 use crate::capture::thread::{in_capture, warm_up_first};
@@ -155,7 +155,7 @@ impl BlasHandles {
     /// that create at once contend inside the driver. If one cannot be made, stops: the others try themselves, and state the error.
     fn make_for_waiting(&self, device: u32, kind: BlasKind, entry: &Entry<'_>) {
         let start = Instant::now();
-        let mut made = 0;
+        let (mut made, mut workspaces) = (0, 0);
         loop {
             let demand = entry.demand();
             // A thread that comes now may take a handle without waiting.
@@ -165,7 +165,10 @@ impl BlasHandles {
             {
                 return;
             }
-            let made_one = self.workspaces_for(device, kind, demand).and_then(|()| self.make_once(device, kind));
+            // Each stream counts once, also after a thread that came meanwhile has taken its workspace.
+            let more = demand.workspaces.saturating_sub(workspaces);
+            workspaces += more;
+            let made_one = self.add_workspaces(device, kind, more).and_then(|()| self.make_once(device, kind));
             match made_one {
                 Ok(pooled) if self.services().device(device).handle_per_stream(kind) => self.add_spare(device, pooled),
                 Ok(pooled) => self.pool(kind).add_idle(PoolKey::device(device), pooled),
@@ -178,9 +181,10 @@ impl BlasHandles {
         }
     }
 
-    fn workspaces_for(&self, device: u32, kind: BlasKind, demand: Demand) -> Result<()> {
+    /// Allocates workspaces until so many are idle.
+    fn add_workspaces(&self, device: u32, kind: BlasKind, count: usize) -> Result<()> {
         let bytes = self.services().device(device).workspace_bytes(kind);
-        self.workspaces.warm(device, bytes, demand.workspaces)
+        self.workspaces.warm(device, bytes, count)
     }
 
     /// Keeps the error of the background thread for the first lease that fails.
