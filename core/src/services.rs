@@ -197,7 +197,10 @@ impl Services {
             return false;
         }
         let exiting = self.backend.is_exiting();
-        self.left_at_exit.fetch_add(u64::from(exiting), Ordering::Relaxed);
+        // Threads that drop at the same time must not all write the count.
+        if exiting {
+            self.left_at_exit.fetch_add(1, Ordering::Relaxed);
+        }
         !exiting
     }
 
