@@ -228,7 +228,7 @@ impl PinnedPool {
     // ---------------------------------------------------------------- requests
 
     /// Returns a block of page-locked memory of at least `bytes`.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
         let request = self.request(bytes, Borders::Allowed)?;
         let size = request.size();
@@ -524,7 +524,7 @@ impl PinnedPool {
     ///
     /// # Safety
     /// The caller must be the end of the buffer that owned the block, and must not use the pool afterward.
-    #[inline]
+    #[inline(never)]
     pub(crate) unsafe fn give_back(pool: PoolRef, block: OwnedBlock) {
         let is_free = block.uses.end_life();
         let mut block = Some(block);

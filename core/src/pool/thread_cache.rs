@@ -31,8 +31,10 @@ use crate::primitive::{Arc, Mutex, prepare_fences};
 const SIZES: usize = 16;
 /// Blocks of up to this many bytes are kept after the first request.
 const SMALL_BYTES: usize = 64 << 10;
+/// Small blocks of one size that are kept have at most this many bytes together. So a thread keeps what others drop at a time.
+const MOST_SMALL_BYTES: usize = 4 << 20;
 /// Blocks of one size that are kept.
-const MOST_SMALL: usize = 64;
+const MOST_SMALL: usize = 1024;
 const MOST_LARGE: usize = 8;
 /// Blocks of one size that wait for streams and are kept. A driver's queue has about 1,000 places for each stream.
 const MOST_SMALL_WAITING: usize = 1536;
@@ -125,7 +127,7 @@ impl Cached {
     }
 
     /// Takes out a block of a size, for a request of `requested` bytes.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find(&mut self, size: u32, requested: usize) -> Option<OwnedBlock> {
         let index = self.list_of(size)?;
         let block = self.lists[index].blocks.pop()?;
@@ -149,12 +151,14 @@ impl Cached {
     }
 
     /// Keeps a free block, or returns it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn keep(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         let Some(index) = self.list_of(block.size) else { return Some(block) };
         let is_small = block.bytes() <= SMALL_BYTES;
         let list = &mut self.lists[index];
-        let has_room = list.blocks.len() < if is_small { MOST_SMALL } else { MOST_LARGE };
+        let count = list.blocks.len();
+        let has_room =
+            if is_small { count < MOST_SMALL && count * block.bytes() < MOST_SMALL_BYTES } else { count < MOST_LARGE };
         let bytes = self.bytes + block.bytes() as u64;
         if !has_room || bytes > self.allowance || !(is_small || list.is_repeated) {
             return Some(block);
@@ -400,12 +404,15 @@ thread_local! {
 #[inline]
 pub(crate) fn with_mine<R>(pool: u64, use_cache: impl FnOnce(Option<&ThreadCache>) -> R) -> R {
     let (last, cache) = LAST.get();
-    if last == pool {
+    // One call of `use_cache`, so that it is compiled into the caller.
+    let (found, cache) = if last == pool {
         // SAFETY: The entry of `MINE` keeps it alive. Only this thread removes it: at its end, which resets `LAST`, or in
         // `enlist` once its pool has ended, and then no caller asks for that pool.
-        return use_cache(Some(unsafe { &*cache }));
-    }
-    use_cache(find_mine(pool).as_deref())
+        (None, Some(unsafe { &*cache }))
+    } else {
+        (find_mine(pool), None)
+    };
+    use_cache(cache.or(found.as_deref()))
 }
 
 #[cold]

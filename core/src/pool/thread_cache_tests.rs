@@ -94,6 +94,32 @@ fn a_buffer_that_another_thread_drops_returns_to_its_own_thread() {
 
 /// A producer and a consumer, as in a data loader: memory is reused in each round, and the pool does not grow.
 #[test]
+fn a_thread_keeps_the_many_small_blocks_that_another_thread_drops_at_a_time() {
+    let (_, runtime) = open();
+    let take = || (0..500).map(|_| runtime.pinned::<u8>(4 * KIB).unwrap()).collect::<Vec<_>>();
+    for _ in 0..2 {
+        let blocks = take();
+        thread::scope(|scope| scope.spawn(|| drop(blocks)).join().unwrap());
+    }
+    let before = host(&runtime);
+    let blocks = take();
+    let after = host(&runtime);
+    assert_eq!((after.cache_hits + after.inbox_hits) - (before.cache_hits + before.inbox_hits), 500);
+    drop(blocks);
+    assert_eq!(host(&runtime).cached_bytes, 500 * 4 * KIB as u64);
+}
+
+#[test]
+fn a_thread_keeps_at_most_4_mib_of_small_blocks_of_a_size() {
+    let (_, runtime) = open();
+    for (bytes, kept) in [(64 * KIB, 64), (4 * KIB, 1024), (KIB, 1024)] {
+        drop((0..1100).map(|_| runtime.pinned::<u8>(bytes).unwrap()).collect::<Vec<_>>());
+        assert_eq!(host(&runtime).cached_bytes, (kept * bytes) as u64);
+        runtime.trim().unwrap();
+    }
+}
+
+#[test]
 fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
     for bytes in [4 * KIB, 300 * KIB] {
         let (_backend, runtime) = open();

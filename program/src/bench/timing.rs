@@ -2,9 +2,9 @@
 
 use std::hint::black_box;
 use std::rc::Rc;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -246,17 +246,21 @@ fn scaling(bench: &Bench<'_>) -> Result<Vec<Row>> {
     Ok(vec![Row::new("scaling_t2", ratio, "ratio", Bar::AtLeast(0.9))])
 }
 
-/// Measures a hit, and a replacement at random, beside one live block and beside many.
+/// Measures a hit, and a replacement at random, in a thread that has one live block and in one that has many.
 fn live(bench: &Bench<'_>) -> Result<Vec<Row>> {
-    let hold = |runtime: &Runtime, count| (0..count).map(|_| runtime.pinned::<u8>(SMALL)).collect::<Result<Vec<_>>>();
-    let runtimes = [bench.runtime()?, bench.runtime()?];
-    // One thread at a time uses them.
-    let held = [Mutex::new(hold(&runtimes[0], 1)?), Mutex::new(hold(&runtimes[1], MANY)?)];
+    let runtime = &bench.runtime()?;
     let mut loops = Vec::new();
-    for ((runtime, held), count) in runtimes.iter().zip(&held).zip([1, MANY]) {
-        loops.push(hit(runtime, format!("hit_live_{count}"), 1, |_| SMALL));
+    for count in [1, MANY] {
+        let hold = move || (0..count).map(|_| runtime.pinned::<u8>(SMALL)).collect::<Result<Vec<_>>>();
+        loops.push(Loop::new(format!("hit_live_{count}"), 1, move |_| {
+            let held = hold()?;
+            Ok(Worker::of(move || {
+                black_box(&held);
+                runtime.pinned::<u8>(SMALL).map(|block| drop(black_box(block)))
+            }))
+        }));
         loops.push(Loop::new(format!("replace_live_{count}"), 1, move |_| {
-            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut held = hold()?;
             let mut random = SplitMix64::new(1);
             Ok(Worker::of(move || {
                 let slot = (random.draw() % held.len() as u64) as usize;
