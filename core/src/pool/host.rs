@@ -300,6 +300,19 @@ impl HostCache {
         Some(block)
     }
 
+    /// Returns whether a thread has the lock of the pool.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.state.is_locked()
+    }
+
+    /// Makes up to `count` free blocks for the cache of a thread, as long as runs fit and without a new slab. They belong to no
+    /// buffer.
+    pub(crate) fn take_ahead(&self, request: Request, count: usize, home: &Arc<ThreadCache>) -> Vec<OwnedBlock> {
+        let mut state = self.state.lock();
+        let has_room = |state: &State| !slabs::is_small(request.bytes) || state.slabs.has(request.bytes);
+        (0..count).map_while(|_| if has_room(&state) { state.take(request, Some(home)) } else { None }).collect()
+    }
+
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the right to grow.
     pub(crate) fn begin_growth(
         &self,

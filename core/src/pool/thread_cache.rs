@@ -25,6 +25,7 @@ use std::fmt;
 use super::biased_lock::BiasedLock;
 use super::block::OwnedBlock;
 use super::host::HostCache;
+use super::slabs;
 use crate::primitive::{Arc, Mutex, prepare_fences};
 
 /// Sizes that a thread cache has lists for.
@@ -36,6 +37,9 @@ const MOST_SMALL_BYTES: usize = 4 << 20;
 /// Blocks of one size that are kept.
 const MOST_SMALL: usize = 1024;
 const MOST_LARGE: usize = 8;
+/// Small blocks that a thread takes ahead at a time have at most so many bytes together, and are at most so many.
+const MOST_BYTES_AHEAD: usize = 256 << 10;
+const MOST_AHEAD: usize = 32;
 /// Blocks of one size that wait for streams and are kept. A driver's queue has about 1,000 places for each stream.
 const MOST_SMALL_WAITING: usize = 1536;
 const MOST_LARGE_WAITING: usize = 64;
@@ -115,6 +119,8 @@ struct List {
     ask_at: usize,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
+    /// Blocks that the next miss takes ahead, if they are small.
+    ahead: usize,
 }
 
 impl Cached {
@@ -217,17 +223,26 @@ impl Cached {
         None
     }
 
-    /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
-    pub(crate) fn note_miss(&mut self, size: u32) -> Vec<OwnedBlock> {
-        if let Some(index) = self.list_of(size) {
-            self.lists[index].is_repeated = true;
-            return Vec::new();
+    /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over, and how many
+    /// blocks the thread should take ahead: twice as many at each miss, so that a thread that starts rarely takes the pool's lock.
+    pub(crate) fn note_miss(&mut self, size: u32) -> (Vec<OwnedBlock>, usize) {
+        let Some(index) = self.list_of(size) else {
+            let index = self.next;
+            self.next = (index + 1) % SIZES;
+            self.sizes[index] = size;
+            (self.lists[index].is_repeated, self.lists[index].ahead) = (false, 1);
+            return (self.empty(index), 0);
+        };
+        let list = &mut self.lists[index];
+        list.is_repeated = true;
+        let bytes = slabs::bytes_of(size);
+        if bytes > SMALL_BYTES || self.allowance < u64::MAX {
+            return (Vec::new(), 0);
         }
-        let index = self.next;
-        self.next = (index + 1) % SIZES;
-        self.sizes[index] = size;
-        self.lists[index].is_repeated = false;
-        self.empty(index)
+        let most = MOST_AHEAD.min(MOST_BYTES_AHEAD / bytes);
+        let ahead = list.ahead.min(most);
+        list.ahead = (2 * ahead).min(most);
+        (Vec::new(), ahead)
     }
 
     fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
@@ -450,6 +465,16 @@ pub(crate) fn enlist(cache: &Arc<HostCache>) -> Option<Arc<ThreadCache>> {
     MINE.try_with(|mine| mine.borrow_mut().0.push((cache.id, Arc::clone(&made)))).ok()?;
     LAST.set((cache.id, Arc::as_ptr(&made)));
     Some(made)
+}
+
+/// Makes the next requests of the calling thread query the blocks that wait in its caches. It has waited for streams, so they are
+/// probably done.
+pub(crate) fn query_again() {
+    let forget = |cached: &mut Cached| cached.lists.iter_mut().for_each(|list| list.ask_at = 0);
+    let _ = MINE.try_with(|mine| {
+        // SAFETY: In the thread that owns the caches, and the closure accesses no thread cache.
+        mine.borrow().0.iter().for_each(|(_, mine)| unsafe { mine.cached.own(forget) });
+    });
 }
 
 /// Returns the caches of the calling thread.

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::rc::Rc;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -135,7 +135,8 @@ fn uses(bench: &Bench<'_>) -> Result<Vec<Row>> {
     Ok(nanoseconds(&loops, &times, bar))
 }
 
-/// Blocks that one thread allocates and another frees, in crates over a bounded ring.
+/// Blocks that one thread allocates and another frees, in crates over a bounded ring. Both threads spin: a thread that sleeps takes
+/// far longer to wake than a block takes.
 struct Pair {
     /// `Some` until the pair is dropped.
     ring: Option<SyncSender<Vec<PinnedBuffer<u8>>>>,
@@ -150,17 +151,45 @@ impl Pair {
 
     fn new() -> Self {
         let (ring, crates) = sync_channel::<Vec<PinnedBuffer<u8>>>(Self::CRATES);
-        let freeing = thread::spawn(move || crates.into_iter().for_each(drop));
+        let freeing = thread::spawn(move || {
+            while let Some(crated) = spin(|| match crates.try_recv() {
+                Ok(crated) => Some(Some(crated)),
+                Err(TryRecvError::Empty) => None,
+                Err(TryRecvError::Disconnected) => Some(None),
+            }) {
+                drop(crated);
+            }
+        });
         Self { ring: Some(ring), crated: Vec::with_capacity(Self::CRATE), freeing: Some(freeing) }
     }
 
     fn hand_over(&mut self, block: PinnedBuffer<u8>) {
         self.crated.push(block);
         if self.crated.len() == Self::CRATE {
-            let full = std::mem::replace(&mut self.crated, Vec::with_capacity(Self::CRATE));
-            // The other thread lives until the ring is dropped.
-            let _ = self.ring.as_ref().map(|ring| ring.send(full));
+            let mut full = std::mem::replace(&mut self.crated, Vec::with_capacity(Self::CRATE));
+            let Some(ring) = &self.ring else { return };
+            spin(|| match ring.try_send(std::mem::take(&mut full)) {
+                Err(TrySendError::Full(crated)) => {
+                    full = crated;
+                    None
+                }
+                // The other thread lives until the ring is dropped.
+                Ok(()) | Err(TrySendError::Disconnected(_)) => Some(()),
+            });
         }
+    }
+}
+
+/// Repeats `attempt` until it returns a value. Lets other threads run now and then, for machines with fewer processors.
+fn spin<R>(mut attempt: impl FnMut() -> Option<R>) -> R {
+    loop {
+        for _ in 0..1000 {
+            if let Some(result) = attempt() {
+                return result;
+            }
+            std::hint::spin_loop();
+        }
+        thread::yield_now();
     }
 }
 
