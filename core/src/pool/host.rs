@@ -340,7 +340,8 @@ impl HostCache {
         bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
     }
 
-    /// Returns the plan of a growth for a request. `None` if the pool would exceed its maximum number of pages. The caller must pass the plan
+    /// Returns the plan of a growth for a request. `None` if the pool would exceed its maximum number of pages. The caller must pass
+    /// the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
     pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
         let Request { pages, borders, .. } = request;
