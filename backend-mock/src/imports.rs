@@ -28,7 +28,7 @@ struct Import {
     mapping: Arc<Mapping>,
     source: Source,
     opens: u64,
-    /// Whether it was mapped at reserved addresses. With the next one, it is then one range.
+    /// True if the memory was mapped at reserved addresses. Copies may then continue into the mapping behind it.
     is_mapped: bool,
 }
 

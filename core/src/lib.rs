@@ -30,6 +30,7 @@ mod matmul;
 pub mod numerics;
 #[cfg(test)]
 mod numerics_tests;
+mod own_thread;
 mod pinned;
 mod pool;
 mod primitive;

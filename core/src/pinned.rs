@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 
 use crate::buffer::{check_range, size_in_bytes};
@@ -27,7 +28,7 @@ impl Runtime {
     /// - `InvalidState`, only in the test mode [`poison`](crate::HostMemoryOptions::with_poison): the memory was written after its
     ///   buffer was dropped, or a stream still uses it.
     /// - Otherwise the backend's error.
-    #[inline]
+    #[inline(always)]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(self.inner.pinned.of_runtime(), len)
     }
@@ -95,7 +96,7 @@ impl Device {
     ///
     /// # Errors
     /// As [`Runtime::pinned`], among them `InvalidArgument` and `Forked`.
-    #[inline]
+    #[inline(always)]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(self.runtime().inner.pinned.of_device(self.ordinal()), len)
     }
@@ -158,8 +159,8 @@ impl Device {
 /// ```
 pub struct PinnedBuffer<T: Element> {
     pool: PoolRef,
-    /// `Some` until the buffer is dropped.
-    block: Option<OwnedBlock>,
+    /// The drop of the buffer takes it.
+    block: ManuallyDrop<OwnedBlock>,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -173,12 +174,14 @@ impl<T: Element> fmt::Debug for PinnedBuffer<T> {
 impl<T: Element> PinnedBuffer<T> {
     const ALIGNED: () = assert!(align_of::<T>() <= 64, "page-locked memory is aligned to 64 bytes");
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn new(pool: &PinnedPool, len: usize) -> Result<Self> {
         Self::with(pool, len, PinnedPool::take)
     }
 
-    #[inline]
+    // Compiled into the caller, which then gets the block in registers. A buffer that is returned through memory is copied, which
+    // takes longer than the rest of a hit.
+    #[inline(always)]
     fn with(
         pool: &PinnedPool,
         len: usize,
@@ -186,7 +189,7 @@ impl<T: Element> PinnedBuffer<T> {
     ) -> Result<Self> {
         let () = Self::ALIGNED;
         let block = take(pool, size_in_bytes::<T>("pinned", len)?)?;
-        Ok(Self { pool: pool.reference(), block: Some(block), len, elements: PhantomData })
+        Ok(Self { pool: pool.reference(), block: ManuallyDrop::new(block), len, elements: PhantomData })
     }
 
     /// Returns the number of values.
@@ -267,10 +270,7 @@ impl<T: Element> PinnedBuffer<T> {
     }
 
     pub(crate) fn block(&self) -> &OwnedBlock {
-        match &self.block {
-            Some(block) => block,
-            None => unreachable!("a buffer has its block until it is dropped"),
-        }
+        &self.block
     }
 
     /// Returns a view of some of the values, to copy from.
@@ -400,14 +400,10 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
 impl<T: Element> Drop for PinnedBuffer<T> {
     #[inline]
     fn drop(&mut self) {
-        if !self.pool.get().generation.is_current() {
-            // The cache's lock may be held by a thread that does not exist in this child.
-            std::mem::forget(self.block.take());
-            return;
-        }
-        if let Some(block) = self.block.take() {
-            // SAFETY: The end of the buffer, which does not use the pool below.
-            unsafe { PinnedPool::give_back(self.pool, block) };
+        // In a child, a thread that does not exist may hold the lock of the cache, so the block is left.
+        if self.pool.get().generation.is_current() {
+            // SAFETY: The end of the buffer, which uses neither the block nor the pool after this call.
+            unsafe { PinnedPool::give_back(self.pool, ManuallyDrop::take(&mut self.block)) };
         }
     }
 }

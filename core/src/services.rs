@@ -197,6 +197,7 @@ impl Services {
             return false;
         }
         let exiting = self.backend.is_exiting();
+        // Threads that drop at the same time must not all write the count.
         if exiting {
             self.left_at_exit.fetch_add(1, Ordering::Relaxed);
         }

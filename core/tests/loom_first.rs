@@ -75,6 +75,13 @@ use first_create::FirstCreate;
 use loom::sync::Arc;
 use loom::thread;
 
+/// Runs this in two new threads and in the calling one.
+fn in_three_threads(run: impl Fn() + Clone + Send + 'static) {
+    let others: Vec<_> = (0..2).map(|_| thread::spawn(run.clone())).collect();
+    run();
+    others.into_iter().for_each(|other| other.join().unwrap());
+}
+
 /// Exactly one of three threads is the first. The others enter only after its creation has ended, and all enter.
 #[test]
 fn one_thread_creates_first_and_the_others_after_it() {
@@ -96,9 +103,7 @@ fn one_thread_creates_first_and_the_others_after_it() {
                 }
             }
         };
-        let others: Vec<_> = (0..2).map(|_| thread::spawn(create.clone())).collect();
-        create();
-        others.into_iter().for_each(|other| other.join().unwrap());
+        in_three_threads(create);
         assert_eq!(firsts.load(SeqCst), 1);
     });
 }
@@ -129,9 +134,7 @@ fn the_first_thread_makes_handles_for_those_that_wait() {
                 }
             }
         };
-        let others: Vec<_> = (0..2).map(|_| thread::spawn(create.clone())).collect();
-        create();
-        others.into_iter().for_each(|other| other.join().unwrap());
+        in_three_threads(create);
         assert_eq!((idle.load(SeqCst), made.load(SeqCst) + own.load(SeqCst)), (0, 2));
     });
 }

@@ -372,6 +372,7 @@ impl Rig {
 
     fn take_slow(&self, pages: u32) -> OwnedBlock {
         let own = enlist(&self.cache);
+        let mut ahead = 0;
         if let Some(own) = &own {
             let inbox = own.take_inbox();
             // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
@@ -379,9 +380,12 @@ impl Rig {
                 own.cached.own(|cached| {
                     let mut surplus: Vec<_> = inbox.into_iter().filter_map(|block| cached.keep(block)).collect();
                     let found = cached.find(pages, pages as usize * PAGE);
-                    match found {
-                        Some(_) => cached.counts.inbox_hits += 1,
-                        None => surplus.append(&mut cached.note_miss(pages)),
+                    if found.is_some() {
+                        cached.counts.inbox_hits += 1;
+                    } else {
+                        let (mut replaced, count) = cached.note_miss(pages);
+                        surplus.append(&mut replaced);
+                        ahead = count;
                     }
                     (surplus, found)
                 })
@@ -391,8 +395,17 @@ impl Rig {
                 return block;
             }
         }
+        let takes_ahead = ahead > 0 && self.cache.is_in_use();
         let block = self.take_shared(pages, own.as_ref());
         count(&self.cache, own.as_deref(), 1);
+        if let Some(own) = own.filter(|_| takes_ahead) {
+            let request = Request { pages, bytes: pages as usize * PAGE, borders: Borders::Allowed };
+            let blocks = self.cache.take_ahead(request, ahead, &own);
+            let keep = |cached: &mut Cached| blocks.into_iter().filter_map(|block| cached.keep(block)).collect();
+            // SAFETY: As above.
+            let surplus = unsafe { own.cached.own(keep) };
+            self.cache.put_back(surplus, 0);
+        }
         block
     }
 

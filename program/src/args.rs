@@ -258,7 +258,7 @@ pub(super) struct BenchHostArguments {
     pub(super) rounds: u32,
 
     /// Milliseconds that a row of time takes in each round
-    #[arg(long, value_name = "MS", default_value = "5", allow_negative_numbers = true, value_parser = milliseconds)]
+    #[arg(long, value_name = "MS", default_value = "25", allow_negative_numbers = true, value_parser = milliseconds)]
     pub(super) milliseconds: u64,
 
     /// Seeds of the distributions of memory [default: 200, on the mock 10]

@@ -5,13 +5,13 @@
 //! releasing. A forked child has no such thread. Once the process exits, the thread makes no call.
 
 use std::sync::{Arc, Weak};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::pinned::PinnedPool;
-use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+use crate::own_thread::OwnThread;
+use highwater_hal::{Result, fork::Generation};
 
 /// The shortest pause, for short idle times.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
@@ -19,9 +19,8 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
 /// The thread of one pool.
 #[derive(Debug)]
 pub(crate) struct Background {
-    generation: Generation,
     signal: Arc<Signal>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: OwnThread,
 }
 
 #[derive(Debug, Default)]
@@ -57,31 +56,14 @@ impl Background {
                 && pool.release_idle(|| own.is_stopping())
             {}
         };
-        let thread = thread::Builder::new().name("highwater-idle".to_owned()).spawn(work).map_err(|error| {
-            let message = format!("the operating system cannot create a thread: {error}");
-            Error::new(ErrorKind::OperatingSystem, "host memory options", message)
-                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
-                .with_hint("raise the limit on threads (ulimit -u), or leave `background` off")
-        })?;
-        Ok(Self { generation, signal, thread: Mutex::new(Some(thread)) })
+        let names = ("highwater-idle", "host memory options", ", or leave `background` off");
+        Ok(Self { thread: OwnThread::start(names, generation, work)?, signal })
     }
 
     /// Ends the thread. Waits for its end if `waits`.
     pub(crate) fn stop(&self, waits: bool) {
         *self.signal.is_stopping.lock() = true;
         self.signal.changed.notify_all();
-        let thread = self.thread.lock().take().filter(|_| waits);
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::warn!("the thread that releases idle memory has panicked");
-        }
-    }
-}
-
-impl Drop for Background {
-    fn drop(&mut self) {
-        if !self.generation.is_current() {
-            // The thread does not exist in this child, so its handle must not be touched.
-            std::mem::forget(self.thread.get_mut().take());
-        }
+        self.thread.end(waits);
     }
 }

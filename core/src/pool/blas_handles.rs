@@ -181,7 +181,7 @@ impl BlasHandles {
         }
     }
 
-    /// Allocates workspaces until so many are idle.
+    /// Allocates workspaces until `count` are idle.
     fn add_workspaces(&self, device: u32, kind: BlasKind, count: usize) -> Result<()> {
         let bytes = self.services().device(device).workspace_bytes(kind);
         self.workspaces.warm(device, bytes, count)

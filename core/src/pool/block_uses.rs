@@ -62,7 +62,8 @@ pub(crate) struct BlockUses {
     /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
     /// block.
     pub(crate) unmarked: AtomicBool,
-    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. It is stored here because this struct has space for it.
+    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. Stored in this struct because it has
+    /// unused space.
     pub(super) rounding: AtomicU16,
 }
 

@@ -8,15 +8,15 @@
 //! | state | meaning | leaves by |
 //! | --- | --- | --- |
 //! | `NEW` | no thread has come | the first thread enters |
-//! | `UNDER_WAY` | that thread creates, and asks for the [`Demand`] of those that wait | its entry is dropped, after success, failure or panic |
+//! | `UNDER_WAY` | that thread creates, also for the [`Demand`] of the others | its entry is dropped, after success, failure or panic |
 //! | `OVER` | every thread enters at once | never |
 //!
-//! No thread waits for a handle that another one holds. After a failed first creation all threads try at once, so none waits twice. No
-//! thread waits longer than [`LONGEST_WAIT`].
+//! No thread waits for a handle that another one holds. After a failed first creation all threads try at once, so none waits twice.
+//! No thread waits longer than [`LONGEST_WAIT`].
 //!
 //! *Orderings.* The state orders nothing but itself: handles travel through the pool. Waiters read it under the mutex under which
-//! the end is written, so no wake-up is lost. The list of those that wait is under the same mutex, which nobody holds during a call
-//! of the backend.
+//! the end is written, so no wake-up is lost. The same mutex guards the list of the waiting threads. No thread holds it during a
+//! call of the backend.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ pub(crate) struct Demand {
     /// Threads that wait, each for one handle.
     pub(crate) handles: usize,
     /// Streams that lack a workspace. Threads may share one. If any thread waits, the first thread's own stream counts too, because
-    /// that thread binds its handle beside the others.
+    /// that thread binds its handle at the same time.
     pub(crate) workspaces: usize,
 }
 
@@ -121,7 +121,7 @@ impl FirstCreate {
                 if let Some(own) = waiting.iter().position(|other| *other == stream) {
                     waiting.swap_remove(own);
                 }
-                Entry { first: None, has_waited: true, stream }
+                Entry { first: None, has_waited: true, stream: None }
             }
         }
     }

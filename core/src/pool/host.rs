@@ -4,9 +4,9 @@
 //! Free memory is divided and merged by pages (`ranges.rs`), so a block of any size is reused for any other size. Requests of up
 //! to 2 KiB are carved from slabs, which are runs of 64 KiB (`slabs.rs`). Each thread keeps a few blocks of the sizes that it
 //! requests (`thread_cache.rs`). A block whose buffer is dropped while a stream may still use it waits: in the cache of its
-//! thread, or in the pool, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So a request that finds no free memory queries
-//! each stream's first block, and skips the rest if that stream is behind. A stuck stream delays its own blocks and no others. No
-//! vendor call happens under a lock.
+//! thread, or in the pool, filed under the point of a stream that it waits for. The completion events of one stream pass in order.
+//! So a request that finds no free memory queries each stream's first block, and skips the rest if that stream is behind. A stuck
+//! stream delays its own blocks and no others. No vendor call happens under a lock.
 //!
 //! | state of a block | where | leaves by |
 //! | --- | --- | --- |
@@ -19,7 +19,8 @@
 //! A block that is in none of these states becomes free pages.
 //!
 //! *Growth.* The pool grows only if no free run fits the request, after completed uses were collected and all thread caches
-//! emptied. It grows by the shortfall, rounded up to 2 MiB. One thread at a time grows; the others wait and search again.
+//! emptied. While the pools hold little, a thread whose streams are behind grows the pool before that (`pinned.rs`). The pool grows
+//! by the shortfall, rounded up to 2 MiB. One thread at a time grows; the others wait and search again.
 //!
 //! *The cap* bounds the idle bytes: free pages, waiting blocks, and what thread caches may keep. A live buffer is never refused
 //! because of it, and blocks that graphs keep are not counted. A release that exceeds it releases whole pieces that are free,
@@ -242,6 +243,19 @@ impl HostCache {
         Some(block)
     }
 
+    /// Returns whether a thread has the lock of the pool.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.state.is_locked()
+    }
+
+    /// Makes up to `count` free blocks for the cache of a thread, as long as runs fit and without a new slab. They belong to no
+    /// buffer.
+    pub(crate) fn take_ahead(&self, request: Request, count: usize, home: &Arc<ThreadCache>) -> Vec<OwnedBlock> {
+        let mut state = self.state.lock();
+        let has_room = |state: &State| !slabs::is_small(request.bytes) || state.slabs.has(request.bytes);
+        (0..count).map_while(|_| if has_room(&state) { state.take(request, Some(home)) } else { None }).collect()
+    }
+
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the right to grow.
     pub(crate) fn begin_growth(
         &self,
@@ -264,7 +278,8 @@ impl HostCache {
         self.state.lock().area.shortfall(request)
     }
 
-    /// Returns the plan of a growth for a request. `None` if the pool cannot count so many pages. The caller must pass the plan
+    /// Returns the plan of a growth for a request. `None` if the pool would exceed its maximum number of pages. The caller must pass
+    /// the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
     pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
         self.state.lock().area.plan(request)
@@ -320,7 +335,7 @@ impl HostCache {
         result
     }
 
-    /// Lets a thread cache keep so many bytes more, if the cap allows it. Returns whether it does.
+    /// Allows a thread cache to keep `bytes` more, within the cap. Returns false if the cap does not permit it.
     pub(crate) fn grant(&self, bytes: u64) -> bool {
         let cap = self.cap_here();
         let mut state = self.state.lock();

@@ -81,7 +81,7 @@ pub struct HostMemoryOptions {
     pub background: Option<bool>,
     /// The huge pages that may be used (`huge-pages`).
     pub huge_pages: Option<HugePages>,
-    /// Whether memory is checked for writes before it is reused; off by default (`poison`).
+    /// Enables the check of memory for writes before it is reused; off by default (`poison`).
     pub poison: Option<bool>,
     /// The file to which a trace of all requests is written; none by default (`record`).
     pub record: Option<&'static Path>,

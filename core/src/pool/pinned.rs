@@ -228,7 +228,7 @@ impl PinnedPool {
     // ---------------------------------------------------------------- requests
 
     /// Returns a block of page-locked memory of at least `bytes`.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
         let request = self.request(bytes, Borders::Allowed)?;
         let size = request.size();
@@ -309,6 +309,7 @@ impl PinnedPool {
         let (size, Request { bytes, borders, .. }) = (request.size(), request);
         self.services.check("pinned")?;
         let own = enlist(&self.cache);
+        let mut ahead = 0;
         if let Some(own) = &own {
             let inbox = own.take_inbox();
             let is_from_inbox = !inbox.is_empty();
@@ -320,9 +321,12 @@ impl PinnedPool {
                         Borders::Allowed => cached.find(size, bytes),
                         Borders::None => cached.find_undivided(size, bytes),
                     };
-                    match found {
-                        Some(_) => cached.counts.inbox_hits += u64::from(is_from_inbox),
-                        None => surplus.append(&mut cached.note_miss(size)),
+                    if found.is_some() {
+                        cached.counts.inbox_hits += u64::from(is_from_inbox);
+                    } else {
+                        let (mut replaced, count) = cached.note_miss(size);
+                        surplus.append(&mut replaced);
+                        ahead = count;
                     }
                     (surplus, found)
                 })
@@ -338,8 +342,19 @@ impl PinnedPool {
                 return Ok(block);
             }
         }
+        // A thread that needs no turn for the lock takes nothing ahead: memory that is merged serves more requests.
+        let takes_ahead = ahead > 0 && self.id != NO_CACHE && self.cache.is_in_use();
         let block = self.take_shared(request, own.as_ref())?;
         count(&self.cache, own.as_deref(), 1);
+        if let Some(own) = own.filter(|_| takes_ahead) {
+            let blocks = self.cache.take_ahead(request, ahead, &own);
+            let keep = |cached: &mut Cached| blocks.into_iter().filter_map(|block| cached.keep(block)).collect();
+            // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+            let surplus: Vec<_> = unsafe { own.cached.own(keep) };
+            if !surplus.is_empty() {
+                self.cache.put_back(surplus, 0);
+            }
+        }
         Ok(block)
     }
 
@@ -524,19 +539,19 @@ impl PinnedPool {
     ///
     /// # Safety
     /// The caller must be the end of the buffer that owned the block, and must not use the pool afterward.
-    #[inline]
+    #[inline(never)]
     pub(crate) unsafe fn give_back(pool: PoolRef, block: OwnedBlock) {
         let is_free = block.uses.end_life();
         let mut block = Some(block);
         let id = pool.get().id;
         let closing = with_mine(id, |mine| {
             let mine = mine?;
-            let free = block.take_if(|_| is_free)?;
-            if free.home.as_deref().is_none_or(|home| !std::ptr::eq(home, mine)) {
+            let dropped = block.take_if(|block| is_free || block.uses.waits_for_streams())?;
+            if dropped.home.as_deref().is_none_or(|home| !std::ptr::eq(home, mine)) {
                 // The block may be gone once it is sent, and with it the last other reference to its home.
-                block = match free.home.clone().filter(|_| !mine.cache.has_cap()) {
-                    Some(home) => home.send(free),
-                    None => Some(free),
+                block = match dropped.home.clone().filter(|_| is_free && !mine.cache.has_cap()) {
+                    Some(home) => home.send(dropped),
+                    None => Some(dropped),
                 };
                 let is_closing = block.is_none() && count(&mine.cache, Some(mine), -1);
                 return is_closing.then(|| Arc::clone(&mine.cache));
@@ -544,7 +559,7 @@ impl PinnedPool {
             // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
             let is_closing = unsafe {
                 mine.cached.own(|cached| {
-                    block = cached.keep(free);
+                    block = if is_free { cached.keep(dropped) } else { cached.keep_waiting(dropped) };
                     if block.is_none() {
                         cached.counts.live -= 1;
                     }

@@ -15,6 +15,7 @@ use super::completion_events::CompletionEvent;
 use super::nodes::Nodes;
 use super::pinned::{PinnedPool, PoolRef, Special};
 use super::recorder::Recorder;
+use super::thread_cache::query_again;
 use super::{HostCacheStatistics, HostMemoryOptions};
 use crate::ledger::HostBlockInfo;
 use crate::services::Services;
@@ -141,8 +142,9 @@ impl PinnedPools {
         self.first.live_buffers()
     }
 
-    /// Frees memory above the cap, and memory that was idle for the set time.
+    /// Frees memory above the cap, and memory that was idle for the set time, after a wait of the calling thread.
     pub(crate) fn trim_in_passing(&self) {
+        query_again();
         self.all().for_each(|pool| pool.trim_in_passing());
     }
 

@@ -80,6 +80,11 @@ impl Slabs {
         self.unused_bytes
     }
 
+    /// Returns whether a slab has a free block of a size.
+    pub(crate) fn has(&self, bytes: usize) -> bool {
+        !self.open[units_of(bytes) as usize - 1].is_empty()
+    }
+
     /// Takes a block. Returns its slab and its offset there in bytes. `None` if no slab of the size has a free block.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<(Run, usize)> {
         let units = units_of(bytes);

@@ -25,15 +25,21 @@ use std::fmt;
 use super::biased_lock::BiasedLock;
 use super::block::OwnedBlock;
 use super::host::HostCache;
+use super::slabs;
 use crate::primitive::{Arc, Mutex, prepare_fences};
 
 /// Sizes that a thread cache has lists for.
 const SIZES: usize = 16;
 /// Blocks of up to this many bytes are kept after the first request.
 const SMALL_BYTES: usize = 64 << 10;
+/// Small blocks of one size that are kept have at most this many bytes together. So a thread keeps what others drop at a time.
+const MOST_SMALL_BYTES: usize = 4 << 20;
 /// Blocks of one size that are kept.
-const MOST_SMALL: usize = 64;
+const MOST_SMALL: usize = 1024;
 const MOST_LARGE: usize = 8;
+/// Small blocks that a thread takes ahead at a time have at most so many bytes together, and are at most so many.
+const MOST_BYTES_AHEAD: usize = 256 << 10;
+const MOST_AHEAD: usize = 32;
 /// Blocks of one size that wait for streams and are kept. A driver's queue has about 1,000 places for each stream.
 const MOST_SMALL_WAITING: usize = 1536;
 const MOST_LARGE_WAITING: usize = 64;
@@ -116,6 +122,8 @@ struct List {
     ask_at: usize,
     /// True if the size was requested again while the list existed.
     is_repeated: bool,
+    /// Blocks that the next miss takes ahead, if they are small.
+    ahead: usize,
 }
 
 impl Cached {
@@ -128,7 +136,7 @@ impl Cached {
     }
 
     /// Takes out a block of a size, for a request of `requested` bytes.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find(&mut self, size: u32, requested: usize) -> Option<OwnedBlock> {
         let index = self.list_of(size)?;
         let block = self.lists[index].blocks.pop()?;
@@ -152,12 +160,14 @@ impl Cached {
     }
 
     /// Keeps a free block, or returns it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn keep(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         let Some(index) = self.list_of(block.size) else { return Some(block) };
         let is_small = block.bytes() <= SMALL_BYTES;
         let list = &mut self.lists[index];
-        let has_room = list.blocks.len() < if is_small { MOST_SMALL } else { MOST_LARGE };
+        let count = list.blocks.len();
+        let has_room =
+            if is_small { count < MOST_SMALL && count * block.bytes() < MOST_SMALL_BYTES } else { count < MOST_LARGE };
         let bytes = self.bytes + block.bytes() as u64;
         if !has_room || bytes > self.allowance || !(is_small || list.is_repeated) {
             return Some(block);
@@ -216,17 +226,26 @@ impl Cached {
         None
     }
 
-    /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over.
-    pub(crate) fn note_miss(&mut self, size: u32) -> Vec<OwnedBlock> {
-        if let Some(index) = self.list_of(size) {
-            self.lists[index].is_repeated = true;
-            return Vec::new();
+    /// Notes a request that found no block. Returns the blocks of the size whose list the new size takes over, and how many
+    /// blocks the thread should take ahead: twice as many at each miss, so that a thread that starts rarely takes the pool's lock.
+    pub(crate) fn note_miss(&mut self, size: u32) -> (Vec<OwnedBlock>, usize) {
+        let Some(index) = self.list_of(size) else {
+            let index = self.next;
+            self.next = (index + 1) % SIZES;
+            self.sizes[index] = size;
+            (self.lists[index].is_repeated, self.lists[index].ahead) = (false, 1);
+            return (self.empty(index), 0);
+        };
+        let list = &mut self.lists[index];
+        list.is_repeated = true;
+        let bytes = slabs::bytes_of(size);
+        if bytes > SMALL_BYTES || self.allowance < u64::MAX {
+            return (Vec::new(), 0);
         }
-        let index = self.next;
-        self.next = (index + 1) % SIZES;
-        self.sizes[index] = size;
-        self.lists[index].is_repeated = false;
-        self.empty(index)
+        let most = MOST_AHEAD.min(MOST_BYTES_AHEAD / bytes);
+        let ahead = list.ahead.min(most);
+        list.ahead = (2 * ahead).min(most);
+        (Vec::new(), ahead)
     }
 
     fn empty(&mut self, index: usize) -> Vec<OwnedBlock> {
@@ -403,12 +422,15 @@ thread_local! {
 #[inline]
 pub(crate) fn with_mine<R>(pool: u64, use_cache: impl FnOnce(Option<&ThreadCache>) -> R) -> R {
     let (last, cache) = LAST.get();
-    if last == pool {
+    // One call of `use_cache`, so that it is compiled into the caller.
+    let (found, cache) = if last == pool {
         // SAFETY: The entry of `MINE` keeps it alive. Only this thread removes it: at its end, which resets `LAST`, or in
         // `enlist` once its pool has ended, and then no caller asks for that pool.
-        return use_cache(Some(unsafe { &*cache }));
-    }
-    use_cache(find_mine(pool).as_deref())
+        (None, Some(unsafe { &*cache }))
+    } else {
+        (find_mine(pool), None)
+    };
+    use_cache(cache.or(found.as_deref()))
 }
 
 #[cold]
@@ -446,6 +468,16 @@ pub(crate) fn enlist(cache: &Arc<HostCache>) -> Option<Arc<ThreadCache>> {
     MINE.try_with(|mine| mine.borrow_mut().0.push((cache.id, Arc::clone(&made)))).ok()?;
     LAST.set((cache.id, Arc::as_ptr(&made)));
     Some(made)
+}
+
+/// Makes the next requests of the calling thread query the blocks that wait in its caches. It has waited for streams, so they are
+/// probably done.
+pub(crate) fn query_again() {
+    let forget = |cached: &mut Cached| cached.lists.iter_mut().for_each(|list| list.ask_at = 0);
+    let _ = MINE.try_with(|mine| {
+        // SAFETY: In the thread that owns the caches, and the closure accesses no thread cache.
+        mine.borrow().0.iter().for_each(|(_, mine)| unsafe { mine.cached.own(forget) });
+    });
 }
 
 /// Returns the caches of the calling thread.

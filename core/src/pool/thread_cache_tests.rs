@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Barrier, Weak, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -93,6 +94,71 @@ fn a_buffer_that_another_thread_drops_returns_to_its_own_thread() {
 }
 
 /// A producer and a consumer, as in a data loader: memory is reused in each round, and the pool does not grow.
+#[test]
+fn a_thread_keeps_the_many_small_blocks_that_another_thread_drops_at_a_time() {
+    let (_, runtime) = open();
+    let take = || (0..500).map(|_| runtime.pinned::<u8>(4 * KIB).unwrap()).collect::<Vec<_>>();
+    for _ in 0..2 {
+        let blocks = take();
+        thread::scope(|scope| scope.spawn(|| drop(blocks)).join().unwrap());
+    }
+    let before = host(&runtime);
+    let blocks = take();
+    let after = host(&runtime);
+    assert_eq!((after.cache_hits + after.inbox_hits) - (before.cache_hits + before.inbox_hits), 500);
+    drop(blocks);
+    assert_eq!(host(&runtime).cached_blocks, 500);
+}
+
+/// Otherwise each block that a starting thread takes waits for the lock.
+#[test]
+fn a_thread_that_starts_beside_others_takes_small_blocks_ahead() {
+    let (_backend, runtime) = open();
+    // Returns how often the pool's lock was taken, and the bytes held.
+    let take = |bytes: usize, count: usize, is_contended: bool| {
+        let before = host(&runtime);
+        let request = || {
+            if !is_contended {
+                return runtime.pinned::<u8>(bytes).unwrap();
+            }
+            let held = Barrier::new(2);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let locks = runtime.inner.pinned.hold_locks();
+                    held.wait();
+                    thread::sleep(Duration::from_millis(1));
+                    drop(locks);
+                });
+                held.wait();
+                runtime.pinned::<u8>(bytes).unwrap()
+            })
+        };
+        let blocks: Vec<_> = (0..count).map(|_| request()).collect();
+        let after = host(&runtime);
+        drop(blocks);
+        runtime.trim().unwrap();
+        (after.free_hits + after.misses - before.free_hits - before.misses, after.held_bytes)
+    };
+    assert_eq!(take(4 * KIB, 100, false).0, 100, "no other thread wants the lock");
+    // With 0, 1, 2, 4, 8, 16 and 32 blocks ahead.
+    assert_eq!(take(8 * KIB, 100, true).0, 8);
+    // With 0, 1, 2, 4 and 4.
+    assert_eq!(take(64 * KIB, 16, true).0, 5, "256 KiB at most");
+    assert_eq!(take(68 * KIB, 10, true).0, 10, "not a small size");
+    // Nothing is taken ahead that would need a growth.
+    assert_eq!(take(64 * KIB, PIECE / (64 * KIB), true).1, PIECE as u64);
+}
+
+#[test]
+fn a_thread_keeps_at_most_4_mib_of_small_blocks_of_a_size() {
+    let (_, runtime) = open();
+    for (bytes, kept) in [(64 * KIB, 64), (4 * KIB, 1024), (KIB, 1024)] {
+        drop((0..1100).map(|_| runtime.pinned::<u8>(bytes).unwrap()).collect::<Vec<_>>());
+        assert_eq!(host(&runtime).cached_bytes, (kept * bytes) as u64);
+        runtime.trim().unwrap();
+    }
+}
+
 #[test]
 fn buffers_go_from_thread_to_thread_and_the_pool_does_not_grow() {
     for bytes in [4 * KIB, 300 * KIB] {

@@ -1,23 +1,20 @@
 //! The thread that makes handles before the first request, which a program gets only on request.
 //!
 //! It refers to the runtime weakly between two handles. The last user of the runtime cancels it, and waits for the handle under
-//! way. A forked child has no such thread. Once the process exits, the thread makes no call, and nobody waits for it.
+//! way. A forked child has no such thread. Once the process exits, the thread makes no call, and no thread waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread::{self, JoinHandle};
-
-use parking_lot::Mutex;
 
 use super::inner::RuntimeInner;
-use highwater_hal::{BlasKind, Error, ErrorKind, Result, fork::Generation};
+use crate::own_thread::OwnThread;
+use highwater_hal::{BlasKind, ErrorKind, Result};
 
 /// The thread of one runtime.
 #[derive(Debug)]
 pub(super) struct WarmUp {
-    generation: Generation,
     is_stopping: Arc<AtomicBool>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: OwnThread,
 }
 
 impl WarmUp {
@@ -33,13 +30,8 @@ impl WarmUp {
                 }
             }
         };
-        let thread = thread::Builder::new().name("highwater-warm".to_owned()).spawn(work).map_err(|error| {
-            let message = format!("the operating system cannot create a thread: {error}");
-            Error::new(ErrorKind::OperatingSystem, "warm handles", message)
-                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
-                .with_hint("raise the limit on threads (ulimit -u), or request no warm handles")
-        })?;
-        Ok(Self { generation: runtime.services.generation, is_stopping, thread: Mutex::new(Some(thread)) })
+        let names = ("highwater-warm", "warm handles", ", or request no warm handles");
+        Ok(Self { thread: OwnThread::start(names, runtime.services.generation, work)?, is_stopping })
     }
 
     /// Makes one handle and one workspace. Returns whether to go on.
@@ -62,18 +54,6 @@ impl WarmUp {
     /// Cancels the thread. Waits for its end if `waits`.
     pub(super) fn stop(&self, waits: bool) {
         self.is_stopping.store(true, Ordering::Relaxed);
-        let thread = self.thread.lock().take().filter(|_| waits);
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::warn!("the thread that makes warm handles has panicked");
-        }
-    }
-}
-
-impl Drop for WarmUp {
-    fn drop(&mut self) {
-        if !self.generation.is_current() {
-            // The thread does not exist in this child, so its handle must not be touched.
-            std::mem::forget(self.thread.get_mut().take());
-        }
+        self.thread.end(waits);
     }
 }

@@ -53,6 +53,7 @@ pub(crate) use origin::{Exported, Imported};
 
 use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
+use crate::own_thread::spawn;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
@@ -211,16 +212,7 @@ impl Sharing {
         }
         self.stopping.store(false, Ordering::Release);
         let service = Service::new(Arc::clone(self));
-        let started = std::thread::Builder::new().name("highwater-share".to_owned()).spawn(move || service.run());
-        *thread = Some(started.map_err(|error| {
-            Error::new(
-                ErrorKind::OperatingSystem,
-                operation,
-                format!("the operating system cannot create a thread: {error}"),
-            )
-            .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
-            .with_hint("raise the limit on threads (ulimit -u)")
-        })?);
+        *thread = Some(spawn(("highwater-share", operation, ""), move || service.run())?);
         Ok(())
     }
 

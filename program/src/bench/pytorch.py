@@ -61,7 +61,7 @@ double loop(int kind, int64_t bytes, int threads, double seconds, bool own_sizes
     };
     auto settle = [&] { if (kind) stream.synchronize(); };
     const int size_of_batch = kind == 1 ? int(std::clamp<size_t>((32 << 20) / size, 4, 256)) : 256;
-    batch(size_of_batch / 4); settle(); batch(size_of_batch / 4); settle();
+    batch(size_of_batch); settle(); batch(size_of_batch); settle();
     together.arrive_and_wait();
     double timed = 0;
     int64_t count = 0;

@@ -62,10 +62,10 @@ impl<'a> Loop<'a> {
     }
 
     fn thread(&self, thread: usize, duration: Duration, together: &Barrier) -> Result<f64> {
-        // Twice, so that every cache has seen the request.
+        // Twice, so that every cache has seen the request, and has what a batch needs.
         let ready = (self.start)(thread).and_then(|mut worker| {
             for _ in 0..2 {
-                (worker.run)(self.batch / 4)?;
+                (worker.run)(self.batch)?;
                 (worker.settle)()?;
             }
             Ok(worker)

@@ -2,9 +2,9 @@
 
 use std::hint::black_box;
 use std::rc::Rc;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::mpsc::{SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -135,7 +135,8 @@ fn uses(bench: &Bench<'_>) -> Result<Vec<Row>> {
     Ok(nanoseconds(&loops, &times, bar))
 }
 
-/// Blocks that one thread allocates and another frees, in crates over a bounded ring.
+/// Blocks that one thread allocates and another frees, in crates over a bounded ring. Both threads spin: a thread that sleeps takes
+/// far longer to wake than a block takes.
 struct Pair {
     /// `Some` until the pair is dropped.
     ring: Option<SyncSender<Vec<PinnedBuffer<u8>>>>,
@@ -150,17 +151,45 @@ impl Pair {
 
     fn new() -> Self {
         let (ring, crates) = sync_channel::<Vec<PinnedBuffer<u8>>>(Self::CRATES);
-        let freeing = thread::spawn(move || crates.into_iter().for_each(drop));
+        let freeing = thread::spawn(move || {
+            while let Some(crated) = spin(|| match crates.try_recv() {
+                Ok(crated) => Some(Some(crated)),
+                Err(TryRecvError::Empty) => None,
+                Err(TryRecvError::Disconnected) => Some(None),
+            }) {
+                drop(crated);
+            }
+        });
         Self { ring: Some(ring), crated: Vec::with_capacity(Self::CRATE), freeing: Some(freeing) }
     }
 
     fn hand_over(&mut self, block: PinnedBuffer<u8>) {
         self.crated.push(block);
         if self.crated.len() == Self::CRATE {
-            let full = std::mem::replace(&mut self.crated, Vec::with_capacity(Self::CRATE));
-            // The other thread lives until the ring is dropped.
-            let _ = self.ring.as_ref().map(|ring| ring.send(full));
+            let mut full = std::mem::replace(&mut self.crated, Vec::with_capacity(Self::CRATE));
+            let Some(ring) = &self.ring else { return };
+            spin(|| match ring.try_send(std::mem::take(&mut full)) {
+                Err(TrySendError::Full(crated)) => {
+                    full = crated;
+                    None
+                }
+                // The other thread lives until the ring is dropped.
+                Ok(()) | Err(TrySendError::Disconnected(_)) => Some(()),
+            });
         }
+    }
+}
+
+/// Repeats `attempt` until it returns a value. Lets other threads run now and then, for machines with fewer processors.
+fn spin<R>(mut attempt: impl FnMut() -> Option<R>) -> R {
+    loop {
+        for _ in 0..1000 {
+            if let Some(result) = attempt() {
+                return result;
+            }
+            std::hint::spin_loop();
+        }
+        thread::yield_now();
     }
 }
 
@@ -246,17 +275,21 @@ fn scaling(bench: &Bench<'_>) -> Result<Vec<Row>> {
     Ok(vec![Row::new("scaling_t2", ratio, "ratio", Bar::AtLeast(0.9))])
 }
 
-/// Measures a hit, and a replacement at random, beside one live block and beside many.
+/// Measures a hit, and a replacement at random, in a thread that has one live block and in one that has many.
 fn live(bench: &Bench<'_>) -> Result<Vec<Row>> {
-    let hold = |runtime: &Runtime, count| (0..count).map(|_| runtime.pinned::<u8>(SMALL)).collect::<Result<Vec<_>>>();
-    let runtimes = [bench.runtime()?, bench.runtime()?];
-    // One thread at a time uses them.
-    let held = [Mutex::new(hold(&runtimes[0], 1)?), Mutex::new(hold(&runtimes[1], MANY)?)];
+    let runtime = &bench.runtime()?;
     let mut loops = Vec::new();
-    for ((runtime, held), count) in runtimes.iter().zip(&held).zip([1, MANY]) {
-        loops.push(hit(runtime, format!("hit_live_{count}"), 1, |_| SMALL));
+    for count in [1, MANY] {
+        let hold = move || (0..count).map(|_| runtime.pinned::<u8>(SMALL)).collect::<Result<Vec<_>>>();
+        loops.push(Loop::new(format!("hit_live_{count}"), 1, move |_| {
+            let held = hold()?;
+            Ok(Worker::of(move || {
+                black_box(&held);
+                runtime.pinned::<u8>(SMALL).map(|block| drop(black_box(block)))
+            }))
+        }));
         loops.push(Loop::new(format!("replace_live_{count}"), 1, move |_| {
-            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut held = hold()?;
             let mut random = SplitMix64::new(1);
             Ok(Worker::of(move || {
                 let slot = (random.draw() % held.len() as u64) as usize;
