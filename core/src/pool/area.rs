@@ -180,6 +180,11 @@ impl<A: Address> Area<A> {
 
     // ---------------------------------------------------------------- places
 
+    /// Returns whether a request needs no new slab.
+    pub(crate) fn needs_no_slab(&self, request: Request) -> bool {
+        !slabs::is_small(request.bytes) || self.slabs.has(request.bytes)
+    }
+
     /// Takes free pages, or a part of a slab.
     pub(crate) fn take(&mut self, request: Request) -> Option<Place<A>> {
         if slabs::is_small(request.bytes)

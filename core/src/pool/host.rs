@@ -252,8 +252,8 @@ impl HostCache {
     /// buffer.
     pub(crate) fn take_ahead(&self, request: Request, count: usize, home: &Arc<ThreadCache>) -> Vec<OwnedBlock> {
         let mut state = self.state.lock();
-        let has_room = |state: &State| !slabs::is_small(request.bytes) || state.slabs.has(request.bytes);
-        (0..count).map_while(|_| if has_room(&state) { state.take(request, Some(home)) } else { None }).collect()
+        let mut next = || if state.area.needs_no_slab(request) { state.take(request, Some(home)) } else { None };
+        (0..count).map_while(|_| next()).collect()
     }
 
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the right to grow.
