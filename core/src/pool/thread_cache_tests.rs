@@ -1,9 +1,10 @@
 //! The thread caches of real threads: their ends, blocks that other threads drop, and who ends the runtime.
 
 use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, Weak, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -121,16 +122,22 @@ fn a_thread_that_starts_beside_others_takes_small_blocks_ahead() {
             if !is_contended {
                 return runtime.pinned::<u8>(bytes).unwrap();
             }
-            let held = Barrier::new(2);
+            let (held, is_served) = (Barrier::new(2), AtomicBool::new(false));
             thread::scope(|scope| {
                 scope.spawn(|| {
                     let locks = runtime.inner.pinned.hold_locks();
                     held.wait();
-                    thread::sleep(Duration::from_millis(1));
+                    // Long enough for the other thread to wait for the lock, unless its cache serves it.
+                    let start = Instant::now();
+                    while !is_served.load(Ordering::Relaxed) && start.elapsed() < Duration::from_millis(40) {
+                        thread::yield_now();
+                    }
                     drop(locks);
                 });
                 held.wait();
-                runtime.pinned::<u8>(bytes).unwrap()
+                let block = runtime.pinned::<u8>(bytes).unwrap();
+                is_served.store(true, Ordering::Relaxed);
+                block
             })
         };
         let blocks: Vec<_> = (0..count).map(|_| request()).collect();
