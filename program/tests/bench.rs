@@ -202,7 +202,7 @@ fn unknown_rows_and_bad_peers_are_refused() {
     let path = file("bad-peer.json");
     let text = path.to_str().unwrap();
     let with_peer = ["--rows", "trace_three_seeds", "--seeds", "1", "--peer", text];
-    assert_refused(&with_peer, &["cannot be read", "scripts/bench-host-pytorch.py"]);
+    assert_refused(&with_peer, &["cannot be read", "scripts/bench-pytorch.py"]);
     fs::write(&path, r#"{"trace_three_seeds": "little"}"#).unwrap();
     assert_refused(&with_peer, &["`trace_three_seeds` is no number"]);
     fs::remove_file(&path).unwrap();

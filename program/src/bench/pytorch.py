@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """PyTorch's side of the rows of `highwater bench host`: one JSON object of names and numbers on standard output.
 
-    bench-host-pytorch.py [--rows TEXT] [--threads N] [--rounds N] [--seeds N] > peer.json
+    bench-pytorch.py [--rows TEXT] [--threads N] [--rounds N] [--seeds N] > peer.json
     highwater bench host --peer peer.json
 
 The rows of time call PyTorch's allocator from C++, because a call from Python costs several times as much and its threads
