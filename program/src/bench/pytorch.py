@@ -254,7 +254,7 @@ class DeviceCache(Cache):
 
 
 def groups(options):
-    """The rows of time, in groups that are interleaved as in `highwater`: kind, bytes, threads, whether threads differ in size."""
+    """The groups of rows of time that are interleaved: kind, bytes, threads, and whether each thread has its own size."""
     counts = sorted({1, 4, 16, options.threads})
     if options.part == "host":
         return [
