@@ -85,7 +85,8 @@ pub(in super::super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
     Ok(if outcome.is_ok() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// Returns the time in which `threads` threads, each with a stream of its own, get a handle.
+/// Returns the time in which `threads` threads, each with a stream of its own, get a handle: from the start of the first thread to
+/// the end of the last one.
 fn first_leases(address: &str, threads: usize, warm: bool) -> Result<Duration> {
     let runtime = Runtime::new(backends::reopen(address)?)?;
     let device = runtime.device(0)?;
@@ -94,28 +95,29 @@ fn first_leases(address: &str, threads: usize, warm: bool) -> Result<Duration> {
     if warm {
         device.warm(threads)?;
     }
-    let barrier = Barrier::new(threads + 1);
-    thread::scope(|scope| {
+    let barrier = Barrier::new(threads);
+    let times = thread::scope(|scope| {
         let lease = |stream| {
             let barrier = &barrier;
             scope.spawn(move || {
                 barrier.wait();
+                let started = Instant::now();
                 let lease = Stream::blas(stream);
+                let ended = Instant::now();
                 // Every thread keeps its handle until all have one.
                 barrier.wait();
-                lease.map(drop)
+                lease.map(|_| (started, ended))
             })
         };
         let leasing: Vec<_> = streams.iter().map(lease).collect();
-        barrier.wait();
-        let started = Instant::now();
-        barrier.wait();
-        let time = started.elapsed();
-        for thread in leasing {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        }
-        Ok(time)
-    })
+        let joined = leasing.into_iter().map(|thread| thread.join());
+        joined
+            .map(|times| times.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect::<highwater::Result<Vec<_>>>()
+    })?;
+    let started = times.iter().map(|(started, _)| started).min();
+    let ended = times.iter().map(|(_, ended)| ended).max();
+    Ok(ended.zip(started).map_or(Duration::ZERO, |(ended, started)| ended.duration_since(*started)))
 }
 
 #[cfg(test)]

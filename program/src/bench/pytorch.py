@@ -397,21 +397,27 @@ def first_handle_here(threads):
     """Starts CUDA, and returns the milliseconds in which threads get the handles of a stream each."""
     torch.cuda.init()
     streams = [torch.cuda.Stream() for _ in range(threads)]
-    barrier = threading.Barrier(threads + 1)
+    barrier = threading.Barrier(threads, timeout=60)
+    taken = []
 
     def take(stream):
         torch.cuda.set_stream(stream)
         barrier.wait()
+        start = time.perf_counter()
         torch.cuda.current_blas_handle()
+        taken.append((start, time.perf_counter()))
+        # Every thread keeps its handle until all have one.
         barrier.wait()
 
-    running = [threading.Thread(target=take, args=(stream,), daemon=True) for stream in streams]
+    running = [threading.Thread(target=take, args=(stream,)) for stream in streams]
     for thread in running:
         thread.start()
-    barrier.wait(60)
-    start = time.perf_counter()
-    barrier.wait(60)
-    return (time.perf_counter() - start) * 1e3
+    for thread in running:
+        thread.join()
+    if len(taken) < threads:
+        raise RuntimeError("a thread failed")
+    starts, ends = zip(*taken)
+    return (max(ends) - min(starts)) * 1e3
 
 
 def first_handle(threads):
