@@ -105,7 +105,7 @@ pub use highwater_hal::{Clause, clauses};
 pub use mutants::{Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, mutants, run_mutants};
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
-pub use raw_calls::RawCalls;
+pub use raw_calls::{RawCalls, RawHandle};
 pub use report::{CaseReport, Progress, Report, Status};
 pub use run::{Executor, InProcess, run, run_observed, run_on};
 pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};

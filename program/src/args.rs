@@ -85,6 +85,9 @@ pub(super) enum Command {
     /// A child of a consumer of `soak ipc`, which starts it
     #[command(hide = true)]
     SoakHeir,
+    /// A process of `bench handles`, which starts it
+    #[command(hide = true)]
+    BenchFirstHandle(ChildArguments),
 }
 
 #[derive(Debug, Default, Args)]
@@ -237,10 +240,15 @@ pub(super) struct BenchArguments {
 pub(super) enum Bench {
     /// Measure page-locked host memory: the time of requests, and the memory held after traces of requests
     Host(BenchHostArguments),
+    /// Measure the device memory of streams: the time of requests, and the memory held and moved by traces of requests
+    Device(BenchDeviceArguments),
+    /// Measure the pool of BLAS handles: the first handles of a process, and leases
+    Handles(BenchHandlesArguments),
 }
 
+/// Options of every bench.
 #[derive(Debug, Args)]
-pub(super) struct BenchHostArguments {
+pub(super) struct BenchOptions {
     /// Backend to use, built in or a plugin, and no other [default: a real device that works, else the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
@@ -261,17 +269,30 @@ pub(super) struct BenchHostArguments {
     #[arg(long, value_name = "MS", default_value = "25", allow_negative_numbers = true, value_parser = milliseconds)]
     pub(super) milliseconds: u64,
 
-    /// Seeds of the distributions of memory [default: 200, on the mock 10]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = seeds)]
-    pub(super) seeds: Option<u64>,
-
     /// Peer to show beside: `auto` for PyTorch, if it is installed and the device is real, `none`, or a file of its values
     #[arg(long, value_name = "FILE", default_value = "auto", value_parser = peer)]
     pub(super) peer: PeerSource,
+}
+
+/// Options of the benches that have traces.
+#[derive(Debug, Args)]
+pub(super) struct BenchTraceOptions {
+    /// Seeds of the distributions of memory [default: 200 of page-locked and 20 of device memory, on the mock 10]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = seeds)]
+    pub(super) seeds: Option<u64>,
 
     /// Replay the trace in this file instead of the table
     #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "threads", "rounds", "milliseconds", "seeds", "peer"])]
     pub(super) replay: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchHostArguments {
+    #[command(flatten)]
+    pub(super) options: BenchOptions,
+
+    #[command(flatten)]
+    pub(super) traces: BenchTraceOptions,
 
     /// Write a trace of the table to this file and measure nothing
     #[arg(long, value_name = "FILE", conflicts_with_all = ["backend", "rows", "threads", "rounds", "milliseconds", "seeds", "peer", "replay"])]
@@ -280,6 +301,21 @@ pub(super) struct BenchHostArguments {
     /// The trace that --write-trace writes
     #[arg(long, value_name = "NAME", value_enum, default_value = "three-seeds", requires = "write_trace")]
     pub(super) trace: TraceName,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchDeviceArguments {
+    #[command(flatten)]
+    pub(super) options: BenchOptions,
+
+    #[command(flatten)]
+    pub(super) traces: BenchTraceOptions,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchHandlesArguments {
+    #[command(flatten)]
+    pub(super) options: BenchOptions,
 }
 
 /// The traces of `bench host` that can be written.

@@ -46,7 +46,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-use self::args::{Bench, Command, Soak};
+use self::args::{Command, Soak};
 
 /// The result of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,14 +86,13 @@ fn main() -> ExitCode {
         Some(Command::Soak(arguments)) => match &arguments.what {
             Soak::Ipc(arguments) => soak::command(arguments, json),
         },
-        Some(Command::Bench(arguments)) => match &arguments.what {
-            Bench::Host(arguments) => bench::command(arguments, json),
-        },
+        Some(Command::Bench(arguments)) => bench::command(&arguments.what, json),
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
         Some(Command::Probe(arguments)) => probe::command(arguments),
         Some(Command::Worker(arguments)) => worker::command(arguments),
         Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),
+        Some(Command::BenchFirstHandle(arguments)) => bench::first_handle::command(arguments),
     };
     match verdict {
         Ok(Verdict::Good) => ExitCode::SUCCESS,

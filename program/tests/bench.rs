@@ -1,4 +1,4 @@
-//! `highwater bench host` from outside, on the mock.
+//! `highwater bench` from outside, on the mock.
 
 #![forbid(unsafe_code)]
 
@@ -8,22 +8,28 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-fn command() -> Command {
+fn command_on(mock: &str, part: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
-    // The backend allocates whole blocks, which nothing touches.
-    command.env("HIGHWATER_MOCK", "register-piece-bytes=0").env("HIGHWATER_BACKEND", "mock");
-    command.args(["bench", "host"]);
+    command.env("HIGHWATER_MOCK", mock).env("HIGHWATER_BACKEND", "mock");
+    command.args(["bench", part]);
     command
 }
 
-fn bench(arguments: &[&str]) -> Output {
-    command().args(arguments).output().unwrap()
+fn command() -> Command {
+    // The backend allocates whole blocks, which nothing touches.
+    command_on("register-piece-bytes=0", "host")
 }
 
-/// The rows that are printed. Each has the keys of a row and no others.
+/// The rows that `bench host` prints.
 #[track_caller]
 fn rows(arguments: &[&str]) -> Vec<Value> {
-    let run = bench(&[arguments, &["--json"]].concat());
+    rows_of(command().args(arguments))
+}
+
+/// The rows that a command prints. Each has the keys of a row and no others.
+#[track_caller]
+fn rows_of(command: &mut Command) -> Vec<Value> {
+    let run = command.arg("--json").output().unwrap();
     let stderr = String::from_utf8(run.stderr).unwrap();
     assert_eq!(run.status.code(), Some(0), "{stderr}");
     let object: Value = serde_json::from_slice(&run.stdout).unwrap();
@@ -40,7 +46,13 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
 
 #[track_caller]
 fn assert_refused(arguments: &[&str], parts: &[&str]) {
-    let run = bench(arguments);
+    assert_failed(command().args(arguments), parts);
+}
+
+/// The command prints an error with these parts on standard error, and nothing else.
+#[track_caller]
+fn assert_failed(command: &mut Command, parts: &[&str]) {
+    let run: Output = command.output().unwrap();
     let stderr = String::from_utf8(run.stderr).unwrap();
     assert_eq!((run.status.code(), run.stdout.len()), (Some(2), 0), "{stderr}");
     for part in parts {
@@ -202,11 +214,124 @@ fn unknown_rows_and_bad_peers_are_refused() {
     let path = file("bad-peer.json");
     let text = path.to_str().unwrap();
     let with_peer = ["--rows", "trace_three_seeds", "--seeds", "1", "--peer", text];
-    assert_refused(&with_peer, &["cannot be read", "scripts/bench-host-pytorch.py"]);
+    assert_refused(&with_peer, &["cannot be read", "scripts/bench-pytorch.py"]);
     fs::write(&path, r#"{"trace_three_seeds": "little"}"#).unwrap();
     assert_refused(&with_peer, &["`trace_three_seeds` is no number"]);
     fs::remove_file(&path).unwrap();
     assert_refused(&["--rounds", "0"], &["number of rounds from 1"]);
     assert_refused(&["--replay", "file", "--rows", "hit"], &["cannot be used with"]);
     assert_refused(&["--trace", "blocks-then-odd"], &["--write-trace"]);
+}
+
+/// The names of all rows of a part, which the error about an unknown row lists.
+fn all_rows(part: &str) -> Vec<String> {
+    let run = command_on("", part).args(["--rows", "nothing"]).output().unwrap();
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(2), "{stderr}");
+    let (_, list) = stderr.split_once("the rows are ").unwrap();
+    list.trim().split(", ").map(str::to_owned).collect()
+}
+
+#[test]
+fn every_row_of_device_memory_and_of_handles_is_measured_alone() {
+    for (part, count) in [("device", 48), ("handles", 13)] {
+        let all = all_rows(part);
+        assert_eq!(all.len(), count, "{all:?}");
+        for name in all {
+            let mut command = command_on("", part);
+            command.args(["--rounds", "1", "--milliseconds", "1", "--rows", &name]);
+            if part == "device" {
+                command.args(["--seeds", "1"]);
+            }
+            let rows = rows_of(&mut command);
+            assert_eq!(names(&rows), [&name]);
+            let positive = !name.starts_with("moved");
+            assert!(rows[0]["value"].as_f64().unwrap() > 0.0 || !positive, "{rows:?}");
+        }
+    }
+}
+
+#[test]
+fn rows_of_device_memory_and_of_handles_have_their_bars() {
+    let bars = |part: &str, filter: &str| {
+        let rows = rows_of(command_on("", part).args(["--rounds", "1", "--milliseconds", "1", "--rows", filter]));
+        let bar = |row: &Value| (row["name"].as_str().unwrap().to_owned(), row["bar"].as_f64());
+        rows.iter().map(bar).collect::<Vec<_>>()
+    };
+    let named =
+        |bars: &[(&str, Option<f64>)]| -> Vec<_> { bars.iter().map(|&(name, bar)| (name.to_owned(), bar)).collect() };
+    let expected =
+        [("same_stream_4KiB_1t", Some(60.0)), ("same_stream_4KiB_4t", None), ("same_stream_4KiB_16t", Some(120.0))];
+    assert_eq!(bars("device", "same_stream_4KiB"), named(&expected));
+    let expected = [("trace_three_seeds_mapped", Some(1.15)), ("trace_three_seeds_plain", Some(1.5))];
+    assert_eq!(bars("device", "trace_three"), named(&expected));
+    assert_eq!(bars("handles", "first_handle"), named(&[("first_handle_1t", None), ("first_handle_16t", Some(6.0))]));
+    for (threads, more) in [("_1t", 20.0), ("_16t", 22.0)] {
+        let rows = rows_of(command_on("", "handles").args(["--rounds", "1", "--milliseconds", "1", "--rows", threads]));
+        let row = |name: &str| rows.iter().find(|row| row["name"] == format!("{name}{threads}")).unwrap();
+        let raw = row("raw_setters")["value"].as_f64().unwrap();
+        let bar = row("lease_other_stream")["bar"].as_f64().unwrap();
+        assert!((bar - raw - more).abs() < 0.001, "{rows:?}");
+    }
+}
+
+#[test]
+fn a_device_without_mapped_memory_has_the_rows_of_plain_allocations() {
+    let mut command = command_on("mapped-memory=off", "device");
+    let rows = rows_of(command.args(["--seeds", "1", "--rows", "three_seeds"]));
+    let has_value: Vec<_> = rows.iter().map(|row| (row["name"].as_str().unwrap(), !row["value"].is_null())).collect();
+    let expected = [
+        ("trace_three_seeds_mapped", false),
+        ("moved_three_seeds_mapped", false),
+        ("trace_three_seeds_plain", true),
+        ("moved_three_seeds_plain", true),
+    ];
+    assert_eq!(has_value, expected);
+}
+
+#[test]
+fn a_trace_is_replayed_in_device_memory() {
+    let path = file("device.jsonl");
+    let lines = [
+        r#"{"t":0,"thread":1,"op":"alloc","id":7,"bytes":5000}"#,
+        r#"{"t":5,"thread":2,"op":"use","id":7}"#,
+        r#"{"t":6,"thread":1,"op":"alloc","id":9,"bytes":3000000}"#,
+        r#"{"t":9,"thread":2,"op":"free","id":7}"#,
+    ];
+    fs::write(&path, lines.join("\n")).unwrap();
+    let rows = rows_of(command_on("", "device").arg("--replay").arg(&path));
+    fs::remove_file(&path).unwrap();
+    assert_eq!(names(&rows), ["replay", "replay_held", "replay_peak", "replay_time"]);
+    assert_eq!(rows[2]["value"], 3_005_000.0);
+    assert!(rows[1]["value"].as_f64().unwrap() >= 3_005_000.0, "{rows:?}");
+}
+
+#[test]
+fn each_first_handle_is_that_of_a_fresh_process() {
+    let mut command = command_on("first-handle-latency=60ms", "handles");
+    let rows = rows_of(command.args(["--rounds", "2", "--rows", "_handle_16t"]));
+    assert_eq!(names(&rows), ["first_handle_16t", "warm_handle_16t"]);
+    let [first, warm] = [0, 1].map(|at| rows[at]["value"].as_f64().unwrap());
+    // The median of two rounds is their mean: a second round in the same process would halve it.
+    assert!(first >= 60.0 && warm < 60.0, "{rows:?}");
+    assert_eq!((&rows[0]["unit"], &rows[0]["met"], &rows[1]["bar"]), (&"ms".into(), &false.into(), &Value::Null));
+}
+
+#[test]
+fn an_error_of_the_process_that_measures_first_handles_is_reported() {
+    let mut command = command_on("fail=create_blas_handle:1:device-lost", "handles");
+    assert_failed(command.args(["--rows", "first_handle_1t"]), &["device lost", "create_blas_handle"]);
+    let mut command = command_on("fail=create_blas_handle:1..:out-of-memory", "handles");
+    let rows = rows_of(command.args(["--rows", "first_handle_1t"]));
+    assert!(names(&rows) == ["first_handle_1t"] && rows[0]["value"].is_null(), "{rows:?}");
+}
+
+#[test]
+fn unknown_rows_and_options_of_another_part_are_refused() {
+    for (part, row) in [("device", "same_stream_4KiB_1t, "), ("handles", "first_handle_1t, ")] {
+        let mut command = command_on("", part);
+        assert_failed(command.args(["--rows", "hit_"]), &["no row has `hit_` in its name", row]);
+        assert_failed(command_on("", part).args(["--write-trace", "file"]), &["--write-trace"]);
+    }
+    assert_failed(command_on("", "handles").args(["--seeds", "3"]), &["--seeds"]);
 }

@@ -504,6 +504,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
         &["worker", "--parent", &own][..],
         &["soak-consumer", "--seed", "1", "--parent", &own],
         &["conformance-worker", "--parent", &own],
+        &["bench-first-handle", "--parent", &own],
     ] {
         highwater(arguments).assert_error(&["the standard input is not a socket", "is for"]);
     }

@@ -12,7 +12,6 @@
 mod binding;
 mod copies;
 mod events;
-mod first;
 mod gemm;
 mod machine;
 mod measure;
@@ -55,8 +54,7 @@ impl Bench<'_> {
 type Group = fn(&Bench<'_>, &mut Table) -> Result<()>;
 
 /// The groups of rows, by the names that `--only` takes. Pinning is last, because it empties the pools.
-const GROUPS: [(&str, Group); 8] = [
-    ("first", first::rows),
+const GROUPS: [(&str, Group); 7] = [
     ("gemm", gemm::rows),
     ("bind", binding::rows),
     ("events", events::rows),

@@ -12,25 +12,6 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let Bench { raw, device, runtime, .. } = bench;
     let bytes = if bench.options.quick { 64 << 10 } else { 1 << 20 };
     let stream = device.create_stream()?;
-    let times = alone(
-        bench.bursts(500),
-        || Ok(()),
-        |_| {
-            drop(stream.blas()?);
-            Ok(())
-        },
-    )?;
-    table.push(Row::alone("lease again and release, same thread and stream", &times));
-    let times = alone(
-        bench.bursts(500),
-        || Ok(()),
-        |_| {
-            drop(runtime.pinned::<u8>(bytes)?);
-            Ok(())
-        },
-    )?;
-    table.push(Row::alone(format!("page-locked buffer of {} KiB from the cache and back", bytes >> 10), &times));
-
     if device.capabilities().stream_ordered_memory {
         let raw_stream = raw.stream()?;
         let settle = |_| {

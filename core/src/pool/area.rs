@@ -158,6 +158,11 @@ impl<A: Address> Area<A> {
         self.pieces.len() as u64
     }
 
+    /// Returns whether there is no piece, not even one that is leaving.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pieces.is_empty() && self.leaving.is_empty()
+    }
+
     /// Bytes of free pages.
     pub(crate) fn free_bytes(&self) -> u64 {
         bytes_of(self.ranges.free_pages()) as u64

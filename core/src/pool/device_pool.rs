@@ -441,11 +441,13 @@ impl DevicePool {
 
     /// Takes the parts of a stream that has ended and has no block left. Parts that are mapped stay until their work is done.
     fn dissolve(&self, memory: &Arc<StreamMemory>) {
-        if memory.stream().is_some() || !memory.is_unused() {
+        // Read once: a memory whose stream becomes known in between is not that of a stream that has ended.
+        let Some(stream) = memory.stream_use() else { return };
+        if stream.stream().is_some() || !memory.is_unused() {
             return;
         }
         // Without an event of its last work, the parts stay until the runtime ends.
-        let Some(last) = memory.last() else { return };
+        let Some(last) = stream.last() else { return };
         if self.parts.granularity().is_some() && !self.services.is_surely_passed(&last) {
             return;
         }

@@ -185,6 +185,11 @@ impl StreamMemory {
         self.stream.get()?.last()
     }
 
+    /// Returns the record of the stream, once it is known.
+    pub(crate) fn stream_use(&self) -> Option<&StreamUse> {
+        self.stream.get()
+    }
+
     // ---------------------------------------------------------------- requests
 
     /// Takes a block from the list of its size.
@@ -405,9 +410,9 @@ impl StreamMemory {
         self.state.lock().live_bytes
     }
 
-    /// Returns whether the memory has no part.
+    /// Returns whether the memory has no part, not even one that another thread is about to unmap.
     pub(crate) fn is_empty(&self) -> bool {
-        self.state.lock().area.pieces() == 0
+        self.state.lock().area.is_empty()
     }
 
     /// Returns the number of requests by [`Found`].

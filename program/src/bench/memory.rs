@@ -6,7 +6,7 @@ use highwater::Result;
 
 use super::report::{Bar, Row};
 use super::rounds::quantile;
-use super::trace::{self, Event, Held, Trace};
+use super::trace::{self, Event, Held, Memory, Trace};
 use super::{Bench, Family};
 
 const SEEDS: [u64; 3] = [1, 2, 3];
@@ -144,12 +144,11 @@ fn same_seed(bench: &Bench<'_>) -> Result<Vec<Row>> {
     ])
 }
 
-/// Replays a trace file on a fresh cache.
-pub(super) fn replay(bench: &Bench<'_>, events: &[Event]) -> Result<Vec<Row>> {
-    let runtime = bench.runtime()?;
+/// Replays a trace file on memory that has no blocks.
+pub(super) fn replay(memory: &impl Memory, events: &[Event]) -> Result<Vec<Row>> {
     let mut held = Held::default();
     let started = Instant::now();
-    trace::replay(&runtime, events, &mut held)?;
+    trace::replay(memory, events, &mut held)?;
     let time = milliseconds(started.elapsed());
     Ok(vec![
         Row::new("replay", held.ratio(), "ratio", Bar::None),

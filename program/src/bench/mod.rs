@@ -1,11 +1,16 @@
-//! `highwater bench host`: the pool of page-locked memory, row by row, with bars.
+//! `highwater bench`: parts of the library, row by row, with bars.
 //!
-//! - `timing`: the rows of time. `rounds` runs their loops in turn, in threads of their own.
-//! - `memory`: the rows of memory and of whole passes. `trace` has the generators, the file format and the replay. `numpy` draws
-//!   the numbers.
+//! - `timing`, `memory`: page-locked memory: the rows of time, and those of memory and of whole passes
+//! - `device`: the device memory of streams
+//! - `handles`: the pool of BLAS handles. `first_handle` has the processes that measure the first handles.
+//! - `rounds`: runs loops in turn, in threads of their own.
+//! - `trace`: the generators of traces, the file format and the replay. `numpy` draws the numbers.
 //! - `report`: the rows as a table and as JSON. `peer` has PyTorch's values. `available` is the memory left.
 
 mod available;
+mod device;
+pub(super) mod first_handle;
+mod handles;
 mod memory;
 mod numpy;
 mod peer;
@@ -23,18 +28,52 @@ use highwater::{ErrorKind, Runtime};
 
 use self::report::Row;
 use self::trace::{Event, Trace};
-use super::args::{BenchHostArguments, TraceName};
+use super::args::{self, TraceName};
 use super::backends::{self, Prober};
 use super::failure::Failure;
 use super::{Verdict, output};
 
-/// The seeds of a distribution on a real device, and on the mock, where touching memory takes most of the time.
-const SEEDS: u64 = 200;
+/// The seeds of a distribution on the mock, where touching memory takes most of the time.
 const SEEDS_OF_MOCK: u64 = 10;
+
+/// The part of the library that is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Host,
+    Device,
+    Handles,
+}
+
+impl Part {
+    /// Returns the word of the command line.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Device => "device",
+            Self::Handles => "handles",
+        }
+    }
+
+    /// Returns the seeds of a distribution on a real device. In device memory, a growth takes more time.
+    fn seeds(self) -> u64 {
+        if self == Self::Host { 200 } else { 20 }
+    }
+
+    fn families(self, bench: &Bench<'_>) -> Vec<Family> {
+        match self {
+            Self::Host => timing::families(bench).into_iter().chain(memory::families()).collect(),
+            Self::Device => device::families(bench),
+            Self::Handles => handles::families(bench),
+        }
+    }
+}
 
 /// The settings of a run.
 struct Bench<'a> {
+    part: Part,
     backend: &'a Arc<dyn Backend>,
+    /// The backend's address for other processes: see [`backends::address`].
+    address: &'a str,
     rounds: u32,
     /// The time of a loop in a round.
     duration: Duration,
@@ -60,34 +99,49 @@ struct Family {
     run: fn(&Bench<'_>) -> highwater::Result<Vec<Row>>,
 }
 
-pub(super) fn command(arguments: &BenchHostArguments, json: bool) -> Result<Verdict> {
-    if let Some(path) = &arguments.write_trace {
-        let events = events(arguments.trace);
-        trace::write(path, &events)?;
-        output::line(format_args!("{} lines in {}", events.len(), path.display()));
-        return print(&[], json);
-    }
-    let replayed = arguments.replay.as_deref().map(trace::read).transpose()?;
-    let opened = match &arguments.backend {
+pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
+    let (part, options, traces) = match what {
+        args::Bench::Host(arguments) => {
+            if let Some(path) = &arguments.write_trace {
+                let events = events(arguments.trace);
+                trace::write(path, &events)?;
+                output::line(format_args!("{} lines in {}", events.len(), path.display()));
+                return print(&[], json);
+            }
+            (Part::Host, &arguments.options, Some(&arguments.traces))
+        }
+        args::Bench::Device(arguments) => (Part::Device, &arguments.options, Some(&arguments.traces)),
+        args::Bench::Handles(arguments) => (Part::Handles, &arguments.options, None),
+    };
+    let replayed = traces.and_then(|traces| traces.replay.as_deref()).map(trace::read).transpose()?;
+    let opened = match &options.backend {
         Some(name) => backends::open_by(name, Prober::ThisProgram),
         None => backends::open_best(),
     };
-    let backend = opened.map_err(highwater::Error::from)?.backend;
+    let opened = opened.map_err(highwater::Error::from)?;
+    let address = backends::address(&opened);
+    let backend = opened.backend;
     output::line(format_args!("backend {}", display_foreign(&backend.identity().name)));
-    let default_seeds = if backend.identity().real_device { SEEDS } else { SEEDS_OF_MOCK };
+    let default_seeds = if backend.identity().real_device { part.seeds() } else { SEEDS_OF_MOCK };
     let bench = Bench {
+        part,
         backend: &backend,
-        rounds: arguments.rounds,
-        duration: Duration::from_millis(arguments.milliseconds),
-        threads: arguments.threads,
-        rows: arguments.rows.as_deref(),
-        seeds: arguments.seeds.unwrap_or(default_seeds),
+        address: &address,
+        rounds: options.rounds,
+        duration: Duration::from_millis(options.milliseconds),
+        threads: options.threads,
+        rows: options.rows.as_deref(),
+        seeds: traces.and_then(|traces| traces.seeds).unwrap_or(default_seeds),
     };
     if let Some(events) = replayed {
-        return print(&memory::replay(&bench, &events)?, json);
+        let rows = match part {
+            Part::Device => memory::replay(&bench.runtime()?.device(0)?.create_stream()?, &events)?,
+            Part::Host | Part::Handles => memory::replay(&bench.runtime()?, &events)?,
+        };
+        return print(&rows, json);
     }
     let families = selected(&bench)?;
-    let peer = peer::values(&bench, arguments)?;
+    let peer = peer::values(&bench, &options.peer)?;
     let mut rows = measure(&bench, families)?;
     report::add_peer(&mut rows, &peer);
     print(&rows, json)
@@ -104,8 +158,7 @@ fn print(rows: &[Row], json: bool) -> Result<Verdict> {
 
 /// Returns the families with a selected row.
 fn selected(bench: &Bench<'_>) -> Result<Vec<Family>> {
-    let mut families = timing::families(bench);
-    families.extend(memory::families());
+    let families = bench.part.families(bench);
     let (selected, others): (Vec<Family>, Vec<Family>) =
         families.into_iter().partition(|family| family.names.iter().any(|name| bench.wants(name)));
     if selected.is_empty() {

@@ -8,17 +8,17 @@ use anyhow::Result;
 use highwater::ErrorKind;
 use serde_json::{Map, Value};
 
-use super::super::args::{BenchHostArguments, PeerSource};
+use super::super::args::PeerSource;
 use super::super::failure::Failure;
 use super::super::output;
 use super::Bench;
 
-/// `scripts/bench-host-pytorch.py` is a link to it.
+/// `scripts/bench-pytorch.py` is a link to it.
 const PROGRAM: &str = include_str!("pytorch.py");
 
 /// Returns the peer's values by the names of the rows. Without a real device, PyTorch is not measured.
-pub(super) fn values(bench: &Bench<'_>, arguments: &BenchHostArguments) -> Result<BTreeMap<String, f64>> {
-    match &arguments.peer {
+pub(super) fn values(bench: &Bench<'_>, source: &PeerSource) -> Result<BTreeMap<String, f64>> {
+    match source {
         PeerSource::None => Ok(BTreeMap::new()),
         PeerSource::Auto if bench.backend.identity().real_device => Ok(measured(bench).unwrap_or_default()),
         PeerSource::Auto => Ok(BTreeMap::new()),
@@ -32,7 +32,7 @@ pub(super) fn values(bench: &Bench<'_>, arguments: &BenchHostArguments) -> Resul
     }
 }
 
-const HINT: &str = "write the file with scripts/bench-host-pytorch.py: one object of the rows' names and numbers";
+const HINT: &str = "write the file with scripts/bench-pytorch.py: one object of the rows' names and numbers";
 
 fn parse(text: &str) -> Result<BTreeMap<String, f64>, String> {
     let object: Map<String, Value> = serde_json::from_str(text).map_err(|error| error.to_string())?;
@@ -46,7 +46,15 @@ fn parse(text: &str) -> Result<BTreeMap<String, f64>, String> {
 /// Runs the program. Returns `None` if there is no Python, no PyTorch, or no device for it.
 fn measured(bench: &Bench<'_>) -> Option<BTreeMap<String, f64>> {
     let mut command = Command::new("python3");
-    command.args(["-c", PROGRAM, "--seeds", &bench.seeds.to_string(), "--rounds", &bench.rounds.to_string()]);
+    command.args([
+        "-c",
+        PROGRAM,
+        bench.part.name(),
+        "--seeds",
+        &bench.seeds.to_string(),
+        "--rounds",
+        &bench.rounds.to_string(),
+    ]);
     command.args(["--rows", bench.rows.unwrap_or_default()]);
     let threads = bench.threads.map(|threads| threads.to_string());
     command.args(threads.iter().flat_map(|threads| ["--threads", threads]));

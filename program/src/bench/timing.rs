@@ -16,13 +16,13 @@ use super::report::{Bar, Row};
 use super::rounds::{self, Loop, Worker};
 use super::{Bench, Family, available};
 
-const SMALL: usize = 4096;
-const SIZES: [(&str, usize); 3] = [("4KiB", SMALL), ("1MiB", 1 << 20), ("64MiB", 64 << 20)];
+pub(super) const SMALL: usize = 4096;
+pub(super) const SIZES: [(&str, usize); 3] = [("4KiB", SMALL), ("1MiB", 1 << 20), ("64MiB", 64 << 20)];
 /// The threads that have a size of their own each: 4 KiB, 8 KiB, and so on.
 const OWN_SIZES: usize = 16;
 /// Bytes that a thread may leave in use by its stream, if the blocks are not large.
-const IN_USE: usize = 32 << 20;
-const MANY: usize = 100_000;
+pub(super) const IN_USE: usize = 32 << 20;
+pub(super) const MANY: usize = 100_000;
 const PAGE_LOCK: usize = 8 << 30;
 /// The time between two calls of the thread beside the page-lock.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -65,7 +65,7 @@ fn hit<'a>(runtime: &'a Runtime, name: String, threads: usize, bytes: impl Fn(us
     })
 }
 
-fn nanoseconds(loops: &[Loop<'_>], times: &[f64], bar: impl Fn(&str) -> Bar) -> Vec<Row> {
+pub(super) fn nanoseconds(loops: &[Loop<'_>], times: &[f64], bar: impl Fn(&str) -> Bar) -> Vec<Row> {
     loops.iter().zip(times).map(|(each, &time)| Row::new(&each.name, time, "ns", bar(&each.name))).collect()
 }
 
@@ -358,12 +358,12 @@ fn page_lock(bench: &Bench<'_>) -> Result<Vec<Row>> {
 }
 
 impl Bench<'_> {
-    fn measure(&self, loops: &[Loop<'_>]) -> Result<Vec<f64>> {
+    pub(super) fn measure(&self, loops: &[Loop<'_>]) -> Result<Vec<f64>> {
         rounds::measure(loops, self.rounds, self.duration)
     }
 
     /// Returns the numbers of threads: those of the table, and that of the command line.
-    fn thread_counts(&self) -> Vec<usize> {
+    pub(super) fn thread_counts(&self) -> Vec<usize> {
         let mut counts = vec![1, 4, 16];
         counts.extend(self.threads.filter(|threads| !counts.contains(threads)));
         counts

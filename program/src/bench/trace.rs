@@ -6,7 +6,7 @@ use std::io::{BufRead as _, BufReader, BufWriter, Write as _};
 use std::path::Path;
 
 use anyhow::Result;
-use highwater::{Access, ErrorKind, PinnedBuffer, Runtime, Stream};
+use highwater::{Access, DeviceBuffer, ErrorKind, PinnedBuffer, Runtime, Stream};
 use serde_json::{Value, json};
 
 use super::super::failure::Failure;
@@ -14,6 +14,61 @@ use super::numpy::NumpyRng;
 
 /// Requests between two readings of the bytes held.
 const SAMPLE: usize = 8;
+
+/// The memory that the requests of a trace are for.
+pub(super) trait Memory {
+    type Block;
+
+    /// Returns a new stream of the device that uses the memory.
+    fn create_stream(&self) -> highwater::Result<Stream>;
+    fn allocate(&self, bytes: usize) -> highwater::Result<Self::Block>;
+    /// Notes a use by the work of a stream.
+    fn note_use(block: &Self::Block, stream: &Stream) -> highwater::Result<()>;
+    /// Returns the bytes that the pool of this memory got from the backend.
+    fn held_bytes(&self) -> u64;
+}
+
+/// Page-locked memory.
+impl Memory for Runtime {
+    type Block = PinnedBuffer<u8>;
+
+    fn create_stream(&self) -> highwater::Result<Stream> {
+        self.device(0)?.create_stream()
+    }
+
+    fn allocate(&self, bytes: usize) -> highwater::Result<Self::Block> {
+        self.pinned(bytes)
+    }
+
+    fn note_use(block: &Self::Block, stream: &Stream) -> highwater::Result<()> {
+        stream.note_host_use(block.ptr(), Access::Read)
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.statistics().host.held_bytes
+    }
+}
+
+/// Device memory in the order of the stream.
+impl Memory for Stream {
+    type Block = DeviceBuffer<u8>;
+
+    fn create_stream(&self) -> highwater::Result<Stream> {
+        self.runtime().device(self.device())?.create_stream()
+    }
+
+    fn allocate(&self, bytes: usize) -> highwater::Result<Self::Block> {
+        self.allocate(bytes)
+    }
+
+    fn note_use(block: &Self::Block, stream: &Stream) -> highwater::Result<()> {
+        stream.note_device_use(block, Access::Read)
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.runtime().statistics().device_memory.held_bytes
+    }
+}
 
 /// A trace that replaces blocks: request `i` frees the block of slot `slots[i]`, if any, and puts a new one there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,30 +109,30 @@ impl Trace {
     }
 
     /// Runs the requests and nothing else, for a measurement of time. Returns the live blocks.
-    pub(super) fn run(&self, runtime: &Runtime) -> highwater::Result<Vec<Option<PinnedBuffer<u8>>>> {
-        let mut live: Vec<Option<PinnedBuffer<u8>>> = (0..self.live).map(|_| None).collect();
+    pub(super) fn run<M: Memory>(&self, memory: &M) -> highwater::Result<Vec<Option<M::Block>>> {
+        let mut live: Vec<Option<M::Block>> = (0..self.live).map(|_| None).collect();
         for (bytes, slot) in self.requests() {
             live[slot] = None;
-            live[slot] = Some(runtime.pinned(bytes)?);
+            live[slot] = Some(memory.allocate(bytes)?);
         }
         Ok(live)
     }
 
     /// Runs the requests, frees all blocks, and adds what they needed to `held`.
-    pub(super) fn measure(&self, runtime: &Runtime, held: &mut Held) -> highwater::Result<()> {
-        let mut live: Vec<Option<PinnedBuffer<u8>>> = (0..self.live).map(|_| None).collect();
+    pub(super) fn measure<M: Memory>(&self, memory: &M, held: &mut Held) -> highwater::Result<()> {
+        let mut live: Vec<Option<(M::Block, usize)>> = (0..self.live).map(|_| None).collect();
         for (at, (bytes, slot)) in self.requests().enumerate() {
-            if let Some(old) = live[slot].take() {
-                held.freed(old.len());
+            if let Some((_, bytes)) = live[slot].take() {
+                held.freed(bytes);
             }
-            live[slot] = Some(runtime.pinned(bytes)?);
+            live[slot] = Some((memory.allocate(bytes)?, bytes));
             held.allocated(bytes);
             if at % SAMPLE == 0 {
-                held.look(runtime);
+                held.look(memory);
             }
         }
-        held.look(runtime);
-        live.iter().flatten().for_each(|block| held.freed(block.len()));
+        held.look(memory);
+        live.iter().flatten().for_each(|(_, bytes)| held.freed(*bytes));
         Ok(())
     }
 
@@ -114,8 +169,8 @@ impl Held {
         self.given_out -= bytes as u64;
     }
 
-    fn look(&mut self, runtime: &Runtime) {
-        self.held = self.held.max(runtime.statistics().host.held_bytes);
+    fn look(&mut self, memory: &impl Memory) {
+        self.held = self.held.max(memory.held_bytes());
     }
 
     /// Returns the first maximum divided by the second.
@@ -215,34 +270,34 @@ pub(super) fn read(path: &Path) -> Result<Vec<Event>> {
     Ok(events)
 }
 
-/// Replays events in the order of their lines, by one thread, with a stream for each traced thread. It does not wait for the times of the lines.
-pub(super) fn replay(runtime: &Runtime, events: &[Event], held: &mut Held) -> highwater::Result<()> {
-    let device = runtime.device(0)?;
+/// Replays events in the order of their lines, by one thread, with a stream for each traced thread. It does not wait for the
+/// times of the lines.
+pub(super) fn replay<M: Memory>(memory: &M, events: &[Event], held: &mut Held) -> highwater::Result<()> {
     let mut streams: HashMap<u64, Stream> = HashMap::new();
-    let mut live: HashMap<u64, PinnedBuffer<u8>> = HashMap::new();
+    let mut live: HashMap<u64, (M::Block, usize)> = HashMap::new();
     for (at, Event { thread, id, act, .. }) in events.iter().enumerate() {
         match act {
             Act::Allocate { bytes } => {
-                live.insert(*id, runtime.pinned(*bytes)?);
+                live.insert(*id, (memory.allocate(*bytes)?, *bytes));
                 held.allocated(*bytes);
             }
             Act::Use => {
                 if !streams.contains_key(thread) {
-                    streams.insert(*thread, device.create_stream()?);
+                    streams.insert(*thread, memory.create_stream()?);
                 }
-                live.get(id).map_or(Ok(()), |block| streams[thread].note_host_use(block.ptr(), Access::Read))?;
+                live.get(id).map_or(Ok(()), |(block, _)| M::note_use(block, &streams[thread]))?;
             }
             Act::Free => {
-                if let Some(block) = live.remove(id) {
-                    held.freed(block.len());
+                if let Some((_, bytes)) = live.remove(id) {
+                    held.freed(bytes);
                 }
             }
         }
         if at % SAMPLE == 0 {
-            held.look(runtime);
+            held.look(memory);
         }
     }
-    held.look(runtime);
+    held.look(memory);
     Ok(())
 }
 
