@@ -30,6 +30,9 @@ use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
 use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 
+/// Free parts move once the memory held exceeds the most live bytes by one part in so many.
+const MOVE_FROM: u64 = 10;
+
 /// Maximum number of pages of a request: more than an area can count.
 const MOST_PAGES: usize = 1 << 31;
 
@@ -343,14 +346,20 @@ impl DevicePool {
         {
             parts.push(part);
         }
-        self.move_parts(memory, count, &mut parts);
+        let fresh = self.fresh_bytes(request) / granularity;
+        self.move_parts(memory, count.saturating_sub(fresh), &mut parts);
         while parts.len() < count {
             match self.parts.create() {
                 Ok(part) => parts.push(part),
                 Err(error) => {
-                    self.keep_spare(parts);
-                    memory.cancel(&plan);
-                    return Err(error);
+                    let created = parts.len();
+                    self.move_parts(memory, count, &mut parts);
+                    if parts.len() < count {
+                        self.keep_spare(parts);
+                        memory.cancel(&plan);
+                        return Err(error);
+                    }
+                    tracing::debug!("the backend created {created} of {count} parts, and the others moved: {error}");
                 }
             }
         }
@@ -369,6 +378,13 @@ impl DevicePool {
             at = at.offset(bytes);
         }
         memory.add(&pieces, &physical, &plan, request).ok_or_else(|| too_large(request.bytes))
+    }
+
+    /// Returns the bytes that the memory may grow by before parts move, because a move takes longer than a creation: up to a
+    /// tenth more than the most live bytes so far.
+    fn fresh_bytes(&self, request: Request) -> usize {
+        let peak = self.note_live_bytes().max(self.live_bytes() + request.bytes as u64);
+        usize::try_from((peak + peak / MOVE_FROM).saturating_sub(self.held_bytes())).unwrap_or(usize::MAX)
     }
 
     fn place(
