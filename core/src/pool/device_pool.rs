@@ -4,11 +4,13 @@
 //! emptied. The bytes come, in this order, from
 //!
 //! 1. spare parts of streams that have ended or of a trim, whose last work is done;
-//! 2. free parts of the stream itself, in other places, and of other streams, if those streams have executed everything. With mapped
-//!    memory they move. Without it, a whole free allocation changes its stream;
-//! 3. the backend.
+//! 2. free parts of other streams that have executed everything. With mapped memory they move. Without it, a whole free allocation
+//!    changes its stream;
+//! 3. the backend, while the memory held is at most a tenth larger than the most live bytes so far;
+//! 4. with mapped memory, free parts of the stream itself, in other places, if it has executed everything;
+//! 5. the backend.
 //!
-//! So the memory held exceeds the largest sum of blocks in use by what is rounded, and by the free parts of streams that are behind.
+//! So the memory held exceeds the most live bytes by a tenth, by what is rounded, and by the free parts of streams that are behind.
 //!
 //! One thread at a time grows a device's memory. No lock is held during a call of the backend.
 
@@ -346,14 +348,19 @@ impl DevicePool {
         {
             parts.push(part);
         }
-        let fresh = self.fresh_bytes(request) / granularity;
-        self.move_parts(memory, count.saturating_sub(fresh), &mut parts);
+        let streams = self.streams();
+        for other in streams.iter().filter(|other| other.key != memory.key) {
+            self.move_parts(other, u32::MAX, count, &mut parts);
+        }
+        // A growth continues the free pages at the end.
+        let top = memory.top();
+        self.move_parts(memory, top, count.saturating_sub(self.fresh_bytes(request) / granularity), &mut parts);
         while parts.len() < count {
             match self.parts.create() {
                 Ok(part) => parts.push(part),
                 Err(error) => {
                     let created = parts.len();
-                    self.move_parts(memory, count, &mut parts);
+                    self.move_parts(memory, top, count, &mut parts);
                     if parts.len() < count {
                         self.keep_spare(parts);
                         memory.cancel(&plan);
@@ -402,36 +409,23 @@ impl DevicePool {
         placed
     }
 
-    /// Takes free parts out of the stream's memory, except at its end, and out of other streams' memory.
-    fn move_parts(&self, memory: &StreamMemory, count: usize, parts: &mut Vec<Part>) {
-        let streams = self.streams();
-        let others = streams.iter().map(|other| &**other).filter(|other| other.key != memory.key);
-        for from in std::iter::once(memory).chain(others) {
-            if parts.len() >= count {
-                return;
-            }
-            // A growth continues the free pages at the end.
-            let mut below = if from.key == memory.key { memory.top() } else { u32::MAX };
-            let mut taken = Vec::new();
-            while parts.len() + taken.len() < count
-                && let Some(piece) = from.take_piece(&mut below)
-            {
-                taken.push(piece);
-            }
-            if taken.is_empty() {
-                continue;
-            }
-            // Asked after the pieces were taken out, so no later work of the stream can use them.
-            let is_idle = Self::is_idle(from);
-            for (leaving, physical) in taken {
-                match physical.filter(|_| is_idle).and_then(|memory| self.unmap(leaving, memory)) {
-                    Some(part) => {
-                        from.piece_has_left(leaving);
-                        self.parts.note_moved(&part);
-                        parts.push(part);
-                    }
-                    None => from.put_piece_back(leaving, physical),
+    /// Takes free parts below a page out of the memory of a stream that has executed everything, until there are `count`.
+    fn move_parts(&self, from: &StreamMemory, mut below: u32, count: usize, parts: &mut Vec<Part>) {
+        let missing = count.saturating_sub(parts.len());
+        let taken: Vec<_> = std::iter::from_fn(|| from.take_piece(&mut below)).take(missing).collect();
+        if taken.is_empty() {
+            return;
+        }
+        // Asked after the pieces were taken out, so no later work of the stream can use them.
+        let is_idle = Self::is_idle(from);
+        for (leaving, physical) in taken {
+            match physical.filter(|_| is_idle).and_then(|memory| self.unmap(leaving, memory)) {
+                Some(part) => {
+                    from.piece_has_left(leaving);
+                    self.parts.note_moved(&part);
+                    parts.push(part);
                 }
+                None => from.put_piece_back(leaving, physical),
             }
         }
     }
