@@ -1,6 +1,8 @@
 //! The device memory that streams allocate: random programs beside the race finder, and each promise of `docs/device-memory.md`.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use highwater_core::{
     Backend, Device, DeviceBuffer, DeviceMemoryOptions, DeviceMemoryStatistics, ErrorKind, Location, MemoryFill,
@@ -85,6 +87,83 @@ fn free_memory_of_a_stream_that_has_executed_everything_moves_to_the_stream_that
         drop((buffer, first, second, device));
         end(runtime);
     }
+}
+
+#[test]
+fn a_growth_extends_free_memory_beside_a_place_whose_parts_have_moved() {
+    let (_gpu, runtime, device) = default();
+    let (first, second) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let [moving, neighbor, last] = [4, 8, 2].map(|mib| first.allocate::<u8>(mib * MIB).unwrap());
+    drop(moving);
+    let of_second = second.allocate::<u8>(4 * MIB).unwrap();
+    assert_eq!((memory(&runtime).held_bytes, memory(&runtime).moved_bytes), (14 * MIB as u64, 4 * MIB as u64));
+    drop(neighbor);
+    // The free 8 MiB and the place of the 4 MiB before it.
+    let large = first.allocate::<u8>(12 * MIB).unwrap();
+    assert_eq!((memory(&runtime).held_bytes, memory(&runtime).moved_bytes), (18 * MIB as u64, 4 * MIB as u64));
+    first.fill(&large, 7).unwrap();
+    assert!(first.download(&large).unwrap().iter().all(|byte| *byte == 7));
+    check_sum(&memory(&runtime));
+    drop((large, last, of_second, first, second, device));
+    end(runtime);
+}
+
+/// One may take the free pages that the growth of another counts on.
+#[test]
+fn threads_that_share_a_stream_grow_its_memory_at_once() {
+    for plain in [false, true] {
+        let (_gpu, runtime, device) =
+            open(MockOptions::new(), DeviceMemoryOptions::new().with_plain_allocations(plain));
+        let stream = device.create_stream().unwrap();
+        let running = AtomicUsize::new(8);
+        std::thread::scope(|scope| {
+            // So that the memory grows again and again.
+            scope.spawn(|| {
+                while running.load(Ordering::Relaxed) > 0 {
+                    runtime.trim_device_memory().unwrap();
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            });
+            for seed in 0..8 {
+                let (stream, running) = (&stream, &running);
+                scope.spawn(move || {
+                    let mut random = SplitMix64::new(seed);
+                    let mut live = Vec::new();
+                    for _ in 0..200 {
+                        live.push(stream.allocate::<u8>(4096 << (random.draw() % 12)).unwrap());
+                        if live.len() > 12 {
+                            live.clear();
+                        }
+                    }
+                    running.fetch_sub(1, Ordering::Relaxed);
+                });
+            }
+        });
+        check_sum(&memory(&runtime));
+        drop((stream, device));
+        end(runtime);
+    }
+}
+
+/// A stream that starts while another grows must not look like one that has ended.
+#[test]
+fn streams_start_and_end_in_all_threads_while_memory_grows() {
+    let (_gpu, runtime, device) = default();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for round in 0..150_usize {
+                    let stream = device.create_stream().unwrap();
+                    let buffer = stream.allocate::<u8>((round % 5 + 1) * MIB).unwrap();
+                    stream.fill(&buffer, 1).unwrap();
+                }
+            });
+        }
+    });
+    check_sum(&memory(&runtime));
+    assert_eq!(runtime.statistics().failed_releases, 0);
+    drop(device);
+    end(runtime);
 }
 
 #[test]

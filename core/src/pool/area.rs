@@ -79,11 +79,13 @@ impl Request {
 /// The plan of a growth, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan<A> {
-    /// The first page of released pieces whose place is large enough, and the place.
+    /// The first page of released pieces in whose place the new memory begins, and the place.
     pub(crate) hole: Option<(u32, Hole<A>)>,
+    /// The pages whose free runs the new memory extends.
+    pub(crate) counts_on: Run,
     /// The last piece.
     pub(crate) last: Option<Piece<A>>,
-    /// The bytes that the request needs: `more` if the new memory continues the last piece, else `whole`.
+    /// The bytes that the request needs: `more` if the new memory continues the last piece, else `whole`. With a hole, `whole`.
     pub(crate) more: usize,
     pub(crate) whole: usize,
     /// True if the request needs one piece, which may be larger than others.
@@ -248,33 +250,50 @@ impl<A: Address> Area<A> {
 
     // ---------------------------------------------------------------- growth
 
+    /// Returns the hole that a growth for a request uses, with the pages that it adds there, unless a growth at the end adds fewer.
+    fn hole_for(&self, request: Request) -> Option<(u32, u32, Hole<A>)> {
+        let Request { pages, borders, .. } = request;
+        let fits = |(page, hole): (&u32, &Hole<A>)| {
+            let place = Run { start: *page, pages: hole.pages };
+            Some((self.ranges.shortfall_in(place, self.is_reserved, pages, borders)?, *page, *hole))
+        };
+        let best = self.holes.iter().filter_map(fits).min_by_key(|(more, page, _)| (*more, *page));
+        best.filter(|(more, ..)| !self.is_reserved || *more <= self.shortfall_at_end(request))
+    }
+
+    /// Returns the pages that a growth at the end adds, if its memory continues the last piece.
+    fn shortfall_at_end(&self, request: Request) -> u32 {
+        self.ranges.shortfall(request.pages, request.borders).next_multiple_of(GRANULE_PAGES)
+    }
+
     /// Returns the bytes by which the pool grows for a request, unless the growth begins a new range.
     pub(crate) fn shortfall(&self, request: Request) -> usize {
-        let Request { pages, borders, .. } = request;
-        let whole = pages.next_multiple_of(GRANULE_PAGES);
-        let continues = self.is_reserved && !self.holes.values().any(|hole| hole.pages >= whole);
-        let shortfall = if continues { self.ranges.shortfall(pages, borders) } else { pages };
-        bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
+        let whole = || request.pages.next_multiple_of(GRANULE_PAGES);
+        let at_end = || if self.is_reserved { self.shortfall_at_end(request) } else { whole() };
+        bytes_of(self.hole_for(request).map_or_else(at_end, |(more, ..)| more))
     }
 
     /// Returns the plan of a growth for a request. `None` if the pool cannot count so many pages. The hole of the plan has no
     /// other user until [`Area::add`].
     pub(crate) fn plan(&mut self, request: Request) -> Option<Plan<A>> {
-        let Request { pages, borders, .. } = request;
-        let granules = |pages: u32| pages.checked_next_multiple_of(GRANULE_PAGES);
-        let whole = granules(pages)?;
-        let more = granules(self.ranges.shortfall(pages, borders))?;
+        let whole = request.pages.checked_next_multiple_of(GRANULE_PAGES)?;
         self.ranges.pages().checked_add(whole).filter(|pages| *pages < 1 << 31)?;
-        let hole = self.holes.iter().find(|(_, hole)| hole.pages >= whole).map(|(page, hole)| (*page, *hole));
-        if let Some((page, _)) = hole {
+        let more = self.shortfall_at_end(request);
+        let hole = self.hole_for(request);
+        if let Some((_, page, _)) = hole {
             self.holes.remove(&page);
         }
+        let top = self.ranges.top();
+        let at_end = Run { start: top, pages: self.ranges.pages() - top };
+        let around =
+            |(_, page, hole): (u32, u32, Hole<A>)| self.ranges.free_around(Run { start: page, pages: hole.pages });
         Some(Plan {
-            hole,
+            hole: hole.map(|(_, page, hole)| (page, hole)),
+            counts_on: hole.map_or(at_end, around),
             last: self.last_placed().map(|(_, last)| last),
             more: bytes_of(more),
-            whole: bytes_of(whole),
-            is_undivided: borders == Borders::None,
+            whole: bytes_of(hole.map_or(whole, |(more, ..)| more)),
+            is_undivided: request.borders == Borders::None,
         })
     }
 
@@ -361,11 +380,6 @@ impl<A: Address> Area<A> {
         let (page, held) = fits.min_by_key(|(_, held)| held.piece.bytes)?;
         let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
         self.take_out(&leaving).then_some(leaving)
-    }
-
-    /// Returns the first page of the free run at the end, or the number of pages if there is none.
-    pub(crate) fn top(&self) -> u32 {
-        self.ranges.top()
     }
 
     /// Takes the piece out that begins at an address, if all of it is free.

@@ -6,11 +6,11 @@
 //! 1. spare parts of streams that have ended or of a trim, whose last work is done;
 //! 2. free parts of other streams that have executed everything. With mapped memory they move. Without it, a whole free allocation
 //!    changes its stream;
-//! 3. the backend, while the memory held is at most a tenth larger than the most live bytes so far;
+//! 3. the backend, while the memory held is at most a seventh larger than the most live bytes so far;
 //! 4. with mapped memory, free parts of the stream itself, in other places, if it has executed everything;
 //! 5. the backend.
 //!
-//! So the memory held exceeds the most live bytes by a tenth, by what is rounded, and by the free parts of streams that are behind.
+//! So the memory held exceeds the most live bytes by a seventh, by what is rounded, and by the free parts of streams that are behind.
 //!
 //! One thread at a time grows a device's memory. No lock is held during a call of the backend.
 
@@ -25,7 +25,7 @@ use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
 use super::device_options::DeviceMemoryOptions;
 use super::device_parts::{Part, Parts, Reservation, too_large};
-use super::ranges::{Borders, PAGE};
+use super::ranges::{Borders, PAGE, Run};
 use super::stream_memory::{Found, Lot, StreamMemory};
 use crate::capture::thread::in_capture;
 use crate::ledger::DeviceBlockInfo;
@@ -33,7 +33,7 @@ use crate::services::Services;
 use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 
 /// Free parts move once the memory held exceeds the most live bytes by one part in so many.
-const MOVE_FROM: u64 = 10;
+const MOVE_FROM: u64 = 7;
 
 /// Maximum number of pages of a request: more than an area can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -267,15 +267,21 @@ impl DevicePool {
     }
 
     fn try_grow(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
-        match self.parts.granularity() {
-            Some(granularity) => self.grow_mapped(memory, request, granularity),
-            None => self.grow_by_allocation(memory, request),
+        loop {
+            let lot = match self.parts.granularity() {
+                Some(granularity) => self.grow_mapped(memory, request, granularity),
+                None => self.grow_by_allocation(memory, request),
+            };
+            // Otherwise another thread has taken the free pages that the plan counted on.
+            if let Some(lot) = lot? {
+                return Ok(lot);
+            }
         }
     }
 
     // ---------------------------------------------------------------- without mapped memory
 
-    fn grow_by_allocation(&self, memory: &StreamMemory, request: Request) -> Result<Lot> {
+    fn grow_by_allocation(&self, memory: &StreamMemory, request: Request) -> Result<Option<Lot>> {
         let mut plan = memory.plan(request).ok_or_else(|| too_large(request.bytes))?;
         let found = self.take_spare(plan.whole).or_else(|| self.take_allocation_of_others(memory, plan.whole));
         let part = match found {
@@ -287,7 +293,7 @@ impl DevicePool {
             memory.cancel(&plan);
             plan.hole = None;
         }
-        memory.add(&[piece], &[], &plan, request).ok_or_else(|| too_large(request.bytes))
+        Ok(memory.add(&[piece], &[], &plan, request))
     }
 
     /// Takes the smallest spare allocation of at least so many bytes whose last work is done.
@@ -335,7 +341,7 @@ impl DevicePool {
 
     // ---------------------------------------------------------------- with mapped memory
 
-    fn grow_mapped(&self, memory: &StreamMemory, request: Request, granularity: usize) -> Result<Lot> {
+    fn grow_mapped(&self, memory: &StreamMemory, request: Request, granularity: usize) -> Result<Option<Lot>> {
         let plan = memory.plan(request).ok_or_else(|| too_large(request.bytes))?;
         let (place, bytes) = match plan.hole {
             Some((_, hole)) => (hole.ptr, plan.whole),
@@ -350,17 +356,16 @@ impl DevicePool {
         }
         let streams = self.streams();
         for other in streams.iter().filter(|other| other.key != memory.key) {
-            self.move_parts(other, u32::MAX, count, &mut parts);
+            self.move_parts(other, None, count, &mut parts);
         }
-        // A growth continues the free pages at the end.
-        let top = memory.top();
-        self.move_parts(memory, top, count.saturating_sub(self.fresh_bytes(request) / granularity), &mut parts);
+        let kept = Some(plan.counts_on);
+        self.move_parts(memory, kept, count.saturating_sub(self.fresh_bytes(request) / granularity), &mut parts);
         while parts.len() < count {
             match self.parts.create() {
                 Ok(part) => parts.push(part),
                 Err(error) => {
                     let created = parts.len();
-                    self.move_parts(memory, top, count, &mut parts);
+                    self.move_parts(memory, kept, count, &mut parts);
                     if parts.len() < count {
                         self.keep_spare(parts);
                         memory.cancel(&plan);
@@ -384,11 +389,11 @@ impl DevicePool {
             physical.push(memory);
             at = at.offset(bytes);
         }
-        memory.add(&pieces, &physical, &plan, request).ok_or_else(|| too_large(request.bytes))
+        Ok(memory.add(&pieces, &physical, &plan, request))
     }
 
     /// Returns the bytes that the memory may grow by before parts move, because a move takes longer than a creation: up to a
-    /// tenth more than the most live bytes so far.
+    /// seventh more than the most live bytes so far.
     fn fresh_bytes(&self, request: Request) -> usize {
         let peak = self.note_live_bytes().max(self.live_bytes() + request.bytes as u64);
         usize::try_from((peak + peak / MOVE_FROM).saturating_sub(self.held_bytes())).unwrap_or(usize::MAX)
@@ -409,10 +414,20 @@ impl DevicePool {
         placed
     }
 
-    /// Takes free parts below a page out of the memory of a stream that has executed everything, until there are `count`.
-    fn move_parts(&self, from: &StreamMemory, mut below: u32, count: usize, parts: &mut Vec<Part>) {
+    /// Takes free parts out of the memory of a stream that has executed everything, except those in `kept`, until there are
+    /// `count`.
+    fn move_parts(&self, from: &StreamMemory, kept: Option<Run>, count: usize, parts: &mut Vec<Part>) {
         let missing = count.saturating_sub(parts.len());
-        let taken: Vec<_> = std::iter::from_fn(|| from.take_piece(&mut below)).take(missing).collect();
+        let (mut below, mut taken) = (u32::MAX, Vec::new());
+        while taken.len() < missing
+            && let Some((leaving, physical)) = from.take_piece(&mut below)
+        {
+            if kept.is_some_and(|kept| kept.start <= leaving.run.start && leaving.run.start < kept.end()) {
+                from.put_piece_back(leaving, physical);
+            } else {
+                taken.push((leaving, physical));
+            }
+        }
         if taken.is_empty() {
             return;
         }

@@ -622,6 +622,7 @@ mod tests {
     use super::*;
     use crate::pool::host::Hole;
     use crate::pool::ranges::PAGE;
+    use crate::pool::ranges::Run;
     use highwater_hal::DevicePtr;
 
     /// Registers nothing. Records the calls, and whether the memory had been touched by then.
@@ -712,7 +713,7 @@ mod tests {
     }
 
     fn plan(whole: usize) -> Plan {
-        Plan { hole: None, last: None, more: whole, whole, is_undivided: false }
+        Plan { hole: None, counts_on: Run { start: 0, pages: 0 }, last: None, more: whole, whole, is_undivided: false }
     }
 
     #[test]

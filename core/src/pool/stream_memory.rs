@@ -367,11 +367,6 @@ impl StreamMemory {
         self.state.lock().area.has_left(leaving, false);
     }
 
-    /// Returns the first page of the free run at the end, which a growth continues.
-    pub(crate) fn top(&self) -> u32 {
-        self.state.lock().area.top()
-    }
-
     /// Returns whether no place is given out.
     pub(crate) fn is_unused(&self) -> bool {
         self.state.lock().lots.is_empty()
