@@ -165,16 +165,11 @@ mod completion_events {
 mod host_memory {
     use crate::primitive::HostPtr;
 
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(crate) struct Piece {
-        pub(crate) ptr: HostPtr,
-        pub(crate) bytes: usize,
-    }
+    pub(crate) type Piece = crate::area::Piece<HostPtr>;
 
     #[derive(Debug)]
     pub(crate) struct Growth {
         pub(crate) pieces: Vec<Piece>,
-        pub(crate) is_reserved: bool,
         pub(crate) refused: Option<()>,
     }
 }
@@ -206,6 +201,8 @@ macro_rules! thread_local {
     };
 }
 
+#[path = "../src/pool/area.rs"]
+mod area;
 #[path = "../src/pool/biased_lock.rs"]
 mod biased_lock;
 #[path = "../src/pool/block.rs"]
@@ -495,7 +492,7 @@ impl Rig {
                 assert!(!model.pieces.iter().any(|other| overlap(*other, run)), "two pieces at one address");
                 model.pieces.push(run);
             }
-            let growth = Growth { pieces, is_reserved: true, refused: None };
+            let growth = Growth { pieces, refused: None };
             if let Some(block) = self.cache.add(&growth, &plan, request, home) {
                 return block;
             }

@@ -33,17 +33,17 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::atomic::AtomicU64 as StdAtomicU64;
 use std::sync::{OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::area::{Address, Area, Place};
 use super::block::{Block, KeptBlock, OwnedBlock};
 use super::block_table::BlockTable;
 use super::block_uses::BlockUses;
 use super::completion_events::{CompletionEvent, Point};
-use super::host_memory::{Growth, Piece};
+use super::host_memory::Growth;
 use super::host_options::HostMemoryOptions;
 use super::poison::fill;
-use super::ranges::{Borders, GRANULE_PAGES, PAGE, Ranges, Run};
-use super::slabs::{self, SLAB_PAGES, Slabs};
+use super::ranges::PAGE;
 use super::thread_cache::{Counts, Registry, ThreadCache};
 use crate::primitive::{Arc, Condvar, Generation, HostPtr, Mutex, Ordering};
 
@@ -52,15 +52,20 @@ const NO_CAP: u64 = u64::MAX;
 /// The number of streams that are behind after which a release for the cap stops querying.
 const ENOUGH_BEHIND: usize = 16;
 
-fn bytes_of(pages: u32) -> usize {
-    pages as usize * PAGE
-}
+pub(crate) use super::area::Request;
 
-/// The addresses of released pieces that lie before other pieces.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Hole {
-    pub(crate) pages: u32,
-    pub(crate) ptr: HostPtr,
+pub(crate) type Hole = super::area::Hole<HostPtr>;
+pub(crate) type Leaving = super::area::Leaving<HostPtr>;
+pub(crate) type Plan = super::area::Plan<HostPtr>;
+
+impl Address for HostPtr {
+    fn number(self) -> u64 {
+        self.address() as u64
+    }
+
+    fn plus(self, bytes: usize) -> Self {
+        self.offset(bytes)
+    }
 }
 
 /// Where a request that missed its thread cache found its block, without a growth.
@@ -89,31 +94,11 @@ pub(crate) enum Reason {
     End,
 }
 
-/// A piece of the pool.
-#[derive(Debug, Clone, Copy)]
-struct Held {
-    piece: Piece,
-    /// The time of the last request or release in it, in milliseconds, if idle memory is released after a time.
-    used: u64,
-}
-
 #[derive(Debug)]
 struct State {
-    /// The start of the times, if idle memory is released after a time.
-    clock: Option<Instant>,
-    /// The time of the last release of old memory.
-    swept: u64,
     /// True if free memory has the pattern of `poison.rs`.
     is_poisoned: bool,
-    ranges: Ranges,
-    slabs: Slabs,
-    /// By first page.
-    pieces: BTreeMap<u32, Held>,
-    holes: BTreeMap<u32, Hole>,
-    /// Pieces that are about to be released. Nothing is placed there.
-    leaving: BTreeMap<u32, Piece>,
-    /// Pieces that are unregistered, and whose pages the system did not take back.
-    remnants: BTreeMap<u32, Piece>,
+    area: Area<HostPtr>,
     /// Every block, by address.
     blocks: BlockTable,
     /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
@@ -124,7 +109,6 @@ struct State {
     kept: BTreeMap<HostPtr, OwnedBlock>,
     unmarked: Vec<OwnedBlock>,
     waiting_bytes: u64,
-    held_bytes: u64,
     /// Bytes that the cap has granted to thread caches.
     granted_bytes: u64,
     /// Requests that the free pages served, by [`Found`], and those that grew the pool.
@@ -147,8 +131,6 @@ pub(crate) struct HostCache {
     generation: Generation,
     cap: u64,
     idle_time: Option<Duration>,
-    /// True if a growth can continue the last piece. False if the backend allocates, at addresses of its choice.
-    is_reserved: bool,
     state: Mutex<State>,
     /// The pools of a runtime share this and the next three fields. See `pinned_pools.rs`.
     pub(super) registry: Arc<Mutex<Registry>>,
@@ -161,44 +143,6 @@ pub(crate) struct HostCache {
     /// True for one of the pools, whose statistics contain the counts of all threads.
     is_first: bool,
     others: OnceLock<Box<[Weak<Self>]>>,
-}
-
-/// A request for a block.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Request {
-    pub(crate) pages: u32,
-    /// Bytes that the program requested.
-    pub(crate) bytes: usize,
-    pub(crate) borders: Borders,
-}
-
-impl Request {
-    /// Returns the size by which thread caches find blocks, as [`Block::size`].
-    #[inline]
-    pub(crate) fn size(&self) -> u32 {
-        slabs::size_of_request(self.bytes, self.pages)
-    }
-}
-
-/// The plan of a growth, in bytes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Plan {
-    /// The first page of released pieces whose place is large enough, and the place.
-    pub(crate) hole: Option<(u32, Hole)>,
-    /// The last piece.
-    pub(crate) last: Option<Piece>,
-    /// The bytes that the request needs: `more` if the new memory continues the last piece, else `whole`.
-    pub(crate) more: usize,
-    pub(crate) whole: usize,
-    /// True if the request needs one piece, which may be larger than others.
-    pub(crate) is_undivided: bool,
-}
-
-/// A piece that is about to be released.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Leaving {
-    pub(crate) piece: Piece,
-    pub(crate) run: Run,
 }
 
 /// The right to grow the pool, which one thread has at a time; ends when dropped.
@@ -237,10 +181,9 @@ impl HostCache {
             generation,
             cap: options.idle_cap_bytes.unwrap_or(NO_CAP),
             idle_time: options.idle_time,
-            is_reserved: piece_bytes.is_some(),
             state: Mutex::new(State {
                 is_poisoned: options.poison == Some(true),
-                ..State::new(piece_pages, options.idle_time.map(|_| Instant::now()))
+                ..State::new(Area::new(piece_pages, piece_bytes.is_some(), options.idle_time.is_some()))
             }),
             registry: first.map_or_else(|| Arc::new(Mutex::new(Registry::default())), |first| first.registry.clone()),
             growing: first.map_or_else(|| Arc::new(Mutex::new(false)), |first| first.growing.clone()),
@@ -309,8 +252,8 @@ impl HostCache {
     /// buffer.
     pub(crate) fn take_ahead(&self, request: Request, count: usize, home: &Arc<ThreadCache>) -> Vec<OwnedBlock> {
         let mut state = self.state.lock();
-        let has_room = |state: &State| !slabs::is_small(request.bytes) || state.slabs.has(request.bytes);
-        (0..count).map_while(|_| if has_room(&state) { state.take(request, Some(home)) } else { None }).collect()
+        let mut next = || if state.area.needs_no_slab(request) { state.take(request, Some(home)) } else { None };
+        (0..count).map_while(|_| next()).collect()
     }
 
     /// Waits until no other thread grows the pool. Returns a block if there is one by then, else the right to grow.
@@ -332,35 +275,14 @@ impl HostCache {
 
     /// Returns the bytes by which the pool grows for a request, unless the growth begins a new range.
     pub(crate) fn shortfall(&self, request: Request) -> usize {
-        let Request { pages, borders, .. } = request;
-        let state = self.state.lock();
-        let whole = pages.next_multiple_of(GRANULE_PAGES);
-        let continues = self.is_reserved && !state.holes.values().any(|hole| hole.pages >= whole);
-        let shortfall = if continues { state.ranges.shortfall(pages, borders) } else { pages };
-        bytes_of(shortfall).next_multiple_of(bytes_of(GRANULE_PAGES))
+        self.state.lock().area.shortfall(request)
     }
 
     /// Returns the plan of a growth for a request. `None` if the pool would exceed its maximum number of pages. The caller must pass
     /// the plan
     /// to [`HostCache::add`]: until then, its hole has no other user.
     pub(crate) fn plan_growth(&self, request: Request, _turn: &GrowthTurn<'_>) -> Option<Plan> {
-        let Request { pages, borders, .. } = request;
-        let mut state = self.state.lock();
-        let granules = |pages: u32| pages.checked_next_multiple_of(GRANULE_PAGES);
-        let whole = granules(pages)?;
-        let more = granules(state.ranges.shortfall(pages, borders))?;
-        state.ranges.pages().checked_add(whole).filter(|pages| *pages < 1 << 31)?;
-        let hole = state.holes.iter().find(|(_, hole)| hole.pages >= whole).map(|(page, hole)| (*page, *hole));
-        if let Some((page, _)) = hole {
-            state.holes.remove(&page);
-        }
-        Some(Plan {
-            hole,
-            last: state.last_placed().map(|(_, last)| last),
-            more: bytes_of(more),
-            whole: bytes_of(whole),
-            is_undivided: borders == Borders::None,
-        })
+        self.state.lock().area.plan(request)
     }
 
     /// Adds the pieces of a growth, and makes a block of them if the growth succeeded.
@@ -372,8 +294,7 @@ impl HostCache {
         home: Option<&Arc<ThreadCache>>,
     ) -> Option<OwnedBlock> {
         let mut state = self.state.lock();
-        let added = state.add(growth, plan.hole);
-        self.hold(&mut state, added);
+        self.change(&mut state, |state| state.add(growth, plan.hole));
         if growth.refused.is_some() {
             return None;
         }
@@ -400,25 +321,18 @@ impl HostCache {
         self.held_by_all.load(Ordering::Relaxed)
     }
 
-    /// Counts bytes that the pool holds from now on: of a growth, or of a piece whose release was refused. The peaks are exact,
-    /// because the sum is known with each change.
-    fn hold(&self, state: &mut State, bytes: u64) {
-        state.held_bytes += bytes;
-        state.peak_held_bytes = state.peak_held_bytes.max(state.held_bytes);
-        // Relaxed: only the numbers matter.
-        let before = self.held_by_all.fetch_add(bytes, Ordering::Relaxed);
-        self.peak_of_all.fetch_max(before + bytes, Ordering::Relaxed);
-    }
-
-    /// Takes a piece out, if all of it is free.
-    fn take_out(&self, state: &mut State, leaving: &Leaving) -> bool {
-        let is_free = state.take_piece(leaving);
-        if is_free {
-            let bytes = leaving.piece.bytes as u64;
-            state.held_bytes -= bytes;
-            self.held_by_all.fetch_sub(bytes, Ordering::Relaxed);
-        }
-        is_free
+    /// Changes the pieces that the pool holds, and counts the difference. The peaks are exact, because the sum is known with each
+    /// change.
+    fn change<T>(&self, state: &mut State, change: impl FnOnce(&mut State) -> T) -> T {
+        let before = state.area.held_bytes();
+        let result = change(state);
+        let after = state.area.held_bytes();
+        state.peak_held_bytes = state.peak_held_bytes.max(after);
+        // Relaxed: only the numbers matter. A difference below 0 is added modulo 2^64.
+        let difference = after.wrapping_sub(before);
+        let of_all = self.held_by_all.fetch_add(difference, Ordering::Relaxed).wrapping_add(difference);
+        self.peak_of_all.fetch_max(of_all, Ordering::Relaxed);
+        result
     }
 
     /// Allows a thread cache to keep `bytes` more, within the cap. Returns false if the cap does not permit it.
@@ -604,30 +518,12 @@ impl HostCache {
 
     /// Takes the piece out that begins at an address, if all of it is free.
     pub(crate) fn take_piece_at(&self, ptr: HostPtr) -> Option<Leaving> {
-        let mut state = self.state.lock();
-        let (page, held) = state.pieces.iter().rev().find(|(_, held)| held.piece.ptr == ptr)?;
-        let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
-        self.take_out(&mut state, &leaving).then_some(leaving)
+        self.change(&mut self.state.lock(), |state| state.area.take_piece_at(ptr))
     }
 
     /// As [`HostCache::take_piece`], for pieces that were last used before a time.
     fn take_piece_used_before(&self, below: &mut u32, time: u64) -> Option<Leaving> {
-        let mut state = self.state.lock();
-        let (page, piece) = state
-            .ranges
-            .free_runs()
-            .filter(|run| run.start < *below)
-            .filter_map(|run| {
-                let inside = state.pieces.range(run.start..run.end().min(*below));
-                let is_whole = |page: u32, held: &Held| page + pages_of(held.piece.bytes) <= run.end();
-                let mut whole = inside.rev().filter(|(page, held)| is_whole(**page, held) && held.used < time);
-                whole.next().map(|(page, held)| (*page, held.piece))
-            })
-            .max_by_key(|(page, _)| *page)?;
-        *below = page;
-        let run = Run { start: page, pages: pages_of(piece.bytes) };
-        let leaving = Leaving { piece, run };
-        self.take_out(&mut state, &leaving).then_some(leaving)
+        self.change(&mut self.state.lock(), |state| state.area.take_piece(below, time))
     }
 
     /// Releases the free pieces with `free` that no request has used for the set time, until `is_enough`. Does nothing in the
@@ -637,11 +533,11 @@ impl HostCache {
         let idle = u64::try_from(idle_time.as_millis()).unwrap_or(u64::MAX);
         let now = {
             let mut state = self.state.lock();
-            let now = state.now();
-            if now.saturating_sub(state.swept) < idle / 2 {
+            let now = state.area.now();
+            if now.saturating_sub(state.area.swept) < idle / 2 {
                 return;
             }
-            state.swept = now;
+            state.area.swept = now;
             now
         };
         self.empty_thread_caches();
@@ -655,49 +551,30 @@ impl HostCache {
 
     /// Puts a piece back whose release was refused.
     pub(crate) fn stays(&self, leaving: Leaving) {
-        let mut state = self.state.lock();
         // The pool may have grown while the piece was out.
-        self.hold(&mut state, leaving.piece.bytes as u64);
-        let used = state.now();
-        state.leaving.remove(&leaving.run.start);
-        state.pieces.insert(leaving.run.start, Held { piece: leaving.piece, used });
-        state.ranges.free(leaving.run);
+        self.change(&mut self.state.lock(), |state| state.area.put_back(leaving));
     }
 
     /// Takes a piece out again that was just put back.
     pub(crate) fn take_again(&self, leaving: &Leaving) {
-        self.take_out(&mut self.state.lock(), leaving);
+        self.change(&mut self.state.lock(), |state| state.area.take_out(leaving));
     }
 
     /// Notes that a piece is gone, or a remnant.
     pub(crate) fn has_left(&self, leaving: Leaving, is_remnant: bool, reason: Reason) {
         let mut state = self.state.lock();
         state.frees[reason as usize] += 1;
-        state.leaving.remove(&leaving.run.start);
-        if is_remnant {
-            state.remnants.insert(leaving.run.start, leaving.piece);
-        } else {
-            state.vacate(leaving.run.start, Hole { pages: leaving.run.pages, ptr: leaving.piece.ptr });
-        }
+        state.area.has_left(leaving, is_remnant);
     }
 
     /// Takes the remnants out, to be retried.
     pub(crate) fn take_remnants(&self) -> Vec<Leaving> {
-        let mut state = self.state.lock();
-        let remnants = std::mem::take(&mut state.remnants);
-        // Kept in the list while they are retried, so that nothing is placed there.
-        state.remnants.clone_from(&remnants);
-        let leaving =
-            |(start, piece): (u32, Piece)| Leaving { piece, run: Run { start, pages: pages_of(piece.bytes) } };
-        remnants.into_iter().map(leaving).collect()
+        self.state.lock().area.remnants_to_retry()
     }
 
     /// Notes that a remnant is gone.
     pub(crate) fn remnant_has_left(&self, leaving: Leaving) {
-        let mut state = self.state.lock();
-        if state.remnants.remove(&leaving.run.start).is_some() {
-            state.vacate(leaving.run.start, Hole { pages: leaving.run.pages, ptr: leaving.piece.ptr });
-        }
+        self.state.lock().area.remnant_has_left(leaving);
     }
 
     /// Merges every block, at the end of the runtime.
@@ -731,22 +608,23 @@ impl HostCache {
         }
         let state = self.state.lock();
         let [free_hits, waiting_hits, merged_hits] = state.hits;
+        let (remnant_blocks, remnant_bytes) = state.area.remnants();
         let freed = |reason: Reason| state.frees[reason as usize];
         let sum = |blocks: &mut dyn Iterator<Item = &OwnedBlock>| blocks.map(|block| block.bytes() as u64).sum::<u64>();
         let live_blocks = || state.blocks.iter().filter(|block| block.uses.is_live());
         HostCacheStatistics {
             requested_bytes: live_blocks().map(|block| block.requested() as u64).sum(),
             rounding_bytes: live_blocks().map(|block| (block.bytes() - block.requested()) as u64).sum(),
-            held_bytes: state.held_bytes,
+            held_bytes: state.area.held_bytes(),
             peak_held_bytes: state.peak_held_bytes,
             peak_live_bytes: state.peak_out_bytes,
-            pieces: state.pieces.len() as u64,
+            pieces: state.area.pieces(),
             live_blocks: live as u64,
             live_bytes: sum(&mut live_blocks()),
             graph_blocks: state.kept.len() as u64,
             graph_bytes: sum(&mut state.kept.values()),
-            free_bytes: bytes_of(state.ranges.free_pages()) as u64,
-            slab_bytes: state.slabs.unused_bytes(),
+            free_bytes: state.area.free_bytes(),
+            slab_bytes: state.area.slab_bytes(),
             cached_blocks: kept.0 + inboxes.0,
             cached_bytes: kept.1 + inboxes.1,
             inbox_blocks: inboxes.0,
@@ -755,8 +633,8 @@ impl HostCache {
             waiting_bytes: state.waiting_bytes + waiting.1,
             unmarked_blocks: state.unmarked.len() as u64,
             unmarked_bytes: sum(&mut state.unmarked.iter()),
-            remnant_blocks: state.remnants.len() as u64,
-            remnant_bytes: state.remnants.values().map(|piece| piece.bytes as u64).sum(),
+            remnant_blocks,
+            remnant_bytes,
             hits: own_hits + waited_hits + state.hits.iter().sum::<u64>(),
             // The thread cache found them after it had emptied its inbox.
             cache_hits: own_hits - inbox_hits,
@@ -776,30 +654,17 @@ impl HostCache {
     }
 }
 
-fn pages_of(bytes: usize) -> u32 {
-    // A piece has fewer pages than the pool can count.
-    (bytes / PAGE) as u32
-}
-
 impl State {
-    fn new(piece_pages: u32, clock: Option<Instant>) -> Self {
+    fn new(area: Area<HostPtr>) -> Self {
         Self {
-            clock,
-            swept: 0,
             is_poisoned: false,
-            ranges: Ranges::new(piece_pages),
-            slabs: Slabs::default(),
-            pieces: BTreeMap::new(),
-            holes: BTreeMap::new(),
-            leaving: BTreeMap::new(),
-            remnants: BTreeMap::new(),
+            area,
             blocks: BlockTable::default(),
             waiting: BTreeMap::new(),
             filed: 0,
             kept: BTreeMap::new(),
             unmarked: Vec::new(),
             waiting_bytes: 0,
-            held_bytes: 0,
             granted_bytes: 0,
             hits: [0; 3],
             misses: 0,
@@ -812,42 +677,13 @@ impl State {
     }
 
     fn idle_bytes(&self) -> u64 {
-        bytes_of(self.ranges.free_pages()) as u64 + self.waiting_bytes + self.granted_bytes
-    }
-
-    /// Returns the piece that a page lies in, with its first page.
-    fn piece_of(&self, page: u32) -> Option<(u32, Piece)> {
-        self.pieces.range(..=page).next_back().map(|(page, held)| (*page, held.piece))
-    }
-
-    /// Returns the time in milliseconds, if idle memory is released after a time.
-    fn now(&self) -> u64 {
-        self.clock.map_or(0, |clock| u64::try_from(clock.elapsed().as_millis()).unwrap_or(u64::MAX - 1))
-    }
-
-    /// Notes that the pieces of a run are used now.
-    fn note_use(&mut self, run: Run) {
-        if self.clock.is_some() {
-            let now = self.now();
-            let first = self.pieces.range(..=run.start).next_back().map_or(run.start, |(page, _)| *page);
-            self.pieces.range_mut(first..run.end()).for_each(|(_, held)| held.used = now);
-        }
+        self.area.free_bytes() + self.waiting_bytes + self.granted_bytes
     }
 
     /// Makes a block of free pages.
     fn take(&mut self, request: Request, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
-        if slabs::is_small(request.bytes)
-            && let Some(block) = self.take_small(request.bytes, home)
-        {
-            return Some(block);
-        }
-        let pages = request.pages;
-        let run = Run { start: self.ranges.take(pages, request.borders)?, pages };
-        let (first, piece) = self.piece_of(run.start)?;
-        self.note_use(run);
-        let ptr = piece.ptr.offset(bytes_of(run.start - first));
-        let borders: Vec<_> = self.ranges.borders(run).map(|page| bytes_of(page - run.start)).collect();
-        let block = Block::new(ptr, run.start, pages, borders, home.cloned());
+        let Place { ptr, start, size, borders } = self.area.take(request)?;
+        let block = Block::new(ptr, start, size, borders, home.cloned());
         self.list(&block);
         Some(block)
     }
@@ -858,85 +694,13 @@ impl State {
         self.peak_out_bytes = self.peak_out_bytes.max(self.out_bytes);
     }
 
-    /// Takes a block of a slab. Returns `None` if no slab has one and no free run is large enough for a slab.
-    fn take_small(&mut self, bytes: usize, home: Option<&Arc<ThreadCache>>) -> Option<OwnedBlock> {
-        let taken = self.slabs.take(bytes);
-        let (run, offset) = match taken {
-            Some(taken) => taken,
-            None => {
-                let start = self.ranges.take(SLAB_PAGES, Borders::None)?;
-                self.slabs.add(start, bytes);
-                self.slabs.take(bytes)?
-            }
-        };
-        let (first, piece) = self.piece_of(run.start)?;
-        self.note_use(run);
-        let ptr = piece.ptr.offset(bytes_of(run.start - first) + offset);
-        let size = slabs::size_of_request(bytes, 1);
-        let block = Block::new(ptr, run.start, size, Vec::new(), home.cloned());
-        self.list(&block);
-        Some(block)
-    }
-
-    /// Takes a free piece out. The caller must count its bytes.
-    fn take_piece(&mut self, leaving: &Leaving) -> bool {
-        let is_free = self.ranges.take_exactly(leaving.run);
-        if is_free {
-            self.pieces.remove(&leaving.run.start);
-            self.leaving.insert(leaving.run.start, leaving.piece);
+    /// Adds the pieces of a growth, in the place of the hole if there is one.
+    fn add(&mut self, growth: &Growth, hole: Option<(u32, Hole)>) {
+        if self.is_poisoned {
+            // SAFETY: New memory, which no code uses.
+            growth.pieces.iter().for_each(|piece| unsafe { fill(piece.ptr, piece.bytes) });
         }
-        is_free
-    }
-
-    /// Returns the piece with the last pages, in use or on its way out, with its first page.
-    fn last_placed(&self) -> Option<(u32, Piece)> {
-        let last = self.pieces.last_key_value().map(|(page, held)| (*page, held.piece));
-        let others = [&self.leaving, &self.remnants].map(BTreeMap::last_key_value);
-        let others = others.into_iter().flatten().map(|(page, piece)| (*page, *piece));
-        others.chain(last).max_by_key(|(page, _)| *page)
-    }
-
-    /// Adds the pieces of a growth, in the place of the hole if there is one. Returns their bytes, which the caller must count.
-    fn add(&mut self, growth: &Growth, hole: Option<(u32, Hole)>) -> u64 {
-        let mut next = hole.map(|(page, _)| page);
-        let mut added = 0;
-        for piece in &growth.pieces {
-            let pages = pages_of(piece.bytes);
-            let start = match &mut next {
-                Some(next) => {
-                    let start = *next;
-                    *next += pages;
-                    self.ranges.replace_piece(Run { start, pages }, growth.is_reserved);
-                    Some(start)
-                }
-                None => {
-                    // The last piece may have been released since the growth was planned. Then the addresses have a gap.
-                    let continues = self.last_placed().is_some_and(|(page, last)| {
-                        page + pages_of(last.bytes) == self.ranges.pages()
-                            && last.ptr.address() + last.bytes == piece.ptr.address()
-                    });
-                    let continues = growth.is_reserved && continues;
-                    self.ranges.add_piece(pages, continues)
-                }
-            };
-            // The plan has left room for the pages.
-            let Some(start) = start else { continue };
-            let used = self.now();
-            if self.is_poisoned {
-                // SAFETY: New memory, which no code uses.
-                unsafe { fill(piece.ptr, piece.bytes) };
-            }
-            self.pieces.insert(start, Held { piece: *piece, used });
-            self.allocations += 1;
-            added += piece.bytes as u64;
-        }
-        if let (Some((first, hole)), Some(next)) = (hole, next) {
-            let used = next - first;
-            if used < hole.pages {
-                self.vacate(next, Hole { pages: hole.pages - used, ptr: hole.ptr.offset(bytes_of(used)) });
-            }
-        }
-        added
+        self.allocations += self.area.add(&growth.pieces, hole);
     }
 
     /// Files a block that no buffer owns.
@@ -962,42 +726,7 @@ impl State {
     /// Frees the pages of a block.
     fn merge(&mut self, block: &Block) {
         self.blocks.remove(block.ptr.address());
-        let run = block.run();
-        self.note_use(run);
-        if block.is_in_slab() {
-            let Some((first, piece)) = self.piece_of(run.start) else { return };
-            let slab = piece.ptr.offset(bytes_of(run.start - first));
-            if !self.slabs.free(run.start, block.ptr.address() - slab.address()) {
-                return;
-            }
-        }
-        self.ranges.free(run);
-    }
-
-    /// Notes that the addresses of released pieces are unused.
-    fn vacate(&mut self, mut start: u32, mut hole: Hole) {
-        let end = start + hole.pages;
-        let joins = |page: u32, before: Hole, after: Hole| {
-            !self.ranges.begins_range(page) && before.ptr.offset(bytes_of(before.pages)) == after.ptr
-        };
-        let next = self.holes.get(&end).copied().filter(|next| joins(end, hole, *next));
-        let before = self.holes.range(..start).next_back().map(|(page, before)| (*page, *before));
-        let before = before.filter(|(page, before)| page + before.pages == start && joins(start, *before, hole));
-        if let Some(next) = next {
-            self.holes.remove(&end);
-            hole.pages += next.pages;
-        }
-        if let Some((page, before)) = before {
-            hole = Hole { pages: before.pages + hole.pages, ptr: before.ptr };
-            start = page;
-        }
-        self.holes.insert(start, hole);
-        while let Some((page, hole)) = self.holes.last_key_value().map(|(page, hole)| (*page, *hole))
-            && page + hole.pages == self.ranges.pages()
-        {
-            self.holes.remove(&page);
-            self.ranges.remove_last_piece(Run { start: page, pages: hole.pages });
-        }
+        self.area.free(block.run(), block.ptr, block.is_in_slab());
     }
 }
 

@@ -80,18 +80,12 @@ pub(crate) struct HostMemory {
 }
 
 /// One registration or allocation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Piece {
-    pub(crate) ptr: HostPtr,
-    pub(crate) bytes: usize,
-}
+pub(crate) type Piece = super::area::Piece<HostPtr>;
 
 /// The result of a growth: its pieces, and the error of the first that could not be made.
 #[derive(Debug)]
 pub(crate) struct Growth {
     pub(crate) pieces: Vec<Piece>,
-    /// True if the pieces lie in a reservation, so that neighbors stay neighbors.
-    pub(crate) is_reserved: bool,
     pub(crate) refused: Option<Error>,
 }
 
@@ -167,13 +161,12 @@ impl HostMemory {
 
     /// Makes the pieces of a growth. One thread at a time may do so.
     pub(crate) fn grow(&self, plan: &Plan) -> Growth {
-        let is_reserved = self.piece_bytes.is_some();
-        let refused = |error| Growth { pieces: Vec::new(), is_reserved, refused: Some(error) };
+        let refused = |error| Growth { pieces: Vec::new(), refused: Some(error) };
         let Some(piece_bytes) = self.piece_bytes else {
             return match self.allocator.allocate(plan.whole, &HostOptions::new().with_kind(self.kind)) {
                 Ok(ptr) => {
                     let pieces = vec![Piece { ptr, bytes: plan.whole }];
-                    Growth { pieces, is_reserved, refused: None }
+                    Growth { pieces, refused: None }
                 }
                 Err(error) => refused(error),
             };
@@ -189,7 +182,7 @@ impl HostMemory {
         let whole = NonZeroUsize::new(bytes).filter(|_| plan.is_undivided);
         let piece_bytes = whole.map_or(piece_bytes, |whole| whole.max(piece_bytes));
         let (pieces, refused) = self.make(ptr, bytes, piece_bytes, self.huge_pages);
-        Growth { pieces, is_reserved, refused }
+        Growth { pieces, refused }
     }
 
     /// Makes pieces at an address. Returns the error of the first that could not be made.

@@ -300,7 +300,7 @@ fn grow(cache: &HostCache, pieces: &[Piece]) -> u32 {
     let request = request(pages);
     let turn = cache.begin_growth(request, None).expect_err("nothing is free");
     let plan = cache.plan_growth(request, &turn).unwrap();
-    let growth = Growth { pieces: pieces.to_vec(), is_reserved: true, refused: None };
+    let growth = Growth { pieces: pieces.to_vec(), refused: None };
     let block = cache.add(&growth, &plan, request, None).unwrap();
     assert_eq!(block.ptr, pieces[0].ptr);
     let start = block.run().start;

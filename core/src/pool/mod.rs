@@ -5,6 +5,7 @@
 //! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
 mod active_trims;
+mod area;
 mod background;
 mod biased_lock;
 pub(crate) mod blas_handles;

@@ -160,8 +160,34 @@ impl Ranges {
     /// Returns how many pages a growth for this request must add at least, if the new piece continues the last one's
     /// address range. The free run at the top counts if the request may cross the border.
     pub(crate) fn shortfall(&self, pages: u32, borders: Borders) -> u32 {
-        let top = self.ends.last().map_or(0, |end| if end & FREE != 0 { end & !FREE } else { 0 });
+        let top = self.pages() - self.top();
         if self.must_be_undivided(pages, borders) { pages } else { pages.saturating_sub(top).max(1) }
+    }
+
+    /// As [`shortfall`](Self::shortfall), for a growth in the place of removed pieces. The free runs at both ends of the place
+    /// count, if `continues`: the new memory continues their addresses. Returns a whole number of granules, or `None` if the place
+    /// is too small.
+    pub(crate) fn shortfall_in(&self, place: Run, continues: bool, pages: u32, borders: Borders) -> Option<u32> {
+        let around = if continues && !self.must_be_undivided(pages, borders) { self.free_around(place) } else { place };
+        let before = place.start - around.start;
+        let more = pages.saturating_sub(before).max(1).checked_next_multiple_of(GRANULE_PAGES)?;
+        if more <= place.pages {
+            return Some(more);
+        }
+        (around.pages >= pages).then_some(place.pages)
+    }
+
+    /// Returns the place of removed pieces with the free runs at both its ends.
+    pub(crate) fn free_around(&self, place: Run) -> Run {
+        let free = |at: u32, end: u32| if end & FREE != 0 && !self.is_wall(at) { end & !FREE } else { 0 };
+        let before = place.start.checked_sub(1).map_or(0, |last| free(place.start, self.ends[last as usize]));
+        let after = self.ends.get(place.end() as usize).map_or(0, |end| free(place.end(), *end));
+        Run { start: place.start - before, pages: before + place.pages + after }
+    }
+
+    /// Returns the first page of the free run at the end, or the number of pages if there is none.
+    pub(crate) fn top(&self) -> u32 {
+        self.pages() - self.ends.last().map_or(0, |end| if end & FREE != 0 { end & !FREE } else { 0 })
     }
 
     /// Adds a piece of whole granules at the end, all of it free. Returns its first page, or `None` if the pages are too many.
