@@ -141,6 +141,7 @@ mod pages {
         FromCudarc "../docs/from-cudarc.md"
         FromPyTorch "../docs/from-pytorch.md"
         LaunchYourOwnKernel "../docs/launch-your-own-kernel.md"
+        HostMemory "../docs/host-memory.md"
         RowMajor "../docs/row-major.md"
         SeveralDevices "../docs/several-devices.md"
     }

@@ -22,7 +22,7 @@ impl Runtime {
     ///
     /// # Errors
     /// - `OutOfMemory`: the backend or the machine has no memory left, or the cap is reached, even after idle memory was released.
-    /// - `InvalidArgument`: the size does not fit the address space, or `T` is zero-sized.
+    /// - `InvalidArgument`: the size exceeds the cap or does not fit the address space, or `T` is zero-sized.
     /// - `Forked`: the process is a child that was forked after the backend was opened.
     /// - `ShuttingDown`: the process is exiting, and the thread keeps no free block of that size.
     /// - `InvalidState`, only in the test mode [`poison`](crate::HostMemoryOptions::with_poison): the memory was written after its

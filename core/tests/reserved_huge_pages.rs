@@ -137,9 +137,11 @@ fn reserved_huge_pages_serve_as_far_as_they_go_and_return() {
 
     // The cap counts them.
     let (gpu, runtime) = open_with(MockOptions::new(), HostMemoryOptions::new().with_cap_bytes(4 * MIB as u64));
-    assert_eq!(reserved(&runtime.pinned::<u8>(4 * MIB).unwrap()), [true; 2]);
-    let error = runtime.pinned::<u8>(6 * MIB).unwrap_err();
+    let whole = runtime.pinned::<u8>(4 * MIB).unwrap();
+    assert_eq!(reserved(&whole), [true; 2]);
+    let error = runtime.pinned::<u8>(2 * MIB).unwrap_err();
     assert!(error.message().contains("the cap is 4194304 bytes"), "{error}");
+    drop(whole);
     end(&gpu, runtime);
 
     // A registration that fails.

@@ -179,6 +179,22 @@ fn the_cap_on_all_memory_refuses_with_its_numbers_and_after_idle_memory_was_rele
 }
 
 #[test]
+fn a_request_larger_than_the_cap_is_not_temporary_and_releases_nothing() {
+    let backend = ManualBackend::new();
+    let host_memory = HostMemoryOptions::new().with_cap_bytes(8 * MIB as u64);
+    let runtime = Runtime::with_options(backend, &RuntimeOptions::new().with_host_memory(host_memory)).unwrap();
+    drop(runtime.pinned::<u8>(3 * MIB).unwrap());
+    let held = host(&runtime).held_bytes;
+    let error = runtime.pinned::<u8>(8 * MIB + 1).unwrap_err();
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::InvalidArgument, false));
+    for number in [8 * MIB + 1, 8 * MIB] {
+        assert!(error.message().contains(&number.to_string()), "{error}");
+    }
+    assert_eq!((host(&runtime).held_bytes, host(&runtime).exhaustion_frees), (held, 0));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
 fn memory_that_is_idle_for_the_set_time_is_released_by_a_later_call() {
     let backend = ManualBackend::new();
     let host_memory = HostMemoryOptions::new().with_idle_time(Duration::from_millis(20));

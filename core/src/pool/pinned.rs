@@ -308,6 +308,11 @@ impl PinnedPool {
     fn find_or_make(&self, request: Request) -> Result<OwnedBlock> {
         let (size, Request { bytes, borders, .. }) = (request.size(), request);
         self.services.check("pinned")?;
+        if let Some(cap) = self.cap_bytes.filter(|cap| bytes as u64 > *cap) {
+            let message = format!("{bytes} bytes of page-locked memory were requested, and the cap is {cap} bytes");
+            return Err(Error::new(ErrorKind::InvalidArgument, "pinned", message)
+                .with_hint("request fewer bytes, or raise the cap"));
+        }
         let own = enlist(&self.cache);
         let mut ahead = 0;
         if let Some(own) = &own {
