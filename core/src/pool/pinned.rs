@@ -415,6 +415,10 @@ impl PinnedPool {
         let surplus = unsafe {
             own.cached.own(|cached| rest.into_iter().filter_map(|block| cached.keep_waiting(block)).collect())
         };
+        if self.poison.is_some() {
+            // SAFETY: Their streams are done, and they are in no list.
+            over.iter().for_each(|block| unsafe { fill(block.ptr, block.bytes()) });
+        }
         let any = !over.is_empty();
         self.cache.put_back(over, 0);
         self.cache.put_back(surplus, 0);

@@ -127,6 +127,27 @@ fn the_wait_lists_of_thread_caches_are_used_and_their_blocks_have_the_pattern() 
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
+/// Before a small pool grows, a thread that is behind puts those of its waiting blocks back whose streams are done.
+#[test]
+fn blocks_that_a_thread_which_is_behind_puts_back_have_the_pattern() {
+    let (backend, runtime) = open();
+    let (behind, done) = (stream(&runtime), stream(&runtime));
+    let device = runtime.device(0).unwrap().allocate::<u8>(4 * KIB).unwrap();
+    let mut blocks: Vec<_> = (0..20).map(|_| runtime.pinned::<u8>(4 * KIB).unwrap()).collect();
+    let rest = runtime.pinned::<u8>((2 << 20) - 20 * 4 * KIB).unwrap();
+    for (number, block) in blocks.iter_mut().enumerate() {
+        [&done, &behind][usize::from(number == 0)].copy_to_host(&device, block).unwrap();
+    }
+    drop(blocks);
+    backend.advance(done.id());
+    // The block that has waited longest is not done, and no page is free.
+    let again = runtime.pinned::<u8>(4 * KIB).unwrap();
+    assert_eq!((host(&runtime).misses, waiting_in_cache()), (1, 1), "{:?}", host(&runtime));
+    backend.advance(behind.id());
+    drop((again, rest, behind, done, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 /// The wrong variant gives a block of a wait list out before its query has passed.
 #[test]
 fn a_wait_list_that_forgets_a_use_is_found() {
