@@ -14,6 +14,7 @@ thread_local! {
 }
 
 /// Returns whether this thread is inside a capture.
+#[inline(always)]
 pub(crate) fn in_capture() -> bool {
     OPEN_CAPTURES.try_with(|open| open.get() > 0).unwrap_or(false)
 }
@@ -41,16 +42,15 @@ pub(super) fn end_runtimes() {
 }
 
 /// Refuses a call that a thread inside a capture must not make.
+#[inline(always)]
 pub(crate) fn refuse_in_capture(operation: &'static str) -> Result<()> {
-    if in_capture() {
-        return Err(Error::new(
-            ErrorKind::Capture,
-            operation,
-            "this thread is inside a capture, where this is not possible",
-        )
-        .with_hint("allocate and create before the capture, and free after it"));
-    }
-    Ok(())
+    if in_capture() { Err(not_in_capture(operation)) } else { Ok(()) }
+}
+
+#[cold]
+fn not_in_capture(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Capture, operation, "this thread is inside a capture, where this is not possible")
+        .with_hint("allocate and create before the capture, and free after it")
 }
 
 /// Returns the error of a query of a stream that takes part in a capture.

@@ -14,6 +14,7 @@
 //!
 //! This file makes no calls and holds no lock. Page-locked memory and device memory use it, each with its own addresses.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Instant;
@@ -354,20 +355,31 @@ impl<A: Address> Area<A> {
     /// Takes the last free piece out whose first page is below a number and that was last used before a time. Lowers the number to
     /// that page.
     pub(crate) fn take_piece(&mut self, below: &mut u32, time: u64) -> Option<Leaving<A>> {
-        let (page, piece) = self
-            .ranges
-            .free_runs()
-            .filter(|run| run.start < *below)
-            .filter_map(|run| {
-                let inside = self.pieces.range(run.start..run.end().min(*below));
-                let is_whole = |page: u32, held: &Held<A>| page + pages_of(held.piece.bytes) <= run.end();
-                let mut whole = inside.rev().filter(|(page, held)| is_whole(**page, held) && held.used < time);
-                whole.next().map(|(page, held)| (*page, held.piece))
-            })
-            .max_by_key(|(page, _)| *page)?;
-        *below = page;
-        let leaving = Leaving { piece, run: Run { start: page, pages: pages_of(piece.bytes) } };
+        let last =
+            |run: Run| self.last_piece_in(Run { pages: run.end().min(*below) - run.start, ..run }, run.end(), time);
+        let runs = self.ranges.free_runs().filter(|run| run.start < *below);
+        let leaving = runs.filter_map(last).max_by_key(|leaving| leaving.run.start)?;
+        *below = leaving.run.start;
         self.take_out(&leaving).then_some(leaving)
+    }
+
+    /// Takes the last piece of the smallest free run out that contains one and has no page of `kept`.
+    pub(crate) fn take_scattered_piece(&mut self, kept: Option<Run>) -> Option<Leaving<A>> {
+        let is_kept = |run: &Run| kept.is_some_and(|kept| kept.start < run.end() && run.start < kept.end());
+        let last = |run: Run| self.last_piece_in(run, run.end(), u64::MAX).map(|leaving| (run, leaving));
+        let runs = self.ranges.free_runs().filter(|run| !is_kept(run));
+        let smallest = runs.filter_map(last).min_by_key(|(run, _)| (run.pages, Reverse(run.start)));
+        let (_, leaving) = smallest?;
+        self.take_out(&leaving).then_some(leaving)
+    }
+
+    /// Returns the last piece that begins in a run, ends at a page or before, and was last used before a time.
+    fn last_piece_in(&self, run: Run, end: u32, time: u64) -> Option<Leaving<A>> {
+        let leaving = |(page, held): (&u32, &Held<A>)| {
+            let leaving = Leaving { piece: held.piece, run: Run { start: *page, pages: pages_of(held.piece.bytes) } };
+            (leaving.run.end() <= end && held.used < time).then_some(leaving)
+        };
+        self.pieces.range(run.start..run.end()).rev().find_map(leaving)
     }
 
     /// Takes the smallest free piece out that has at least so many bytes.

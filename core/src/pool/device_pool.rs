@@ -34,6 +34,8 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 
 /// Free parts move once the memory held exceeds the most live bytes by one part in so many.
 const MOVE_FROM: u64 = 7;
+/// Without mapped memory, free allocations are released once the memory held exceeds the most live bytes by one part in so many.
+const RELEASE_FROM: u64 = 3;
 
 /// Maximum number of pages of a request: more than an area can count.
 const MOST_PAGES: usize = 1 << 31;
@@ -286,7 +288,11 @@ impl DevicePool {
         let found = self.take_spare(plan.whole).or_else(|| self.take_allocation_of_others(memory, plan.whole));
         let part = match found {
             Some(part) => part,
-            None => self.parts.allocate(plan.whole).inspect_err(|_| memory.cancel(&plan))?,
+            None => {
+                let surplus = plan.whole.saturating_sub(self.fresh_bytes(request, RELEASE_FROM));
+                self.release_own(memory, surplus);
+                self.parts.allocate(plan.whole).inspect_err(|_| memory.cancel(&plan))?
+            }
         };
         let Part::Allocated(piece) = part else { return Err(too_large(request.bytes)) };
         if plan.hole.is_some_and(|(_, hole)| bytes_of(hole.pages) < piece.bytes) {
@@ -331,6 +337,28 @@ impl DevicePool {
         None
     }
 
+    /// Releases free allocations of a stream that has executed everything, until they have so many bytes.
+    fn release_own(&self, memory: &StreamMemory, bytes: usize) {
+        let (mut below, mut missing, mut taken) = (u32::MAX, bytes, Vec::new());
+        while missing > 0
+            && let Some((leaving, _)) = memory.take_piece(&mut below)
+        {
+            missing = missing.saturating_sub(leaving.piece.bytes);
+            taken.push(leaving);
+        }
+        // Asked after the pieces were taken out, so no later work of the stream can use them.
+        let is_idle = !taken.is_empty() && Self::is_idle(memory);
+        for leaving in taken {
+            // SAFETY: All of it was free, it was taken out, and its stream has executed everything.
+            let release = || self.services.note(unsafe { self.parts.release(Part::Allocated(leaving.piece)) });
+            if is_idle && release().is_ok() {
+                memory.piece_has_left(leaving);
+            } else {
+                memory.put_piece_back(leaving, None);
+            }
+        }
+    }
+
     /// Returns whether a stream has executed everything. Asks nothing of a stream that takes part in a capture.
     fn is_idle(memory: &StreamMemory) -> bool {
         match memory.stream() {
@@ -359,7 +387,12 @@ impl DevicePool {
             self.move_parts(other, None, count, &mut parts);
         }
         let kept = Some(plan.counts_on);
-        self.move_parts(memory, kept, count.saturating_sub(self.fresh_bytes(request) / granularity), &mut parts);
+        self.move_parts(
+            memory,
+            kept,
+            count.saturating_sub(self.fresh_bytes(request, MOVE_FROM) / granularity),
+            &mut parts,
+        );
         while parts.len() < count {
             match self.parts.create() {
                 Ok(part) => parts.push(part),
@@ -394,9 +427,9 @@ impl DevicePool {
 
     /// Returns the bytes that the memory may grow by before parts move, because a move takes longer than a creation: up to a
     /// seventh more than the most live bytes so far.
-    fn fresh_bytes(&self, request: Request) -> usize {
+    fn fresh_bytes(&self, request: Request, from: u64) -> usize {
         let peak = self.note_live_bytes().max(self.live_bytes() + request.bytes as u64);
-        usize::try_from((peak + peak / MOVE_FROM).saturating_sub(self.held_bytes())).unwrap_or(usize::MAX)
+        usize::try_from((peak + peak / from).saturating_sub(self.held_bytes())).unwrap_or(usize::MAX)
     }
 
     fn place(
@@ -415,19 +448,11 @@ impl DevicePool {
     }
 
     /// Takes free parts out of the memory of a stream that has executed everything, except those in `kept`, until there are
-    /// `count`.
+    /// `count`. Those of the smallest free runs go first, because large runs serve large requests.
     fn move_parts(&self, from: &StreamMemory, kept: Option<Run>, count: usize, parts: &mut Vec<Part>) {
         let missing = count.saturating_sub(parts.len());
-        let (mut below, mut taken) = (u32::MAX, Vec::new());
-        while taken.len() < missing
-            && let Some((leaving, physical)) = from.take_piece(&mut below)
-        {
-            if kept.is_some_and(|kept| kept.start <= leaving.run.start && leaving.run.start < kept.end()) {
-                from.put_piece_back(leaving, physical);
-            } else {
-                taken.push((leaving, physical));
-            }
-        }
+        let scattered = || from.take_scattered_piece(kept);
+        let taken: Vec<_> = std::iter::from_fn(scattered).take(missing).collect();
         if taken.is_empty() {
             return;
         }

@@ -15,7 +15,6 @@
 //!
 //! *Locks.* The lock is held for no call of the backend, and no other lock is taken under it.
 
-use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -68,7 +67,10 @@ impl Lot {
 }
 
 /// A block, as the memory that keeps it knows it.
-pub(crate) trait Placed: Any + Send + Sync {
+///
+/// # Safety
+/// Only [`DeviceBlock`](crate::device_block::DeviceBlock) implements it, which casts what it gets back.
+pub(crate) unsafe trait Placed: Send + Sync {
     /// Returns the part of a stream's memory that the block is.
     fn lot(&self) -> Option<Lot>;
 
@@ -346,6 +348,17 @@ impl StreamMemory {
     pub(crate) fn take_piece(&self, below: &mut u32) -> Option<(Leaving<DevicePtr>, Option<PhysicalMemoryId>)> {
         let mut state = self.state.lock();
         let leaving = state.area.take_piece(below, u64::MAX)?;
+        let memory = state.physical.remove(&leaving.piece.ptr.get());
+        Some((leaving, memory))
+    }
+
+    /// As [`Area::take_scattered_piece`], with the physical memory of a mapped one.
+    pub(crate) fn take_scattered_piece(
+        &self,
+        kept: Option<Run>,
+    ) -> Option<(Leaving<DevicePtr>, Option<PhysicalMemoryId>)> {
+        let mut state = self.state.lock();
+        let leaving = state.area.take_scattered_piece(kept)?;
         let memory = state.physical.remove(&leaving.piece.ptr.get());
         Some((leaving, memory))
     }
