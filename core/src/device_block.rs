@@ -150,8 +150,18 @@ impl DeviceBlock {
         if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
     }
 
+    /// Returns whether the block is allocated and freed in the order of the stream, or the stream's part in a capture, with this
+    /// key.
+    pub(crate) fn is_in_order_of(&self, key: u64) -> bool {
+        matches!(&self.origin, Origin::Ordered(Ordered { memory, .. }) if memory.key == key)
+    }
+
     #[cold]
     fn note_anew(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
+        if self.is_in_order_of(stream.bound_as()) && stream.bound_as() != stream.key {
+            // Memory of the capture that the stream takes part in. If it ends meanwhile, the call is refused.
+            return Ok(Noted::InCapture);
+        }
         let home = match &self.origin {
             Origin::Ordered(Ordered { memory, .. }) if memory.key != stream.key => Some(memory),
             _ => None,
@@ -165,7 +175,7 @@ impl DeviceBlock {
             drop(uses);
             // A thread that finds the stream in the list as ordered comes after the wait. Two threads may both make it
             // wait.
-            noted = self.order_after_allocation(home, stream)?;
+            noted = self.order_after_allocation(home, stream, earlier.is_some())?;
             uses = self.uses.lock();
         }
         if earlier != Some(Noted::Ordered) {
@@ -190,9 +200,19 @@ impl DeviceBlock {
     /// Makes a stream wait, on the device, for the allocation of the block in the order of another stream. Until then,
     /// work of the earlier block in this memory may be outstanding. The wait covers all work of the other stream so
     /// far, so that an allocation itself records no completion event.
-    fn order_after_allocation(&self, home: &StreamMemory, stream: &StreamCore) -> Result<Noted> {
+    fn order_after_allocation(&self, home: &StreamMemory, stream: &StreamCore, is_noted: bool) -> Result<Noted> {
         const OPERATION: &str = "stream_wait_event";
-        if stream.lock_submission().recording.is_some() {
+        let capture = stream.lock_submission().recording.as_ref().map(|recording| Arc::clone(&recording.capture));
+        if let Some(capture) = capture {
+            // In the capture that the memory belongs to, the wait is recorded, once.
+            let home = home.stream().filter(|_| !is_noted);
+            let allocated = home.map(|home| home.completion_in(Arc::as_ptr(&capture).addr())).transpose()?.flatten();
+            if let Some(allocated) = allocated {
+                let submission = stream.enter(OPERATION)?;
+                if submission.recording.as_ref().is_some_and(|recording| Arc::ptr_eq(&recording.capture, &capture)) {
+                    self.services().backend.stream_wait_event(stream.id, allocated.event())?;
+                }
+            }
             return Ok(Noted::InCapture);
         }
         let wait = || {

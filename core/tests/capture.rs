@@ -212,7 +212,6 @@ fn what_would_lose_a_capture_is_refused_before_the_backend_is_called() {
                     kind(timed.elapsed_ns(&inside)),
                     kind(device.synchronize()),
                     kind(device.allocate::<u8>(4)),
-                    kind(stream.allocate::<u8>(4)),
                     kind(stream.upload(&[1_u8])),
                     kind(device.create_stream()),
                     kind(runtime.trim()),
@@ -810,6 +809,14 @@ fn a_life_of_graphs(runtime: &Runtime, streams: &[Stream; 2]) -> Result<()> {
         first.blas()?.with_raw(|_| ())?;
         first.copy(&buffers[0], &ordered)?;
         drop(ordered);
+        if device.capabilities().create_during_capture {
+            let inside = first.allocate::<f32>(N * N)?;
+            first.copy(&buffers[0], &inside)?;
+            drop(inside);
+            let inside = first.allocate::<f32>(N * N)?;
+            second.copy(&buffers[3], &inside)?;
+            second.copy(&inside, &buffers[3])?;
+        }
         drop(device.allocate::<u8>(1));
         first.wait(&second.record()?)?;
         first.copy_to_host(&buffers[2], &mut output)

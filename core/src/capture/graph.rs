@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::memory::GraphMemory;
 use super::recording::{OwnedWorkspace, Parts, RecordedBlock, Recording};
 use crate::device_block::{DeviceBlock, Noted};
 use crate::pool::block_uses::BegunUse;
@@ -103,6 +104,7 @@ pub(super) struct Recorded {
     /// Sorted by address once there is a graph, see `pool/block_uses.rs`.
     pinned: Vec<RecordedBlock>,
     workspaces: Vec<OwnedWorkspace>,
+    memories: Vec<Arc<GraphMemory>>,
     /// Stream and completion event of the last launch.
     last: Option<(u64, Arc<CompletionEvent>)>,
     /// True if it is unknown whether a launch still runs.
@@ -117,6 +119,7 @@ impl Recorded {
             device: HashMap::new(),
             pinned: Vec::new(),
             workspaces: Vec::new(),
+            memories: Vec::new(),
             last: None,
             unmarked: false,
             is_graph: false,
@@ -137,6 +140,7 @@ impl Recorded {
             self.pinned.push(recorded);
         }
         self.workspaces.extend(recording.parts.workspaces);
+        self.memories.extend(recording.memory);
     }
 
     /// Returns the recorded memory as the memory of a graph, with one entry for each block.
@@ -223,6 +227,7 @@ impl Recorded {
             self.last = None;
             return core.wait_for_all(submission).map_err(|_| {
                 self.unmarked = true;
+                self.memories.iter().for_each(|memory| memory.ends_after(None));
                 self.pinned.iter().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
                 error
             });
@@ -236,6 +241,7 @@ impl Recorded {
             }
         };
         begun.into_iter().zip(&self.pinned).for_each(settle);
+        self.memories.iter().for_each(|memory| memory.ends_after(Some(&completion)));
         self.last = Some((core.key, completion));
         Ok(())
     }
@@ -273,8 +279,8 @@ impl Drop for Recorded {
 impl Parts {
     /// Counts all of it as used on the stream so far. If the end of a capture is refused, it is unknown whether the enqueued
     /// work was recorded: other code can have ended the capture before, and then the work was executed.
-    pub(super) fn used_on(&mut self, inner: &RuntimeInner, stream: &StreamCore) {
-        if self.pinned.is_empty() && self.workspaces.is_empty() {
+    pub(super) fn used_on(&mut self, inner: &RuntimeInner, stream: &StreamCore, memory: Option<&GraphMemory>) {
+        if self.pinned.is_empty() && self.workspaces.is_empty() && memory.is_none() {
             return;
         }
         let mut earlier = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
@@ -288,6 +294,7 @@ impl Parts {
         let waited = stream.enter_outside("stream_wait_event").and_then(wait);
         match waited.and_then(|()| stream.completion()) {
             Ok(completion) => {
+                memory.into_iter().for_each(|memory| memory.ends_after(Some(&completion)));
                 for RecordedBlock { block, writes, .. } in self.pinned.values() {
                     inner.pinned.watch_use(block, &completion);
                     if block.uses.note(Arc::clone(&completion), *writes > 0) {
@@ -298,6 +305,7 @@ impl Parts {
             }
             Err(error) => {
                 inner.count_failed_release(&error);
+                memory.into_iter().for_each(|memory| memory.ends_after(None));
                 self.pinned.values().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
                 // They stay in the list of all workspaces. No stream uses them, and the end of the runtime frees them.
                 self.workspaces.clear();

@@ -6,6 +6,8 @@
 //! event of that launch tells when; no thread waits. Handles are bound to the capture's workspace while a stream takes part,
 //! under a key of the capture. Afterward they are bound anew.
 //!
+//! Device memory that a stream allocates in the capture lies in a memory of the capture (`capture/memory.rs`).
+//!
 //! *Before, in, or after.* Every call that enqueues takes the stream's submission lock, and a capture begins and ends under
 //! the submission locks of its streams. So each call knows whether it is recorded. The end takes the submission locks of all
 //! streams of the capture, in the order of their keys. Every other thread holds one submission lock at most.
@@ -18,6 +20,7 @@
 //! the uses that it would race with, and counts as a use itself. `pool/block_uses.rs` describes how the CPU is kept apart.
 
 mod graph;
+pub(crate) mod memory;
 mod open;
 pub(crate) mod recording;
 mod statistics;

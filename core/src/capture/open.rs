@@ -25,10 +25,11 @@ impl Stream {
     /// In the capture, the following calls return `Capture`, and the capture continues unharmed:
     /// - waits for and queries of a stream that takes part, or of an event recorded in it;
     /// - waits for events from outside;
-    /// - allocation of device memory and creation of streams;
+    /// - [`Device::allocate`](crate::Device::allocate) and creation of streams;
     /// - access by the CPU to page-locked memory that is recorded.
     ///
-    /// Allocate before the capture. If the capability `create_during_capture` is false, run the work once before the capture,
+    /// [`Stream::allocate`] allocates from memory of the graph, which no other work gets before the graph is dropped and its last launch
+    /// done. Allocate everything else before the capture. If the capability `create_during_capture` is false, run the work once before the capture,
     /// so that handles exist. If other threads wait for the stream or for its device, this call first waits until they are done.
     /// Threads that start to wait later come after the capture.
     ///
@@ -89,6 +90,7 @@ impl<'s> OpenCapture<'s> {
             return Err(Error::lacks(OPERATION, "capture"));
         }
         if !in_capture() {
+            inner.workspaces.pool(stream.device()).collect_ended();
             inner.device(stream.device()).capture_gate.make_way();
         }
         let capture = Capture::new(stream.core());
@@ -160,7 +162,8 @@ impl<'s> OpenCapture<'s> {
         let mut recorded = Recorded::new(self.stream.runtime().clone());
         for (stream, mut recording) in recordings {
             if ended.is_err() && inner.check(OPERATION).is_ok() {
-                recording.parts.used_on(inner, stream);
+                let memory = recording.memory.clone();
+                recording.parts.used_on(inner, stream, memory.as_deref());
             }
             recorded.take_in(*recording);
         }

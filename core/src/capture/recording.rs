@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
+use super::memory::GraphMemory;
 use crate::device_block::DeviceBlock;
 use crate::pool::block::KeptBlock;
 use crate::pool::completion_events::CompletionEvent;
@@ -101,6 +102,8 @@ pub(crate) struct Recording {
     pub(crate) before: Arc<CompletionEvent>,
     pub(crate) device: u32,
     pub(crate) parts: Parts,
+    /// The memory that the stream allocates in the capture, once there is any.
+    pub(crate) memory: Option<Arc<GraphMemory>>,
     /// Workspaces for the work, allocated before the capture.
     pub(crate) reserved: Vec<IdleWorkspace>,
     /// The workspace of each kind, once requested. Contains `None` if workspaces are disabled.
@@ -145,8 +148,12 @@ impl Recording {
         Some(self.reserved.swap_remove(index))
     }
 
-    /// Keeps a block of device memory that an operation uses.
+    /// Keeps a block of device memory that an operation uses. The capture has its own memory as a whole, so a block of it can serve
+    /// again in the capture.
     pub(crate) fn keep_device(&mut self, block: &Arc<DeviceBlock>) {
+        if block.is_in_order_of(self.key) {
+            return;
+        }
         self.parts.device.entry(Arc::as_ptr(block).addr()).or_insert_with(|| {
             block.recording_began();
             Arc::clone(block)

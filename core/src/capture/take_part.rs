@@ -67,6 +67,7 @@ pub(super) fn take_part(
         before: Arc::new(completion),
         device: stream.device(),
         parts: Parts::default(),
+        memory: None,
         reserved: std::mem::take(&mut reserved.workspaces),
         blas_workspace: None,
         lt_workspace: None,

@@ -27,7 +27,7 @@ use super::device_options::DeviceMemoryOptions;
 use super::device_parts::{Part, Parts, Reservation, too_large};
 use super::ranges::{Borders, PAGE, Run};
 use super::stream_memory::{Found, Lot, StreamMemory};
-use crate::capture::thread::in_capture;
+use crate::capture::thread::{in_capture, warm_up_first};
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
 use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
@@ -144,7 +144,8 @@ pub(crate) struct DevicePool {
     pub(crate) parts: Parts,
     memory: OnceLock<Weak<DeviceMemory>>,
     streams: Mutex<Vec<Arc<StreamMemory>>>,
-    /// By key of the stream, in the order in which they were made.
+    next_id: AtomicU64,
+    /// By id of the memory, in the order in which they were made.
     reservations: Mutex<Vec<(u64, Reservation)>>,
     spare: Mutex<Vec<Spare>>,
     /// True while a thread grows the memory of a stream.
@@ -179,6 +180,7 @@ impl DevicePool {
             parts: Parts::new(Arc::clone(services), device, options),
             memory: OnceLock::new(),
             streams: Mutex::default(),
+            next_id: AtomicU64::new(0),
             reservations: Mutex::default(),
             spare: Mutex::default(),
             growing: Mutex::new(false),
@@ -195,12 +197,30 @@ impl DevicePool {
 
     /// Returns the memory of a new stream.
     pub(crate) fn enlist(self: &Arc<Self>, key: u64) -> Arc<StreamMemory> {
-        if !in_capture() {
-            self.streams().iter().for_each(|memory| self.dissolve(memory));
-        }
-        let memory = StreamMemory::new(Arc::clone(self), key);
+        self.collect_ended();
+        // Relaxed: the ids only need to be unique.
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let memory = StreamMemory::new(Arc::clone(self), key, id);
         self.streams.lock().push(Arc::clone(&memory));
         memory
+    }
+
+    /// Takes what streams and graphs have left, as far as it is done. Call it before a capture, in which nothing can be asked. Does
+    /// nothing in one.
+    pub(crate) fn collect_ended(&self) {
+        if in_capture() {
+            return;
+        }
+        let streams = self.streams();
+        for memory in streams.iter().filter(|memory| memory.has_ended()) {
+            memory.collect(false);
+            self.dissolve(memory);
+        }
+        let mut spares = std::mem::take(&mut *self.spare.lock());
+        spares
+            .iter_mut()
+            .for_each(|spare| spare.after = spare.after.take().filter(|after| !self.services.is_surely_passed(after)));
+        self.spare.lock().append(&mut spares);
     }
 
     fn streams(&self) -> Vec<Arc<StreamMemory>> {
@@ -243,6 +263,9 @@ impl DevicePool {
         let _turn = self.turn();
         if let Some(lot) = memory.take(request, Found::Free) {
             return Ok(lot);
+        }
+        if in_capture() && !self.services.device(self.device).capabilities.create_during_capture {
+            return Err(warm_up_first("allocate", "device memory"));
         }
         let make = || self.try_grow(memory, request);
         let lot = match self.memory.get().and_then(Weak::upgrade) {
@@ -317,13 +340,14 @@ impl DevicePool {
         found
     }
 
+    /// In a capture, asks nothing.
     fn is_done(&self, spare: &Spare) -> bool {
-        spare.after.as_ref().is_none_or(|after| self.services.is_surely_passed(after))
+        spare.after.as_ref().is_none_or(|after| !in_capture() && self.services.is_surely_passed(after))
     }
 
     /// Takes a free allocation of another stream that has executed everything.
     fn take_allocation_of_others(&self, memory: &StreamMemory, bytes: usize) -> Option<Part> {
-        for other in self.streams().iter().filter(|other| other.key != memory.key) {
+        for other in self.streams().iter().filter(|other| other.id != memory.id) {
             let Some(leaving) = other.take_piece_of(bytes) else { continue };
             // Asked after the piece was taken out, so no later work of the stream can use it.
             if Self::is_idle(other) {
@@ -359,9 +383,10 @@ impl DevicePool {
         }
     }
 
-    /// Returns whether a stream has executed everything. Asks nothing of a stream that takes part in a capture.
+    /// Returns whether a stream has executed everything. In a capture, and of a stream that takes part in one, asks nothing.
     fn is_idle(memory: &StreamMemory) -> bool {
         match memory.stream() {
+            _ if in_capture() => false,
             Some(stream) => stream.is_idle(),
             None => memory.last().is_some_and(|last| memory.pool.services.is_surely_passed(&last)),
         }
@@ -383,7 +408,7 @@ impl DevicePool {
             parts.push(part);
         }
         let streams = self.streams();
-        for other in streams.iter().filter(|other| other.key != memory.key) {
+        for other in streams.iter().filter(|other| other.id != memory.id) {
             self.move_parts(other, None, count, &mut parts);
         }
         let kept = Some(plan.counts_on);
@@ -438,11 +463,11 @@ impl DevicePool {
         last: Option<Piece<DevicePtr>>,
         bytes: (usize, usize),
     ) -> Result<(DevicePtr, usize)> {
-        let own = |(key, reservation): &(u64, Reservation)| (*key == memory.key).then_some(*reservation);
+        let own = |(id, reservation): &(u64, Reservation)| (*id == memory.id).then_some(*reservation);
         let mut own: Vec<_> = self.reservations.lock().iter().filter_map(own).collect();
         let known = own.len();
         let placed = self.parts.place(&mut own, last, bytes);
-        let new = own.into_iter().skip(known).map(|reservation| (memory.key, reservation));
+        let new = own.into_iter().skip(known).map(|reservation| (memory.id, reservation));
         self.reservations.lock().extend(new);
         placed
     }
@@ -498,10 +523,11 @@ impl DevicePool {
         }
         // Without an event of its last work, the parts stay until the runtime ends.
         let Some(last) = stream.last() else { return };
-        if self.parts.granularity().is_some() && !self.services.is_surely_passed(&last) {
+        let is_done = self.services.is_surely_passed(&last);
+        if self.parts.granularity().is_some() && !is_done {
             return;
         }
-        self.make_spare(memory, Some(&last));
+        self.make_spare(memory, Some(&last).filter(|_| !is_done));
         if memory.is_empty() {
             let mut streams = self.streams.lock();
             let count = streams.len();
@@ -511,7 +537,7 @@ impl DevicePool {
             if is_first {
                 self.found.lock().iter_mut().zip(memory.found()).for_each(|(sum, found)| *sum += found);
                 // A refused one is retried by the end of the runtime.
-                let _ = self.end_reservations(|key| key == memory.key);
+                let _ = self.end_reservations(|id| id == memory.id);
             }
         }
     }
@@ -546,17 +572,17 @@ impl DevicePool {
     /// Gives back the addresses of streams whose parts are gone.
     fn end_reservations(&self, of: impl Fn(u64) -> bool) -> Result<()> {
         let mut ended = Vec::new();
-        self.reservations.lock().retain(|&(key, reservation)| {
-            let ends = of(key);
-            ended.extend(ends.then_some((key, reservation)));
+        self.reservations.lock().retain(|&(id, reservation)| {
+            let ends = of(id);
+            ended.extend(ends.then_some((id, reservation)));
             !ends
         });
         let mut result = Ok(());
-        for (key, reservation) in ended {
+        for (id, reservation) in ended {
             // SAFETY: No piece is left, so nothing is mapped there.
             let freed = self.services.note(unsafe { self.parts.end_reservation(reservation) });
             if freed.is_err() {
-                self.reservations.lock().push((key, reservation));
+                self.reservations.lock().push((id, reservation));
             }
             result = result.and(freed);
         }
@@ -583,7 +609,7 @@ impl DevicePool {
 
     /// Makes the free parts of a stream spare.
     fn trim_stream(&self, memory: &StreamMemory, wait: bool) -> Result<()> {
-        let Some(stream) = memory.stream() else { return Ok(()) };
+        let Some(stream) = memory.stream().filter(|stream| !stream.keeps_free_memory()) else { return Ok(()) };
         let mut taken = Vec::new();
         let mut below = u32::MAX;
         while let Some(piece) = memory.take_piece(&mut below) {
@@ -654,10 +680,10 @@ impl DevicePool {
         for memory in self.streams() {
             self.make_spare(&memory, None);
             if !memory.is_empty() {
-                kept.push(memory.key);
+                kept.push(memory.id);
             }
         }
-        let ended = self.end_reservations(|key| !kept.contains(&key)).and(self.release_spare(false));
+        let ended = self.end_reservations(|id| !kept.contains(&id)).and(self.release_spare(false));
         if kept.is_empty() {
             return ended;
         }

@@ -126,7 +126,10 @@ pub(crate) enum Found {
 pub(crate) struct StreamMemory {
     pub(crate) pool: Arc<DevicePool>,
     stream: OnceLock<StreamUse>,
+    /// The key of the stream, or of its part in a capture.
     pub(crate) key: u64,
+    /// Identifies the memory among those of the device.
+    pub(crate) id: u64,
     state: Mutex<State>,
 }
 
@@ -154,7 +157,7 @@ struct State {
 }
 
 impl StreamMemory {
-    pub(crate) fn new(pool: Arc<DevicePool>, key: u64) -> Arc<Self> {
+    pub(crate) fn new(pool: Arc<DevicePool>, key: u64, id: u64) -> Arc<Self> {
         let is_mapped = pool.parts.granularity().is_some();
         let state = State {
             lists: FreeLists::default(),
@@ -169,7 +172,7 @@ impl StreamMemory {
             live_bytes: 0,
             found: [0; 5],
         };
-        Arc::new(Self { pool, stream: OnceLock::new(), key, state: Mutex::new(state) })
+        Arc::new(Self { pool, stream: OnceLock::new(), key, id, state: Mutex::new(state) })
     }
 
     /// Makes the stream known, once.
@@ -180,6 +183,11 @@ impl StreamMemory {
     /// Returns the stream, while it is alive.
     pub(crate) fn stream(&self) -> Option<Arc<dyn LiveStream>> {
         self.stream.get()?.stream()
+    }
+
+    /// Returns whether the stream has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.state.lock().has_ended
     }
 
     /// Returns the completion event of the stream's last work, once the stream has ended. `None` if its end has none.

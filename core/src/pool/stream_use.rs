@@ -15,6 +15,17 @@ pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
     /// Records a completion event after all work enqueued on the stream so far, except captured work.
     fn completion(&self) -> Result<Arc<CompletionEvent>>;
 
+    /// Records an event after the work that the stream has recorded in a capture so far. The address identifies the capture.
+    /// `None` if the stream takes no part in it.
+    fn completion_in(&self, _capture: usize) -> Result<Option<Arc<CompletionEvent>>> {
+        Ok(None)
+    }
+
+    /// Returns whether free memory must stay, because launches of a graph use it.
+    fn keeps_free_memory(&self) -> bool {
+        false
+    }
+
     /// Returns whether the stream has executed everything except captured work, so that its use needs no completion event.
     /// Costs one call of the backend, and no event.
     fn is_over(&self) -> bool;

@@ -1,12 +1,13 @@
 //! Copies and fills, and the memory that they use.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Stream;
 use super::submission::SubmissionState;
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped, size_in_bytes};
-use crate::capture::thread::refuse_in_capture;
+use crate::capture::memory::GraphMemory;
 use crate::device_block::{DeviceBlock, Ordered, Origin};
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::pool::block::OwnedBlock;
@@ -41,12 +42,14 @@ impl Stream {
     ///
     /// The memory may have belonged to a buffer whose work on this stream is outstanding. So the first use on each
     /// other stream waits, on the device, for all earlier work of this stream. A graph that another stream records
-    /// waits at each launch, not during recording. This orders only the allocation; order later work on the buffer with
+    /// waits at each launch, not during recording. In a capture that this stream takes part in, the memory belongs to the capture and
+    /// then to its graph, and the first use on another stream of the capture records a wait. This orders only the allocation; order later work on the buffer with
     /// [`Stream::wait`].
     ///
     /// # Errors
-    /// As [`Device::allocate`](crate::Device::allocate). `Unsupported` for the per-thread default stream; `Capture` also if the
-    /// stream takes part in a capture of another thread.
+    /// As [`Device::allocate`](crate::Device::allocate), except in a capture. `Unsupported` for the per-thread default stream.
+    /// `Capture` if other code captures the stream, or if the memory must grow in a capture and the capability
+    /// `create_during_capture` is false.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         const OPERATION: &str = "allocate";
         let inner = &self.runtime.inner;
@@ -54,12 +57,13 @@ impl Stream {
         if !inner.generation.is_current() {
             inner.check(OPERATION)?;
         }
-        refuse_in_capture(OPERATION)?;
-        if self.core.asks || self.core.bound_as() != self.core.key {
-            self.check_order(OPERATION)?;
-        }
         let request = DevicePool::request(size_in_bytes::<T>(OPERATION, len)?)?;
-        let memory = self.core.memory();
+        let in_capture;
+        let mut memory = self.core.memory();
+        if self.core.asks || self.core.bound_as() != self.core.key {
+            in_capture = self.memory_now(OPERATION)?;
+            memory = in_capture.as_ref().map_or(memory, |of_graph| &of_graph.memory);
+        }
         let block = match memory.take_cached(request.size()) {
             Some(block) => DeviceBlock::kept(block),
             None => {
@@ -71,15 +75,16 @@ impl Stream {
         Ok(DeviceBuffer::ordered(Liveness::new(inner.pinned.of_runtime()), block, len))
     }
 
-    /// Refuses memory in the order of a stream whose work is recorded, or on which only one thread can enqueue.
+    /// Returns the memory of the capture that the stream takes part in, if any. Refuses a stream on which only one thread can
+    /// enqueue.
     #[cold]
-    fn check_order(&self, operation: &'static str) -> Result<()> {
+    fn memory_now(&self, operation: &'static str) -> Result<Option<Arc<GraphMemory>>> {
         if self.core.owner.is_some() {
             // Any thread may drop the buffer, and must then free it in the order of the stream.
             let message = "other threads cannot free memory that is ordered by a per-thread default stream";
             return Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint("use `Device::allocate`"));
         }
-        self.core.enter_outside(operation).map(drop)
+        self.memory_in_capture(operation)
     }
 
     pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {

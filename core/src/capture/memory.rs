@@ -1,0 +1,161 @@
+//! The device memory that work allocates inside a capture. It belongs to the capture, and then to its graph.
+//!
+//! Each stream that takes part has a memory of its own in the capture. Blocks are allocated and freed in the order of the recorded
+//! work: a block that is dropped in the capture serves the next request of the same stream there. After the capture, the memory
+//! serves no request, because each launch uses it. It returns to the pool of the device after the last launch of the dropped graph,
+//! once no buffer is in it.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::recording::Capture;
+use crate::pool::completion_events::{CompletionEvent, never_recorded};
+use crate::pool::stream_memory::StreamMemory;
+use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
+use crate::services::Services;
+use crate::stream::Stream;
+use crate::stream::core::StreamCore;
+use highwater_hal::{Error, Result, StreamId};
+
+/// The memory of one stream in a capture. The capture has it, and then the graph; with the last owner, the memory ends.
+pub(crate) struct GraphMemory {
+    pub(crate) memory: Arc<StreamMemory>,
+    /// `Some` until the end.
+    life: Option<Arc<GraphLife>>,
+    end: Arc<StreamEnd>,
+}
+
+/// A capture and then its graph, as the memory sees it: like a stream.
+struct GraphLife {
+    /// The key of the stream's part in the capture.
+    key: u64,
+    capture: Arc<Capture>,
+    stream: Weak<StreamCore>,
+    id: StreamId,
+    services: Arc<Services>,
+    state: Mutex<State>,
+}
+
+impl fmt::Debug for GraphLife {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphLife").field("key", &self.key).field("stream", &self.id).finish_non_exhaustive()
+    }
+}
+
+struct State {
+    /// The completion event of the last launch; before the first one, of the work before the capture. `None` if it is unknown
+    /// whether the recorded work runs.
+    last: Option<Arc<CompletionEvent>>,
+    /// Events recorded in the capture, for other streams of it.
+    recorded: Vec<Arc<CompletionEvent>>,
+}
+
+impl GraphMemory {
+    /// Returns the memory of a capture in the order of a stream, which takes part under `key`.
+    fn new(stream: &Arc<StreamCore>, capture: &Arc<Capture>, key: u64, before: &Arc<CompletionEvent>) -> Self {
+        let memory = stream.workspaces.pool(stream.id.device()).enlist(key);
+        let state = State { last: Some(Arc::clone(before)), recorded: Vec::new() };
+        let life = Arc::new(GraphLife {
+            key,
+            capture: Arc::clone(capture),
+            stream: Arc::downgrade(stream),
+            id: stream.id,
+            services: Arc::clone(&stream.services),
+            state: Mutex::new(state),
+        });
+        let end = Arc::<StreamEnd>::default();
+        let as_stream = Arc::downgrade(&life) as Weak<dyn LiveStream>;
+        memory.belongs_to(StreamUse::new(key, as_stream, Arc::clone(&end)));
+        Self { memory, life: Some(life), end }
+    }
+
+    /// Notes the end of the last work that uses the memory. `None` if it is unknown.
+    pub(super) fn ends_after(&self, last: Option<&Arc<CompletionEvent>>) {
+        if let Some(life) = &self.life {
+            life.state.lock().last = last.cloned();
+        }
+    }
+}
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        let Some(life) = self.life.take() else { return };
+        if !life.services.generation.is_current() {
+            return;
+        }
+        let State { last, recorded } =
+            std::mem::replace(&mut *life.state.lock(), State { last: None, recorded: Vec::new() });
+        drop((life, recorded));
+        self.end.set(last);
+        if self.memory.pool.services.may_release() {
+            self.memory.pool.end_stream(&self.memory);
+        }
+    }
+}
+
+impl LiveStream for GraphLife {
+    fn id(&self) -> StreamId {
+        self.id
+    }
+
+    /// Returns the completion event of the last launch.
+    fn completion(&self) -> Result<Arc<CompletionEvent>> {
+        self.state.lock().last.clone().ok_or_else(never_recorded)
+    }
+
+    fn completion_in(&self, capture: usize) -> Result<Option<Arc<CompletionEvent>>> {
+        let stream = self.stream.upgrade().filter(|_| Arc::as_ptr(&self.capture).addr() == capture);
+        let Some(stream) = stream else { return Ok(None) };
+        let mut completion = stream.services.device(self.id.device()).events.take(&*stream.services.backend)?;
+        let mut submission = stream.enter("record_event")?;
+        if submission.recording.as_ref().is_none_or(|recording| recording.key != self.key) {
+            return Ok(None);
+        }
+        stream.record(&mut submission, &mut completion)?;
+        drop(submission);
+        let completion = Arc::new(completion);
+        // An event of a capture must not be recorded again before the capture has ended.
+        self.state.lock().recorded.push(Arc::clone(&completion));
+        Ok(Some(completion))
+    }
+
+    fn is_over(&self) -> bool {
+        false
+    }
+
+    fn is_idle(&self) -> bool {
+        false
+    }
+
+    fn keeps_free_memory(&self) -> bool {
+        true
+    }
+
+    fn count_failed_release(&self, error: &Error) {
+        self.services.count_failed_release(error);
+    }
+}
+
+impl Stream {
+    /// Returns the memory of the capture that the stream takes part in. `None` if it takes part in none.
+    #[cold]
+    pub(crate) fn memory_in_capture(&self, operation: &'static str) -> Result<Option<Arc<GraphMemory>>> {
+        let core = self.core();
+        let submission = core.enter(operation)?;
+        let Some(recording) = &submission.recording else { return Ok(None) };
+        if let Some(memory) = &recording.memory {
+            return Ok(Some(Arc::clone(memory)));
+        }
+        let (capture, key, before) = (Arc::clone(&recording.capture), recording.key, Arc::clone(&recording.before));
+        drop(submission);
+        let made = Arc::new(GraphMemory::new(core, &capture, key, &before));
+        // Else another thread made one meanwhile, or ended the capture. A surplus one ends after the lock.
+        let mut submission = core.enter(operation)?;
+        let recording = submission.recording.as_mut().filter(|recording| recording.key == key);
+        let memory = recording.map(|recording| Arc::clone(recording.memory.get_or_insert_with(|| Arc::clone(&made))));
+        drop(submission);
+        Ok(memory)
+    }
+}
