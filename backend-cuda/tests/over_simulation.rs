@@ -8,9 +8,10 @@ use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, Epilogue, ErrorKind,
-    EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PhysicalMemoryOptions,
-    PlanArguments, PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
+    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, DeviceMemoryOptions,
+    Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill,
+    PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, Runtime, RuntimeOptions, Stream, StreamId,
+    StreamOptions, Ticket, Transport,
 };
 use highwater_simulated_harness::isolated;
 
@@ -515,4 +516,49 @@ fn events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from() {
     assert!(many <= few + 40 * THREADS as u64, "{few} events after 10 rounds, {many} after many");
     drop((constant, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// The growth creates and maps memory while the stream is captured. Neither ends the capture.
+#[test]
+fn memory_allocated_in_a_capture_serves_its_graph() -> Result<()> {
+    const MIB: usize = 1 << 20;
+    let Some(backend) = open("memory_allocated_in_a_capture_serves_its_graph") else { return Ok(()) };
+    for (mode, plain) in [(CaptureMode::Global, false), (CaptureMode::ThreadLocal, false), (CaptureMode::Relaxed, true)]
+    {
+        let memory = DeviceMemoryOptions::new().with_plain_allocations(plain);
+        let options = RuntimeOptions::new().with_device_memory(memory);
+        let runtime = Runtime::with_options(Arc::clone(&backend), &options)?;
+        let device = runtime.device(0)?;
+        let (stream, other) = (device.create_stream()?, device.create_stream()?);
+        let results: Vec<_> = (0..4).map(|_| device.allocate::<u32>(MIB)).collect::<Result<_>>()?;
+        let mut graph = stream.capture_with(mode, |stream| {
+            for (value, result) in (1..).zip(&results) {
+                let scratch = stream.allocate::<u32>(MIB)?;
+                stream.fill(&scratch, value)?;
+                other.wait(&stream.record()?)?;
+                stream.copy(&scratch, result)?;
+                drop(scratch);
+                // Grows again.
+                let more = stream.allocate::<u32>((value as usize + 1) * MIB)?;
+                other.fill(&more, 9)?;
+                stream.wait(&other.record()?)?;
+            }
+            Ok(())
+        })?;
+        for _ in 0..3 {
+            graph.launch(&stream)?;
+            let own = other.allocate::<u32>(4 * MIB)?;
+            other.fill(&own, 77)?;
+        }
+        for (value, result) in (1..).zip(&results) {
+            assert!(stream.download(result)?.iter().all(|each| *each == value), "{mode:?}, plain: {plain}");
+        }
+        drop((graph, results));
+        device.synchronize()?;
+        runtime.trim()?;
+        assert_eq!(runtime.statistics().device_memory.held_bytes, 0);
+        drop((stream, other, device));
+        assert_eq!(runtime.close()?.total(), 0);
+    }
+    Ok(())
 }
