@@ -6,11 +6,12 @@
 //! 1. spare parts of streams that have ended or of a trim, whose last work is done;
 //! 2. free parts of other streams that have executed everything. With mapped memory they move. Without it, a whole free allocation
 //!    changes its stream;
-//! 3. the backend, while the memory held is at most a seventh larger than the most live bytes so far;
-//! 4. with mapped memory, free parts of the stream itself, in other places, if it has executed everything;
+//! 3. the backend, while the memory held is at most a seventh larger than the most live bytes so far; a third without mapped memory;
+//! 4. free parts of the stream itself, if it has executed everything: with mapped memory, they move; without it, they are released;
 //! 5. the backend.
 //!
-//! So the memory held exceeds the most live bytes by a seventh, by what is rounded, and by the free parts of streams that are behind.
+//! So the memory held exceeds the most live bytes by that fraction, by what is rounded, and by the free parts of streams that are
+//! behind. In a capture, nothing is asked: only spare parts without work and the backend serve.
 //!
 //! One thread at a time grows a device's memory. No lock is held during a call of the backend.
 
