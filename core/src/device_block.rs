@@ -332,7 +332,7 @@ impl DeviceBlock {
             let is_used_by_others = uses.iter().any(|(use_, _)| use_.key() != memory.key);
             // In a forked child, a thread of the parent may hold the lock for ever. No call of the backend follows, so the exit of
             // the process needs no check.
-            if !is_used_by_others && block.services().generation.is_current() {
+            if !is_used_by_others && !memory.is_poisoned && block.services().generation.is_current() {
                 let (memory, lot) = (Arc::as_ptr(memory), *lot);
                 // SAFETY: The pool keeps the memory of a stream while a place of it is given out. This place is, until the last
                 // lock of `give_back` ends. A shared count here would cost a quarter of the free.
@@ -379,7 +379,9 @@ impl Drop for DeviceBlock {
                 let mut later = self.take_uses();
                 // Its own stream needs no event: the memory is free in its order.
                 later.retain(|use_| use_.key() != memory.key);
-                let mut waiting = Waiting { lot, after: Vec::new(), later, unmarked: false };
+                #[cfg(test)]
+                later.retain(|_| !memory.pool.wrongly.forgets_uses.load(Ordering::Relaxed));
+                let mut waiting = Waiting { later, ..Waiting::of(lot) };
                 waiting.record_later();
                 memory.give_back_waiting(waiting);
             }

@@ -289,7 +289,8 @@ struct Live {
 /// reaches another buffer only after the work on the earlier one.
 fn random_program(seed: u64, plain: bool) {
     let mock = MockOptions::new().with_race_detector().with_schedule(seed).with_memory_bytes(64 * MIB as u64);
-    let (gpu, runtime, device) = open(mock, DeviceMemoryOptions::new().with_plain_allocations(plain));
+    let options = DeviceMemoryOptions::new().with_plain_allocations(plain).with_poison(seed % 8 == 7);
+    let (gpu, runtime, device) = open(mock, options);
     let mut random = SplitMix64::new(seed);
     let mut below = |limit: usize| (random.draw() % limit as u64) as usize;
     let stream = || device.create_stream().unwrap();

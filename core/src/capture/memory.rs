@@ -17,7 +17,7 @@ use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
 use crate::services::Services;
 use crate::stream::Stream;
 use crate::stream::core::StreamCore;
-use highwater_hal::{Error, Result, StreamId};
+use highwater_hal::{DevicePtr, Error, Result, StreamId};
 
 /// The memory of one stream in a capture. The capture has it, and then the graph; with the last owner, the memory ends.
 pub(crate) struct GraphMemory {
@@ -55,7 +55,7 @@ struct State {
 impl GraphMemory {
     /// Returns the memory of a capture in the order of a stream, which takes part under `key`.
     fn new(stream: &Arc<StreamCore>, capture: &Arc<Capture>, key: u64, before: &Arc<CompletionEvent>) -> Self {
-        let memory = stream.workspaces.pool(stream.id.device()).enlist(key);
+        let memory = stream.workspaces.pool(stream.id.device()).enlist(key, true);
         let state = State { last: Some(Arc::clone(before)), recorded: Vec::new() };
         let life = Arc::new(GraphLife {
             key,
@@ -127,6 +127,11 @@ impl LiveStream for GraphLife {
 
     fn is_idle(&self) -> bool {
         false
+    }
+
+    /// Memory of a graph has no pattern.
+    unsafe fn fill(&self, _ptr: DevicePtr, _bytes: usize, _value: u8) -> Result<()> {
+        Ok(())
     }
 
     fn keeps_free_memory(&self) -> bool {

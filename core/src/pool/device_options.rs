@@ -20,13 +20,15 @@ pub struct DeviceMemoryOptions {
     pub cap_bytes: Option<u64>,
     /// Whether the memory comes from the backend's plain allocations even if the device has mapped memory; off by default.
     pub plain_allocations: bool,
+    /// Whether free memory has a pattern that requests check; off by default.
+    pub poison: bool,
 }
 
 impl DeviceMemoryOptions {
     /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
-        Self { cap_bytes: None, plain_allocations: false }
+        Self { cap_bytes: None, plain_allocations: false, poison: false }
     }
 
     /// Returns the options with a cap on the bytes that the memories of a device's streams hold, in use or free. A request that
@@ -47,6 +49,32 @@ impl DeviceMemoryOptions {
     #[must_use]
     pub const fn with_plain_allocations(mut self, plain: bool) -> Self {
         self.plain_allocations = plain;
+        self
+    }
+
+    /// Returns the options with the test mode that finds memory in use after its buffer was dropped, or that a stream gets too early.
+    ///
+    /// Free memory has a pattern. Each request fills and waits for its stream, so a program is many times slower. A request for memory
+    /// that has not the pattern returns `InvalidState`. Memory inside captures is not checked.
+    ///
+    /// ```
+    /// use highwater_core::{DeviceMemoryOptions, ErrorKind, Runtime, RuntimeOptions};
+    /// use highwater_core::{Backend, FillPattern, MemoryFill};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let gpu = MockGpu::open(MockOptions::new())?;
+    /// let options = RuntimeOptions::new().with_device_memory(DeviceMemoryOptions::new().with_poison(true));
+    /// let runtime = Runtime::with_options(gpu.clone(), &options)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let ptr = stream.allocate::<u8>(4096)?.ptr(); // dropped here
+    /// // SAFETY: The mock checks the addresses.
+    /// unsafe { gpu.fill(&MemoryFill::new(0, ptr, FillPattern::U8(1), 4096), stream.id())? };
+    /// assert_eq!(stream.allocate::<u8>(4096).unwrap_err().kind(), ErrorKind::InvalidState);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    #[must_use]
+    pub const fn with_poison(mut self, is_on: bool) -> Self {
+        self.poison = is_on;
         self
     }
 }

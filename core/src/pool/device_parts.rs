@@ -26,8 +26,8 @@ const FIRST_RESERVATION: usize = 1 << 30;
 pub(crate) enum Part {
     /// An allocation.
     Allocated(Piece<DevicePtr>),
-    /// Physical memory that is not mapped.
-    Physical { memory: PhysicalMemoryId, bytes: usize },
+    /// Physical memory that is not mapped. `has_pattern` in the test mode, if it was free memory of a stream.
+    Physical { memory: PhysicalMemoryId, bytes: usize, has_pattern: bool },
 }
 
 impl Part {
@@ -120,7 +120,7 @@ impl Parts {
         self.check_cap(bytes)?;
         let memory = self.services.backend.create_memory(self.device, &PhysicalMemoryOptions::new(bytes))?;
         self.counts.note_made(bytes);
-        Ok(Part::Physical { memory, bytes })
+        Ok(Part::Physical { memory, bytes, has_pattern: false })
     }
 
     /// Notes that a part was taken from one place for another.
@@ -208,7 +208,7 @@ impl Parts {
         let mut mapped = 0;
         let map = || {
             for part in parts {
-                let Part::Physical { memory, bytes } = *part else { continue };
+                let Part::Physical { memory, bytes, .. } = *part else { continue };
                 // SAFETY: As the caller promises.
                 unsafe { backend.map_memory(self.device, ptr.offset(mapped), memory) }?;
                 mapped += bytes;

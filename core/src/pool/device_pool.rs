@@ -16,6 +16,8 @@
 //! One thread at a time grows a device's memory. No lock is held during a call of the backend.
 
 use std::fmt;
+#[cfg(test)]
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -26,8 +28,9 @@ use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
 use super::device_options::DeviceMemoryOptions;
 use super::device_parts::{Part, Parts, Reservation, too_large};
+use super::poison::PATTERN;
 use super::ranges::{Borders, PAGE, Run};
-use super::stream_memory::{Found, Lot, StreamMemory};
+use super::stream_memory::{Found, Lot, StreamMemory, Waiting};
 use crate::capture::thread::{in_capture, warm_up_first};
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
@@ -153,6 +156,9 @@ pub(crate) struct DevicePool {
     growing: Mutex<bool>,
     grown: Condvar,
     peak_live_bytes: AtomicU64,
+    is_poisoned: bool,
+    #[cfg(test)]
+    pub(crate) wrongly: Wrongly,
     /// The requests of memories that are gone, by [`Found`].
     found: Mutex<[u64; 5]>,
 }
@@ -161,6 +167,14 @@ impl fmt::Debug for DevicePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DevicePool").field("device", &self.device).finish_non_exhaustive()
     }
+}
+
+/// Mistakes that a test makes the pool make.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub(crate) struct Wrongly {
+    pub(crate) takes_too_early: AtomicBool,
+    pub(crate) forgets_uses: AtomicBool,
 }
 
 /// The right to grow, which one thread has at a time; ends when dropped.
@@ -187,6 +201,9 @@ impl DevicePool {
             growing: Mutex::new(false),
             grown: Condvar::new(),
             peak_live_bytes: AtomicU64::new(0),
+            is_poisoned: options.poison,
+            #[cfg(test)]
+            wrongly: Wrongly::default(),
             found: Mutex::default(),
         })
     }
@@ -196,12 +213,12 @@ impl DevicePool {
         let _ = self.memory.set(Arc::downgrade(memory));
     }
 
-    /// Returns the memory of a new stream.
-    pub(crate) fn enlist(self: &Arc<Self>, key: u64) -> Arc<StreamMemory> {
+    /// Returns the memory of a new stream, or of a stream's part in a capture.
+    pub(crate) fn enlist(self: &Arc<Self>, key: u64, is_of_graph: bool) -> Arc<StreamMemory> {
         self.collect_ended();
         // Relaxed: the ids only need to be unique.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let memory = StreamMemory::new(Arc::clone(self), key, id);
+        let memory = StreamMemory::new(Arc::clone(self), key, id, self.is_poisoned && !is_of_graph);
         self.streams.lock().push(Arc::clone(&memory));
         memory
     }
@@ -309,8 +326,10 @@ impl DevicePool {
 
     fn grow_by_allocation(&self, memory: &StreamMemory, request: Request) -> Result<Option<Lot>> {
         let mut plan = memory.plan(request).ok_or_else(|| too_large(request.bytes))?;
-        let found = self.take_spare(plan.whole).or_else(|| self.take_allocation_of_others(memory, plan.whole));
-        let part = match found {
+        let spare = self.take_spare(plan.whole);
+        let moved = if spare.is_none() { self.take_allocation_of_others(memory, plan.whole) } else { None };
+        let has_pattern = moved.is_some_and(|(_, has_pattern)| has_pattern);
+        let part = match spare.or(moved.map(|(part, _)| part)) {
             Some(part) => part,
             None => {
                 let surplus = plan.whole.saturating_sub(self.fresh_bytes(request, RELEASE_FROM));
@@ -323,7 +342,19 @@ impl DevicePool {
             memory.cancel(&plan);
             plan.hole = None;
         }
+        if !has_pattern && let Err(error) = Self::write_pattern(memory, piece) {
+            memory.cancel(&plan);
+            self.keep_spare(vec![part]);
+            return Err(error);
+        }
         Ok(memory.add(&[piece], &[], &plan, request))
+    }
+
+    /// Gives new memory of a stream the pattern of free memory, in the test mode.
+    fn write_pattern(memory: &StreamMemory, piece: Piece<DevicePtr>) -> Result<()> {
+        let Some(stream) = memory.stream().filter(|_| memory.is_poisoned) else { return Ok(()) };
+        // SAFETY: Just mapped or allocated for this stream, and all earlier work on it is done.
+        unsafe { stream.fill(piece.ptr, piece.bytes, PATTERN) }
     }
 
     /// Takes the smallest spare allocation of at least so many bytes whose last work is done.
@@ -346,8 +377,8 @@ impl DevicePool {
         spare.after.as_ref().is_none_or(|after| !in_capture() && self.services.is_surely_passed(after))
     }
 
-    /// Takes a free allocation of another stream that has executed everything.
-    fn take_allocation_of_others(&self, memory: &StreamMemory, bytes: usize) -> Option<Part> {
+    /// Takes a free allocation of another stream that has executed everything, with whether it has the pattern of free memory.
+    fn take_allocation_of_others(&self, memory: &StreamMemory, bytes: usize) -> Option<(Part, bool)> {
         for other in self.streams().iter().filter(|other| other.id != memory.id) {
             let Some(leaving) = other.take_piece_of(bytes) else { continue };
             // Asked after the piece was taken out, so no later work of the stream can use it.
@@ -355,7 +386,7 @@ impl DevicePool {
                 other.piece_has_left(leaving);
                 let part = Part::Allocated(leaving.piece);
                 self.parts.note_moved(&part);
-                return Some(part);
+                return Some((part, other.has_pattern()));
             }
             other.put_piece_back(leaving, None);
         }
@@ -386,6 +417,10 @@ impl DevicePool {
 
     /// Returns whether a stream has executed everything. In a capture, and of a stream that takes part in one, asks nothing.
     fn is_idle(memory: &StreamMemory) -> bool {
+        #[cfg(test)]
+        if memory.pool.wrongly.takes_too_early.load(Ordering::Relaxed) {
+            return true;
+        }
         match memory.stream() {
             _ if in_capture() => false,
             Some(stream) => stream.is_idle(),
@@ -442,13 +477,23 @@ impl DevicePool {
         }
         let mut at = place;
         let (mut pieces, mut physical) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        let mut refused = None;
         for part in &parts {
-            let Part::Physical { memory, bytes } = *part else { continue };
-            pieces.push(Piece { ptr: at, bytes });
-            physical.push(memory);
+            let Part::Physical { memory: id, bytes, has_pattern } = *part else { continue };
+            let piece = Piece { ptr: at, bytes };
+            if !has_pattern && let Err(error) = Self::write_pattern(memory, piece) {
+                refused.get_or_insert(error);
+            }
+            pieces.push(piece);
+            physical.push(id);
             at = at.offset(bytes);
         }
-        Ok(memory.add(&pieces, &physical, &plan, request))
+        let lot = memory.add(&pieces, &physical, &plan, request);
+        let Some(error) = refused else { return Ok(lot) };
+        if let Some(lot) = lot {
+            memory.give_back_waiting(Waiting::of(lot));
+        }
+        Err(error)
     }
 
     /// Returns the bytes that the memory may grow by before parts move, because a move takes longer than a creation: up to a
@@ -486,9 +531,12 @@ impl DevicePool {
         let is_idle = Self::is_idle(from);
         for (leaving, physical) in taken {
             match physical.filter(|_| is_idle).and_then(|memory| self.unmap(leaving, memory)) {
-                Some(part) => {
+                Some(mut part) => {
                     from.piece_has_left(leaving);
                     self.parts.note_moved(&part);
+                    if let Part::Physical { has_pattern, .. } = &mut part {
+                        *has_pattern = from.has_pattern();
+                    }
                     parts.push(part);
                 }
                 None => from.put_piece_back(leaving, physical),
@@ -500,7 +548,11 @@ impl DevicePool {
     fn unmap(&self, leaving: Leaving<DevicePtr>, memory: PhysicalMemoryId) -> Option<Part> {
         // SAFETY: All of it was free, it was taken out, and its stream has executed everything.
         let unmapped = unsafe { self.parts.unmap(leaving.piece) };
-        self.services.note(unmapped).ok().map(|()| Part::Physical { memory, bytes: leaving.piece.bytes })
+        self.services.note(unmapped).ok().map(|()| Part::Physical {
+            memory,
+            bytes: leaving.piece.bytes,
+            has_pattern: false,
+        })
     }
 
     fn keep_spare(&self, parts: Vec<Part>) {

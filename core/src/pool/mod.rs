@@ -18,6 +18,8 @@ pub(crate) mod deferred;
 pub(crate) mod device_memory;
 pub(crate) mod device_options;
 mod device_parts;
+#[cfg(test)]
+mod device_poison_tests;
 pub(crate) mod device_pool;
 pub(crate) mod fences;
 pub(crate) mod first_create;
@@ -44,7 +46,7 @@ mod nodes;
 mod pages;
 pub(crate) mod pinned;
 pub(crate) mod pinned_pools;
-mod poison;
+pub(crate) mod poison;
 #[cfg(test)]
 mod poison_tests;
 mod ranges;

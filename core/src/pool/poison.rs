@@ -17,7 +17,9 @@ use crate::primitive::{Arc, HostPtr};
 use highwater_hal::{Error, ErrorKind};
 
 /// No frequent value of a program: a negative float of large magnitude, and a negative integer.
-const PATTERN: u8 = 0xf5;
+pub(crate) const PATTERN: u8 = 0xf5;
+/// The value of device memory that a request gets.
+pub(crate) const LIVE: u8 = 0x5f;
 const PATTERNS: [u8; 64] = [PATTERN; 64];
 
 /// Writes the pattern.

@@ -25,6 +25,7 @@ use super::area::{Address, Area, Leaving, Piece, Place, Plan, Request};
 use super::completion_events::{CompletionEvent, Point};
 use super::device_pool::{DeviceMemoryStatistics, DevicePool};
 use super::free_lists::FreeLists;
+use super::poison::PATTERN;
 use super::ranges::Run;
 use super::slabs::{self, SLAB_PAGES};
 use super::stream_use::{LiveStream, StreamUse, UseEnd};
@@ -91,6 +92,10 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
+    pub(crate) fn of(lot: Lot) -> Self {
+        Self { lot, after: Vec::new(), later: Vec::new(), unmarked: false }
+    }
+
     /// Records the ends of the uses that have no completion event yet.
     pub(crate) fn record_later(&mut self) {
         for use_ in std::mem::take(&mut self.later) {
@@ -130,6 +135,8 @@ pub(crate) struct StreamMemory {
     pub(crate) key: u64,
     /// Identifies the memory among those of the device.
     pub(crate) id: u64,
+    /// True if free memory has a pattern in the order of the stream.
+    pub(crate) is_poisoned: bool,
     state: Mutex<State>,
 }
 
@@ -157,7 +164,7 @@ struct State {
 }
 
 impl StreamMemory {
-    pub(crate) fn new(pool: Arc<DevicePool>, key: u64, id: u64) -> Arc<Self> {
+    pub(crate) fn new(pool: Arc<DevicePool>, key: u64, id: u64, is_poisoned: bool) -> Arc<Self> {
         let is_mapped = pool.parts.granularity().is_some();
         let state = State {
             lists: FreeLists::default(),
@@ -172,7 +179,7 @@ impl StreamMemory {
             live_bytes: 0,
             found: [0; 5],
         };
-        Arc::new(Self { pool, stream: OnceLock::new(), key, id, state: Mutex::new(state) })
+        Arc::new(Self { pool, stream: OnceLock::new(), key, id, is_poisoned, state: Mutex::new(state) })
     }
 
     /// Makes the stream known, once.
@@ -259,9 +266,7 @@ impl StreamMemory {
                 }
                 !is_passed
             });
-            let mut state = self.state.lock();
-            any |= waiting.is_over();
-            state.file(waiting);
+            any |= self.file(waiting);
         }
         any
     }
@@ -300,9 +305,29 @@ impl StreamMemory {
                 Some(last) => waiting.after.push(last),
                 None => waiting.unmarked = true,
             }
-            state = self.state.lock();
+        } else {
+            drop(state);
         }
-        state.file(waiting);
+        self.file(waiting);
+    }
+
+    /// Files a block that no buffer owns. Returns whether its pages are free now.
+    fn file(&self, waiting: Waiting) -> bool {
+        let is_over = waiting.is_over() && self.write_pattern(&waiting.lot);
+        self.state.lock().file(waiting, is_over);
+        is_over
+    }
+
+    /// Returns whether free memory has the pattern: not what was freed after the end of the stream.
+    pub(crate) fn has_pattern(&self) -> bool {
+        self.is_poisoned && self.stream().is_some() && !self.has_ended()
+    }
+
+    /// Gives a block the pattern of free memory, if the stream is alive. Returns false if it has to be tried again.
+    fn write_pattern(&self, lot: &Lot) -> bool {
+        let Some(stream) = self.stream().filter(|_| self.is_poisoned) else { return true };
+        // SAFETY: No buffer owns the block, and the streams that used it have executed that.
+        unsafe { stream.fill(lot.ptr, lot.bytes(), PATTERN) }.is_ok()
     }
 
     /// Files a block whose own stream has ended.
@@ -312,7 +337,7 @@ impl StreamMemory {
         let mut state = self.state.lock();
         match last {
             Some(last) => {
-                state.waiting.push_back(Waiting { lot, after: vec![last], later: Vec::new(), unmarked: false });
+                state.waiting.push_back(Waiting { after: vec![last], ..Waiting::of(lot) });
             }
             None => state.unmarked.push(lot),
         }
@@ -477,8 +502,8 @@ impl State {
     }
 
     /// Files a block that no buffer owns.
-    fn file(&mut self, waiting: Waiting) {
-        if waiting.is_over() {
+    fn file(&mut self, waiting: Waiting, is_over: bool) {
+        if is_over {
             self.free(waiting.lot);
         } else if waiting.unmarked {
             self.unmarked.push(waiting.lot);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::{Condvar, Mutex};
 
 use super::completion_events::{CompletionEvent, WaitForEnd};
-use highwater_hal::{Error, ErrorKind, Result, StreamId};
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result, StreamId};
 
 /// A stream that has users.
 pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
@@ -20,6 +20,12 @@ pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
     fn completion_in(&self, _capture: usize) -> Result<Option<Arc<CompletionEvent>>> {
         Ok(None)
     }
+
+    /// Enqueues a fill of free memory with a value. Fails if the stream takes part in a capture.
+    ///
+    /// # Safety
+    /// The memory is mapped, and no later work than that of this stream uses it before the fill is executed.
+    unsafe fn fill(&self, ptr: DevicePtr, bytes: usize, value: u8) -> Result<()>;
 
     /// Returns whether free memory must stay, because launches of a graph use it.
     fn keeps_free_memory(&self) -> bool {

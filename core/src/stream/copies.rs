@@ -8,11 +8,13 @@ use super::Stream;
 use super::submission::SubmissionState;
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped, size_in_bytes};
 use crate::capture::memory::GraphMemory;
+use crate::capture::thread::in_capture;
 use crate::device_block::{DeviceBlock, Ordered, Origin};
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::pool::block::OwnedBlock;
 use crate::pool::device_pool::DevicePool;
 use crate::pool::pinned::{Liveness, PinnedPool};
+use crate::pool::poison::{LIVE, PATTERN};
 use highwater_hal::{Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result};
 
 /// A copy of page-locked memory.
@@ -72,7 +74,37 @@ impl Stream {
                 DeviceBlock::new(&inner.frees, self.device(), lot.ptr, Origin::Ordered(Ordered::new(memory, lot)))
             }
         };
-        Ok(DeviceBuffer::ordered(Liveness::new(inner.pinned.of_runtime()), block, len))
+        let is_poisoned = memory.is_poisoned;
+        let buffer = DeviceBuffer::ordered(Liveness::new(inner.pinned.of_runtime()), block, len);
+        if is_poisoned {
+            self.check_pattern(&buffer)?;
+        }
+        Ok(buffer)
+    }
+
+    /// Checks that memory which was free has the pattern of the test mode. Memory that is refused is free again when this returns.
+    #[cold]
+    fn check_pattern<T: Element>(&self, buffer: &DeviceBuffer<T>) -> Result<()> {
+        // In a capture, nothing can be read.
+        if in_capture() || self.core.bound_as() != self.core.key {
+            return Ok(());
+        }
+        let values = self.download(buffer)?;
+        let bytes = bytemuck::cast_slice::<T, u8>(&values);
+        let Some(offset) = bytes.iter().position(|byte| *byte != PATTERN) else {
+            // Other values than those of free memory, before the program has them: a stream that gets the memory early finds them.
+            self.enqueue_fill(buffer.into(), FillPattern::U8(LIVE), bytes.len())?;
+            return self.synchronize();
+        };
+        let message = format!(
+            "the block of {} bytes at {:?} was written at offset {offset} after it was freed, or was not free yet: {:#04x}",
+            bytes.len(),
+            buffer.ptr(),
+            bytes[offset]
+        );
+        Err(Error::new(ErrorKind::InvalidState, "allocate", message).with_hint(
+            "note each use that Highwater does not see (`Stream::note_device_use`), before the buffer is dropped",
+        ))
     }
 
     /// Returns the memory of the capture that the stream takes part in, if any. Refuses a stream on which only one thread can

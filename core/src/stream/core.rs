@@ -19,7 +19,10 @@ use crate::pool::stream_memory::StreamMemory;
 use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
 use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
-use highwater_hal::{BlasKind, Completion, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
+use highwater_hal::{
+    BlasKind, Completion, DevicePtr, Error, ErrorKind, FillPattern, MemoryFill, Products, Result, StreamId, Workspace,
+    fork,
+};
 
 /// The state that all users of a stream share. The last user ends the stream. It does not keep the runtime alive.
 ///
@@ -166,7 +169,7 @@ impl StreamCore {
     #[inline]
     pub(crate) fn memory(self: &Arc<Self>) -> &Arc<StreamMemory> {
         self.memory.get_or_init(|| {
-            let memory = self.workspaces.pool(self.id.device()).enlist(self.key);
+            let memory = self.workspaces.pool(self.id.device()).enlist(self.key, false);
             memory.belongs_to(self.as_use());
             memory
         })
@@ -244,6 +247,13 @@ impl LiveStream for StreamCore {
                     && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
             }
         }
+    }
+
+    unsafe fn fill(&self, ptr: DevicePtr, bytes: usize, value: u8) -> Result<()> {
+        let _submission = self.enter_outside("fill")?;
+        let fill = MemoryFill::new(self.id.device(), ptr, FillPattern::U8(value), bytes);
+        // SAFETY: As the caller promises.
+        unsafe { self.services.backend.fill(&fill, self.id) }
     }
 
     fn is_idle(&self) -> bool {
