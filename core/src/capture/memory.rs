@@ -10,13 +10,11 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::recording::Capture;
 use crate::pool::completion_events::{CompletionEvent, never_recorded};
+use crate::pool::device_pool::DevicePool;
 use crate::pool::stream_memory::StreamMemory;
 use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
 use crate::services::Services;
-use crate::stream::Stream;
-use crate::stream::core::StreamCore;
 use highwater_hal::{DevicePtr, Error, Result, StreamId};
 
 /// The memory of one stream in a capture. The capture has it, and then the graph; with the last owner, the memory ends.
@@ -31,8 +29,9 @@ pub(crate) struct GraphMemory {
 struct GraphLife {
     /// The key of the stream's part in the capture.
     key: u64,
-    capture: Arc<Capture>,
-    stream: Weak<StreamCore>,
+    /// The address of the capture, which may be gone.
+    capture: usize,
+    stream: Weak<dyn LiveStream>,
     id: StreamId,
     services: Arc<Services>,
     state: Mutex<State>,
@@ -53,16 +52,22 @@ struct State {
 }
 
 impl GraphMemory {
-    /// Returns the memory of a capture in the order of a stream, which takes part under `key`.
-    fn new(stream: &Arc<StreamCore>, capture: &Arc<Capture>, key: u64, before: &Arc<CompletionEvent>) -> Self {
-        let memory = stream.workspaces.pool(stream.id.device()).enlist(key, true);
+    /// Returns the memory of the capture at an address, in the order of a stream that takes part under `key`. Until a launch,
+    /// `before` is the last work that uses it.
+    pub(crate) fn new(
+        pool: &Arc<DevicePool>,
+        stream: &Arc<impl LiveStream + 'static>,
+        (capture, key): (usize, u64),
+        before: &Arc<CompletionEvent>,
+    ) -> Self {
+        let memory = pool.enlist(key, true);
         let state = State { last: Some(Arc::clone(before)), recorded: Vec::new() };
         let life = Arc::new(GraphLife {
             key,
-            capture: Arc::clone(capture),
-            stream: Arc::downgrade(stream),
-            id: stream.id,
-            services: Arc::clone(&stream.services),
+            capture,
+            id: stream.id(),
+            stream: Arc::downgrade(stream) as Weak<dyn LiveStream>,
+            services: Arc::clone(&pool.services),
             state: Mutex::new(state),
         });
         let end = Arc::<StreamEnd>::default();
@@ -106,15 +111,8 @@ impl LiveStream for GraphLife {
     }
 
     fn completion_in(&self, capture: usize) -> Result<Option<Arc<CompletionEvent>>> {
-        let stream = self.stream.upgrade().filter(|_| Arc::as_ptr(&self.capture).addr() == capture);
-        let Some(stream) = stream else { return Ok(None) };
-        let mut completion = stream.services.device(self.id.device()).events.take(&*stream.services.backend)?;
-        let mut submission = stream.enter("record_event")?;
-        if submission.recording.as_ref().is_none_or(|recording| recording.key != self.key) {
-            return Ok(None);
-        }
-        stream.record(&mut submission, &mut completion)?;
-        drop(submission);
+        let Some(stream) = self.stream.upgrade().filter(|_| self.capture == capture) else { return Ok(None) };
+        let Some(completion) = stream.record_in_capture(self.key)? else { return Ok(None) };
         let completion = Arc::new(completion);
         // An event of a capture must not be recorded again before the capture has ended.
         self.state.lock().recorded.push(Arc::clone(&completion));
@@ -140,27 +138,5 @@ impl LiveStream for GraphLife {
 
     fn count_failed_release(&self, error: &Error) {
         self.services.count_failed_release(error);
-    }
-}
-
-impl Stream {
-    /// Returns the memory of the capture that the stream takes part in. `None` if it takes part in none.
-    #[cold]
-    pub(crate) fn memory_in_capture(&self, operation: &'static str) -> Result<Option<Arc<GraphMemory>>> {
-        let core = self.core();
-        let submission = core.enter(operation)?;
-        let Some(recording) = &submission.recording else { return Ok(None) };
-        if let Some(memory) = &recording.memory {
-            return Ok(Some(Arc::clone(memory)));
-        }
-        let (capture, key, before) = (Arc::clone(&recording.capture), recording.key, Arc::clone(&recording.before));
-        drop(submission);
-        let made = Arc::new(GraphMemory::new(core, &capture, key, &before));
-        // Else another thread made one meanwhile, or ended the capture. A surplus one ends after the lock.
-        let mut submission = core.enter(operation)?;
-        let recording = submission.recording.as_mut().filter(|recording| recording.key == key);
-        let memory = recording.map(|recording| Arc::clone(recording.memory.get_or_insert_with(|| Arc::clone(&made))));
-        drop(submission);
-        Ok(memory)
     }
 }

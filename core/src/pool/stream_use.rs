@@ -27,6 +27,11 @@ pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
     /// The memory is mapped, and no later work than that of this stream uses it before the fill is executed.
     unsafe fn fill(&self, ptr: DevicePtr, bytes: usize, value: u8) -> Result<()>;
 
+    /// Records an event in the capture in which the stream takes part under this key. `None` if it takes part in none.
+    fn record_in_capture(&self, _key: u64) -> Result<Option<CompletionEvent>> {
+        Ok(None)
+    }
+
     /// Returns whether free memory must stay, because launches of a graph use it.
     fn keeps_free_memory(&self) -> bool {
         false

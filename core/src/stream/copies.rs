@@ -116,7 +116,23 @@ impl Stream {
             let message = "other threads cannot free memory that is ordered by a per-thread default stream";
             return Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint("use `Device::allocate`"));
         }
-        self.memory_in_capture(operation)
+        let core = &self.core;
+        let submission = core.enter(operation)?;
+        let Some(recording) = &submission.recording else { return Ok(None) };
+        if let Some(memory) = &recording.memory {
+            return Ok(Some(Arc::clone(memory)));
+        }
+        let (capture, before) = (Arc::clone(&recording.capture), Arc::clone(&recording.before));
+        let key = recording.key;
+        drop(submission);
+        let pool = core.workspaces.pool(self.device());
+        let made = Arc::new(GraphMemory::new(pool, core, (Arc::as_ptr(&capture).addr(), key), &before));
+        // Else another thread made one meanwhile, or ended the capture. A surplus one ends after the lock.
+        let mut submission = core.enter(operation)?;
+        let recording = submission.recording.as_mut().filter(|recording| recording.key == key);
+        let memory = recording.map(|recording| Arc::clone(recording.memory.get_or_insert_with(|| Arc::clone(&made))));
+        drop(submission);
+        Ok(memory)
     }
 
     pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {

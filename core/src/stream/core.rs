@@ -249,6 +249,17 @@ impl LiveStream for StreamCore {
         }
     }
 
+    fn record_in_capture(&self, key: u64) -> Result<Option<CompletionEvent>> {
+        let mut completion = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
+        let mut submission = self.enter("record_event")?;
+        if submission.recording.as_ref().is_none_or(|recording| recording.key != key) {
+            return Ok(None);
+        }
+        self.record(&mut submission, &mut completion)?;
+        drop(submission);
+        Ok(Some(completion))
+    }
+
     unsafe fn fill(&self, ptr: DevicePtr, bytes: usize, value: u8) -> Result<()> {
         let _submission = self.enter_outside("fill")?;
         let fill = MemoryFill::new(self.id.device(), ptr, FillPattern::U8(value), bytes);
