@@ -111,9 +111,9 @@ fn a_growth_extends_free_memory_beside_a_place_whose_parts_have_moved() {
 /// One may take the free pages that the growth of another counts on.
 #[test]
 fn threads_that_share_a_stream_grow_its_memory_at_once() {
-    for plain in [false, true] {
-        let (_gpu, runtime, device) =
-            open(MockOptions::new(), DeviceMemoryOptions::new().with_plain_allocations(plain));
+    for (plain, poison) in [(false, false), (true, false), (false, true)] {
+        let options = DeviceMemoryOptions::new().with_plain_allocations(plain).with_poison(poison);
+        let (_gpu, runtime, device) = open(MockOptions::new(), options);
         let stream = device.create_stream().unwrap();
         let running = AtomicUsize::new(8);
         std::thread::scope(|scope| {
@@ -129,7 +129,7 @@ fn threads_that_share_a_stream_grow_its_memory_at_once() {
                 scope.spawn(move || {
                     let mut random = SplitMix64::new(seed);
                     let mut live = Vec::new();
-                    for _ in 0..200 {
+                    for _ in 0..if poison { 40 } else { 200 } {
                         live.push(stream.allocate::<u8>(4096 << (random.draw() % 12)).unwrap());
                         if live.len() > 12 {
                             live.clear();

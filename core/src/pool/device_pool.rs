@@ -21,8 +21,6 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use parking_lot::{Condvar, Mutex};
-
 use super::area::{Leaving, Piece, Request, bytes_of};
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
@@ -33,6 +31,7 @@ use super::ranges::{Borders, PAGE, Run};
 use super::stream_memory::{Found, Lot, StreamMemory, Waiting};
 use crate::capture::thread::{in_capture, warm_up_first};
 use crate::ledger::DeviceBlockInfo;
+use crate::primitive::{Condvar, Mutex};
 use crate::services::Services;
 use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
 

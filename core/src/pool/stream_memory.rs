@@ -19,8 +19,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
-
 use super::area::{Address, Area, Leaving, Piece, Place, Plan, Request};
 use super::completion_events::{CompletionEvent, Point};
 use super::device_pool::{DeviceMemoryStatistics, DevicePool};
@@ -30,6 +28,7 @@ use super::ranges::Run;
 use super::slabs::{self, SLAB_PAGES};
 use super::stream_use::{LiveStream, StreamUse, UseEnd};
 use crate::ledger::DeviceBlockInfo;
+use crate::primitive::Mutex;
 use highwater_hal::{DevicePtr, PhysicalMemoryId};
 
 impl Address for DevicePtr {

@@ -3,9 +3,8 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use parking_lot::{Condvar, Mutex};
-
 use super::completion_events::{CompletionEvent, WaitForEnd};
+use crate::primitive::{Condvar, Mutex};
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result, StreamId};
 
 /// A stream that has users.

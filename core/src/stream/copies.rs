@@ -17,6 +17,9 @@ use crate::pool::pinned::{Liveness, PinnedPool};
 use crate::pool::poison::{LIVE, PATTERN};
 use highwater_hal::{Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result};
 
+/// Bytes that the test mode of device memory reads at once.
+const STAGED: usize = 4 << 20;
+
 /// A copy of page-locked memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum CopyKind {
@@ -89,22 +92,26 @@ impl Stream {
         if in_capture() || self.core.bound_as() != self.core.key {
             return Ok(());
         }
-        let values = self.download(buffer)?;
-        let bytes = bytemuck::cast_slice::<T, u8>(&values);
-        let Some(offset) = bytes.iter().position(|byte| *byte != PATTERN) else {
-            // Other values than those of free memory, before the program has them: a stream that gets the memory early finds them.
-            self.enqueue_fill(buffer.into(), FillPattern::U8(LIVE), bytes.len())?;
-            return self.synchronize();
-        };
-        let message = format!(
-            "the block of {} bytes at {:?} was written at offset {offset} after it was freed, or was not free yet: {:#04x}",
-            bytes.len(),
-            buffer.ptr(),
-            bytes[offset]
-        );
-        Err(Error::new(ErrorKind::InvalidState, "allocate", message).with_hint(
-            "note each use that Highwater does not see (`Stream::note_device_use`), before the buffer is dropped",
-        ))
+        // In parts, because the values are staged in page-locked memory.
+        let step = (STAGED / size_of::<T>()).max(1);
+        let bytes = buffer.len() * size_of::<T>();
+        for start in (0..buffer.len()).step_by(step) {
+            let values = self.download(buffer.slice(start..buffer.len().min(start + step))?)?;
+            let values = bytemuck::cast_slice::<T, u8>(&values);
+            let Some(offset) = values.iter().position(|value| *value != PATTERN) else { continue };
+            let message = format!(
+                "the block of {bytes} bytes at {:?} was written at offset {} after it was freed, or was not free yet: {:#04x}",
+                buffer.ptr(),
+                start * size_of::<T>() + offset,
+                values[offset]
+            );
+            return Err(Error::new(ErrorKind::InvalidState, "allocate", message).with_hint(
+                "note each use that Highwater does not see (`Stream::note_device_use`), before the buffer is dropped",
+            ));
+        }
+        // Other values than those of free memory, before the program has them: a stream that gets the memory early finds them.
+        self.enqueue_fill(buffer.into(), FillPattern::U8(LIVE), bytes)?;
+        self.synchronize()
     }
 
     /// Returns the memory of the capture that the stream takes part in, if any. Refuses a stream on which only one thread can
