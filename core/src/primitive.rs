@@ -1,7 +1,8 @@
 //! The synchronization types of this crate, in one place, so that the model checkers can replace them.
 //!
 //! `tests/loom.rs`, `tests/loom_pinned.rs` and `tests/loom_uses.rs` compile lock-free files of this crate against a module of
-//! the same shape over loom's types, and `tests/shuttle.rs` those of the host cache over shuttle's.
+//! the same shape over loom's types, and `tests/shuttle.rs` and `tests/shuttle_device.rs` those of the host cache and of device memory
+//! over shuttle's.
 
 pub(crate) use std::sync::Arc;
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
