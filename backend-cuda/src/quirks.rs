@@ -31,6 +31,7 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     host_flags: HostFlags { default: PINNED, write_combined: PINNED | CU_MEMHOSTALLOC_WRITECOMBINED },
     register_flags: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP,
     ipc_open_flag: CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32,
+    ipc_open_hint: None,
     pool_release_threshold: CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD as u32,
     transpose_codes: TransposeCodes {
         no: cublasOperation_t::CUBLAS_OP_N as i32,

@@ -94,7 +94,12 @@ impl<P: Platform> DriverIpc<P> {
         let mut address = DevicePtr::new(0);
         let flag = state.platform.quirks().ipc_open_flag;
         // SAFETY: The call writes one number, which outlives it, and takes the handle by value.
-        state.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
+        let opened = state.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) });
+        opened.map_err(|error| {
+            let error = no_handle(error);
+            let hint = state.platform.quirks().ipc_open_hint.filter(|_| error.kind() == ErrorKind::InvalidArgument);
+            hint.into_iter().fold(error, Error::with_hint)
+        })?;
         state.made(OPERATION, address)?;
         if let Some(range) = state.platform.calls().mem_get_address_range {
             let (mut start, mut bytes) = (DevicePtr::new(0), 0);

@@ -107,6 +107,8 @@ pub struct Quirks {
     pub register_flags: u32,
     /// The flag for opening memory of another process.
     pub ipc_open_flag: u32,
+    /// The remedy, if the vendor may refuse a right handle of another process as an invalid argument.
+    pub ipc_open_hint: Option<&'static str>,
     /// The pool attribute for the bytes that an idle pool keeps.
     pub pool_release_threshold: u32,
     /// Numbers of the operations on a factor.

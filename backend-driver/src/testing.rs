@@ -64,6 +64,7 @@ const COMMON: Quirks = Quirks {
     host_flags: HostFlags { default: 3, write_combined: 7 },
     register_flags: 3,
     ipc_open_flag: 1,
+    ipc_open_hint: Some("see the same devices"),
     pool_release_threshold: 4,
     transpose_codes: TransposeCodes { no: 0, yes: 1 },
     type_codes: TypeCodes { f16: 2, bf16: 14, f32: 0, f64: 1 },

@@ -301,6 +301,7 @@ fn a_legacy_handle_that_the_vendor_refuses_is_an_invalid_argument() {
         fake.answer("ipc_open_mem_handle", code);
         let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();
         assert_eq!((error.kind(), error.code()), (ErrorKind::InvalidArgument, Some(i64::from(code))), "{error}");
+        assert_eq!(error.hint(), "see the same devices");
     }
     fake.answer("ipc_open_mem_handle", 2);
     let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();

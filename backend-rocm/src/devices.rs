@@ -28,7 +28,7 @@ pub(crate) fn describe(rocm: &Rocm) -> Result<Vec<(DeviceInfo, Capabilities)>, E
         .zip(0..)
         .map(|(architecture, ordinal)| info(rocm.driver, architecture, ordinal))
         .collect::<Result<Vec<_>, Error>>()?;
-    tell_apart(&mut infos, &machine());
+    tell_apart(&mut infos, &machine(), std::process::id());
     let can = |(info, ordinal)| {
         let can = capabilities(rocm, &info, ordinal);
         (info, can)
@@ -73,15 +73,23 @@ fn machine() -> String {
     files.into_iter().filter_map(read).map(|id| id.trim().to_owned()).find(|id| !id.is_empty()).unwrap_or_default()
 }
 
+/// Returns whether the bytes name no device: zeros, or "XX", which HIP reports for a device without a serial number.
+fn is_missing(uuid: &[u8; 16]) -> bool {
+    let rest = uuid.strip_prefix(b"XX").unwrap_or(uuid);
+    rest.iter().all(|byte| *byte == 0)
+}
+
 /// Gives a UUID to each device that has none or shares one with another device. It is derived from the machine and the
-/// PCI address, so every process of the machine derives the same.
-fn tell_apart(infos: &mut [DeviceInfo], machine: &str) {
+/// PCI address, so every process of the machine derives the same. A device without an address gets one that no other process
+/// derives, because an ordinal names different devices in processes that see different ones.
+fn tell_apart(infos: &mut [DeviceInfo], machine: &str, process: u32) {
     let reported: Vec<[u8; 16]> = infos.iter().map(|info| info.uuid).collect();
     for info in infos {
         let alike = reported.iter().filter(|uuid| **uuid == info.uuid).count();
-        if info.uuid == [0; 16] || alike > 1 {
+        if is_missing(&info.uuid) || alike > 1 {
             let place = info.pci_address.clone().filter(|address| !address.is_empty());
-            info.uuid = made_up(machine, &place.unwrap_or_else(|| format!("ordinal {}", info.ordinal)));
+            let place = place.unwrap_or_else(|| format!("ordinal {} of process {process}", info.ordinal));
+            info.uuid = made_up(machine, &place);
         }
     }
 }
@@ -170,7 +178,7 @@ mod tests {
             device(3, 0, Some("0000:c3:00.0")),
             device(4, 0, None),
         ];
-        tell_apart(&mut infos, "machine");
+        tell_apart(&mut infos, "machine", 1);
         let uuids: std::collections::HashSet<_> = infos.iter().map(|info| info.uuid).collect();
         assert_eq!(uuids.len(), 5);
         assert!(!uuids.contains(&[7; 16]) && !uuids.contains(&[0; 16]));
@@ -178,14 +186,35 @@ mod tests {
         assert_eq!(infos[2].uuid, [9; 16]);
         // Every process derives the same, whichever devices it sees in whatever order.
         let mut other = [device(0, 7, Some("0000:83:00.0")), device(1, 7, Some("0000:03:00.0"))];
-        tell_apart(&mut other, "machine");
+        tell_apart(&mut other, "machine", 2);
         assert_eq!([other[1].uuid, other[0].uuid], [infos[0].uuid, infos[1].uuid]);
-        tell_apart(&mut other, "machine");
+        tell_apart(&mut other, "machine", 2);
         assert_eq!(other[0].uuid, infos[1].uuid);
         let mut elsewhere = [device(0, 0, Some("0000:03:00.0"))];
-        tell_apart(&mut elsewhere, "another machine");
+        tell_apart(&mut elsewhere, "another machine", 1);
         assert_ne!(elsewhere[0].uuid, infos[0].uuid);
         assert_eq!((infos[0].uuid[6] >> 4, infos[0].uuid[8] >> 6), (8, 2));
+    }
+
+    /// HIP reports "XX" and zeros for a device without a serial number. A process that sees one such device must not take it for
+    /// that of a process that sees another one.
+    #[test]
+    fn a_device_without_a_serial_number_has_no_uuid() {
+        let mut without_serial = [0; 16];
+        without_serial[..2].copy_from_slice(b"XX");
+        let see = |place: Option<&str>, process| {
+            let mut infos = [device(0, 0, place)];
+            infos[0].uuid = without_serial;
+            tell_apart(&mut infos, "machine", process);
+            infos[0].uuid
+        };
+        let (first, second) = ("0000:03:00.0", "0000:83:00.0");
+        assert_ne!(see(Some(first), 1), without_serial);
+        assert_ne!(see(Some(first), 1), see(Some(second), 2));
+        assert_eq!(see(Some(first), 1), see(Some(first), 2));
+        // Without an address, an ordinal names different devices in different processes.
+        assert_ne!(see(None, 1), see(None, 2));
+        assert!(!is_missing(b"XX00000000000001"));
     }
 
     #[test]

@@ -32,6 +32,10 @@ pub(crate) const REGISTER_PORTABLE: u32 = 1;
 pub(crate) const REGISTER_MAPPED: u32 = 2;
 /// The only accepted value since HIP 6.
 pub(crate) const IPC_LAZY_PEER_ACCESS: u32 = 1;
+/// HIP 7.2.4 puts the owner's ordinal into the handle, and refuses it where no device has that ordinal.
+const IPC_OPEN_HINT: &str = "pass the exported handle unchanged; let both processes see the same devices in the same order \
+                             (`ROCR_VISIBLE_DEVICES`, `HIP_VISIBLE_DEVICES`), because HIP 7 opens a handle only where the owner's \
+                             ordinal exists";
 pub(crate) const POOL_RELEASE_THRESHOLD: u32 = 4;
 
 /// Numbers of hipBLAS.
@@ -66,6 +70,7 @@ const COMMON: Quirks = Quirks {
     },
     register_flags: REGISTER_PORTABLE | REGISTER_MAPPED,
     ipc_open_flag: IPC_LAZY_PEER_ACCESS,
+    ipc_open_hint: Some(IPC_OPEN_HINT),
     pool_release_threshold: POOL_RELEASE_THRESHOLD,
     transpose_codes: TransposeCodes { no: OP_N, yes: OP_T },
     type_codes: TypeCodes { f16: R_16F, bf16: R_16BF, f32: R_32F, f64: R_64F },
