@@ -20,6 +20,8 @@ pub struct DeviceMemoryOptions {
     pub cap_bytes: Option<u64>,
     /// Whether the memory comes from the backend's plain allocations even if the device has mapped memory; off by default.
     pub plain_allocations: bool,
+    /// Whether network adapters may access the memory directly; off by default.
+    pub rdma: bool,
     /// Whether free memory has a pattern that requests check; off by default.
     pub poison: bool,
 }
@@ -28,7 +30,7 @@ impl DeviceMemoryOptions {
     /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
-        Self { cap_bytes: None, plain_allocations: false, poison: false }
+        Self { cap_bytes: None, plain_allocations: false, rdma: false, poison: false }
     }
 
     /// Returns the options with a cap on the bytes that the memories of a device's streams hold, in use or free. A request that
@@ -49,6 +51,15 @@ impl DeviceMemoryOptions {
     #[must_use]
     pub const fn with_plain_allocations(mut self, plain: bool) -> Self {
         self.plain_allocations = plain;
+        self
+    }
+
+    /// Returns the options with memory that network adapters may access directly (GPUDirect RDMA). A device whose mapped memory
+    /// cannot be accessed so
+    /// ([`Capabilities::mapped_memory_rdma`](highwater_hal::Capabilities::mapped_memory_rdma)) uses plain allocations.
+    #[must_use]
+    pub const fn with_rdma(mut self, is_on: bool) -> Self {
+        self.rdma = is_on;
         self
     }
 

@@ -63,6 +63,7 @@ pub(crate) struct Parts {
     /// The bytes of a part of mapped memory. `None` if the device has no mapped memory, or the program asked for allocations.
     granularity: Option<usize>,
     cap: Option<u64>,
+    rdma: bool,
     pub(crate) counts: PartCounts,
 }
 
@@ -94,9 +95,10 @@ impl Parts {
         let capabilities = &services.device(device).capabilities;
         let granularity = capabilities.mapped_memory_granularity;
         let divides = granularity > 0 && PART.is_multiple_of(granularity);
-        let is_mapped = !options.plain_allocations && capabilities.mapped_memory && divides;
-        let (cap, counts) = (options.cap_bytes, PartCounts::default());
-        Self { granularity: is_mapped.then_some(PART), services, device, cap, counts }
+        let can_rdma = !options.rdma || capabilities.mapped_memory_rdma;
+        let is_mapped = !options.plain_allocations && capabilities.mapped_memory && divides && can_rdma;
+        let (cap, rdma, counts) = (options.cap_bytes, options.rdma, PartCounts::default());
+        Self { granularity: is_mapped.then_some(PART), services, device, cap, rdma, counts }
     }
 
     /// Returns the bytes of each part, if all have the same.
@@ -118,7 +120,9 @@ impl Parts {
     pub(crate) fn create(&self) -> Result<Part> {
         let bytes = self.granularity.unwrap_or(0);
         self.check_cap(bytes)?;
-        let memory = self.services.backend.create_memory(self.device, &PhysicalMemoryOptions::new(bytes))?;
+        let options = PhysicalMemoryOptions::new(bytes);
+        let options = if self.rdma { options.with_rdma() } else { options };
+        let memory = self.services.backend.create_memory(self.device, &options)?;
         self.counts.note_made(bytes);
         Ok(Part::Physical { memory, bytes, has_pattern: false })
     }
