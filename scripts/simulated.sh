@@ -7,8 +7,8 @@
 # HIGHWATER_SIMULATED_HIP set those of the driver.
 #
 #   cuda    a driver of CUDA 13.0, with cuBLAS and cuBLASLt 13
-#   rocm    HIP 7.2, with hipBLAS 3
-#   rocm6   HIP 6.4, with hipBLAS 2
+#   rocm    HIP 7.2, with hipBLAS 3 and hipBLASLt 1
+#   rocm6   HIP 6.4, with hipBLAS 2 and hipBLASLt 0
 #
 # VARIANT is one defect or another version of an installation. For each vendor:
 #
@@ -31,6 +31,9 @@
 #   no-hipblas    hipBLAS is missing
 #   wrong-major   hipBLAS is of the other HIP's version: 2 for rocm, 3 for rocm6
 #   hip-5         HIP is of version 5, and hipBLAS is missing
+#   no-hipblaslt  hipBLASLt is missing
+#   old-lt        hipBLASLt lacks hipblasLtMatmulAlgoGetHeuristic
+#   empty-lt      hipBLASLt finds no algorithm for any product
 #   no-kernels    rocBLAS has no kernels for the devices: the first product ends the process
 set -euo pipefail
 
@@ -59,15 +62,17 @@ case $vendor:$variant in
     ;;
   rocm:unknown-code | rocm6:unknown-code) settings=unknown-code=hipStreamCreateWithPriority ;;
   rocm:no-hipblas | rocm6:no-hipblas) ;;
+  rocm:no-hipblaslt | rocm6:no-hipblaslt | rocm:old-lt | rocm6:old-lt) ;;
+  rocm:empty-lt | rocm6:empty-lt) export HIGHWATER_SIMULATED_HIPBLASLT_EMPTY=1 ;;
   rocm:wrong-major) settings=hipblas=2 ;;
   rocm6:wrong-major) settings=hipblas=3 ;;
   rocm:hip-5 | rocm6:hip-5) ;;
   rocm:no-kernels | rocm6:no-kernels) settings=kernels=none ;;
   *) usage ;;
 esac
-# The versions of HIP and hipBLAS that the files are named for.
-hip=7 hipblas=3 version=7.2
-case $vendor in rocm6) hip=6 hipblas=2 version=6.4 ;; esac
+# The versions of HIP, hipBLAS and hipBLASLt that the files are named for.
+hip=7 hipblas=3 hipblaslt=1 version=7.2
+case $vendor in rocm6) hip=6 hipblas=2 hipblaslt=0 version=6.4 ;; esac
 case $vendor:$variant in
   *:hip-5) hip=5 version=5.7 ;;
   rocm:wrong-major) hipblas=2 ;;
@@ -81,7 +86,7 @@ target=${CARGO_TARGET_DIR:-$root/target}
 case $target in /*) ;; *) target=$PWD/$target ;; esac
 case $vendor in
   cuda) packages=(cuda cublas cublaslt) ;;
-  *) packages=(hip hipblas) ;;
+  *) packages=(hip hipblas hipblaslt) ;;
 esac
 built=$target/simulated
 if command -v cargo >/dev/null; then
@@ -169,6 +174,14 @@ lay_out_rocm() {
   esac
   rename -E -e "s/^libhipblas\.so\.3\$/libhipblas.so.$hipblas/" -e "$absent" <"$built/libhwsim_hipblas.so" |
     put "libhipblas.so.$hipblas"
+  case $variant in
+    no-hipblaslt) ;;
+    *)
+      case $variant in old-lt) absent='s/^hipblasLtMatmulAlgoGetHeuristic$/no_blasLtMatmulAlgoGetHeuristic/' ;; *) absent= ;; esac
+      rename -E -e "s/^libhipblaslt\.so\.1\$/libhipblaslt.so.$hipblaslt/" -e "$absent" <"$built/libhwsim_hipblaslt.so" |
+        put "libhipblaslt.so.$hipblaslt"
+      ;;
+  esac
   # rocBLAS finds the devices that it has kernels for by these files.
   mkdir -p "$folder/rocblas/library"
   case $variant in

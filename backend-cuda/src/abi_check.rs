@@ -4,10 +4,9 @@
 use cudarc::{cublas, cublaslt, driver};
 use highwater_driver::abi_check::{check, declared, in_header};
 use highwater_driver::abi_pairs;
-use highwater_driver::{BlasCalls, Calls};
+use highwater_driver::{BlasCalls, Calls, LtCalls};
 
 use crate::calls::{CublasCalls, CudaCalls, VirtualMemoryCalls, blas_symbol, driver_symbol, lt_symbol};
-use crate::lt::LtCalls;
 
 #[test]
 fn the_drivers_calls_are_those_of_its_header() {

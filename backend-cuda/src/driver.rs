@@ -1,25 +1,17 @@
 //! NVIDIA's driver, initialized once for each library file, with the primary context of each device.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_driver::{Calls, Captures, DriverCache, Found, RawStream, Search};
-use highwater_hal::{DevicePtr, Error, ErrorKind};
+use highwater_driver::{Calls, Captures, DriverCache, Found, Search, Zeros};
+use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, CudaCalls, RawContext, VirtualMemoryCalls};
-use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
 /// The oldest supported CUDA version of a driver: 12.2.
 const OLDEST: i32 = 12_020;
-
-/// The smallest block of zeros. It suffices for most products.
-const LEAST_ZEROS: usize = 64 << 10;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// An initialized driver.
 #[derive(Debug)]
@@ -41,9 +33,7 @@ pub(crate) struct Device {
     pub(crate) number: i32,
     /// Retained on first use and never released. The last release would end the work of every library in the context.
     context: OnceLock<RawContext>,
-    /// The addresses and bytes of blocks of zeros. The blocks are never written again and never freed, because graphs
-    /// refer to them.
-    zeros: Mutex<Vec<(DevicePtr, usize)>>,
+    pub(crate) zeros: Zeros,
 }
 
 impl Driver {
@@ -91,7 +81,7 @@ impl Driver {
             let mut number = 0;
             // SAFETY: As above.
             check(unsafe { (own.device_get)(&mut number, ordinal) })?;
-            Ok(Device { number, context: OnceLock::new(), zeros: Mutex::default() })
+            Ok(Device { number, context: OnceLock::new(), zeros: Zeros::default() })
         };
         let devices = (0..count).map(number).collect::<Result<Vec<_>, Error>>()?;
         if devices.is_empty() {
@@ -111,50 +101,6 @@ impl Driver {
         match device.context.get() {
             Some(context) => Ok(*context),
             None => self.retain(device),
-        }
-    }
-
-    /// Returns the address of `bytes` zeros on the current device. The calling thread must be in the relaxed capture
-    /// mode. The zeros are written before this call returns, so products on any stream can read them.
-    ///
-    /// # Errors
-    /// The driver's code.
-    pub(crate) fn zeros(&self, device: u32, bytes: usize) -> Result<DevicePtr, i32> {
-        let Some(state) = self.devices.get(device as usize) else {
-            return self.context(device).map(|_| DevicePtr::new(0));
-        };
-        let find = || lock(&state.zeros).iter().find(|block| block.1 >= bytes).map(|block| block.0);
-        if let Some(address) = find() {
-            return Ok(address);
-        }
-        // Each block is at least twice as large as the previous one, so there are few of them.
-        let bytes = bytes.checked_next_power_of_two().unwrap_or(bytes).max(LEAST_ZEROS);
-        let address = self.make_zeros(bytes)?;
-        lock(&state.zeros).push((address, bytes));
-        Ok(address)
-    }
-
-    /// Allocates memory of the current device and fills it with zeros.
-    fn make_zeros(&self, bytes: usize) -> Result<DevicePtr, i32> {
-        let calls = &self.calls;
-        let done = |code| if code == 0 { Ok(()) } else { Err(code) };
-        let (mut address, mut stream) = (DevicePtr::new(0), RawStream::NULL);
-        // SAFETY: Each call writes one number, which outlives it.
-        unsafe {
-            done((calls.mem_alloc)(&mut address, bytes))?;
-            // The fill runs on a stream of its own. On another stream, it could be captured, or a default stream could
-            // wait for it.
-            let filled =
-                done((calls.stream_create_with_priority)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
-                    let filled = done((calls.memset_d8_async)(address, 0, bytes, stream));
-                    let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
-                    // The stream is idle, or the device is lost.
-                    filled.and(done((calls.stream_destroy)(stream)))
-                });
-            if filled.is_err() {
-                (calls.mem_free)(address);
-            }
-            filled.map(|()| address)
         }
     }
 

@@ -43,7 +43,7 @@ mod virtual_memory;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Blas, BlasCalls, Opened, Search, environment_path, open_backend};
+use highwater_driver::{Blas, BlasCalls, Lt, LtCalls, Opened, Search, environment_path, open_backend};
 use highwater_hal::Unavailable;
 use highwater_hal::{Backend, BackendTag, Error, Identity};
 
@@ -96,7 +96,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     // SAFETY: The libraries have these names, or a variable names them. They export their own symbols.
     let (lt_calls, blas, own) = unsafe {
         (
-            lt::LtCalls::load(&lt.library, calls::lt_symbol).map_err(|missing| lt.lacks(&missing, update))?,
+            LtCalls::load(&lt.library, calls::lt_symbol).map_err(|missing| lt.lacks(&missing, update))?,
             BlasCalls::load(&cublas.library, calls::blas_symbol),
             calls::CublasCalls::load(&cublas.library, calls::blas_symbol),
         )
@@ -111,7 +111,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     ];
     identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
     identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
-    let platform = Cuda { driver, blas, cublas: own, lt: lt_calls };
+    let platform = Cuda { driver, blas, cublas: own, lt: Lt { calls: lt_calls, codes: &lt::CUBLAS_LT } };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }

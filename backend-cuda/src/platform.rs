@@ -1,17 +1,14 @@
 //! CUDA as a [`Platform`].
 
-use std::sync::Arc;
-
 use cudarc::driver::sys::CUresult;
 use highwater_driver::{
-    Blas, BlasSettings, Calls, Codes, DriverState, Platform, Quirks, RawBlas, RawStream, SharedBlock,
+    Blas, BlasSettings, Calls, Codes, Lt, Platform, Quirks, RawBlas, RawStream, SharedBlock, Zeros,
 };
-use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, PhysicalMemoryOptions, Result, Transport};
+use highwater_hal::{DevicePtr, Error, MemoryHandle, PhysicalMemoryOptions, Result, Transport};
 
 use crate::calls::{CublasCalls, RawAllocation, RawContext, VirtualMemoryCalls};
 use crate::codes;
 use crate::driver::Driver;
-use crate::lt::{LtBlas, LtCalls};
 use crate::quirks::QUIRKS;
 
 /// The driver, cuBLAS and cuBLASLt.
@@ -20,7 +17,7 @@ pub(crate) struct Cuda {
     pub(crate) driver: &'static Driver,
     pub(crate) blas: Blas,
     pub(crate) cublas: CublasCalls,
-    pub(crate) lt: LtCalls,
+    pub(crate) lt: Lt,
 }
 
 impl Cuda {
@@ -186,7 +183,12 @@ unsafe impl Platform for Cuda {
         unsafe { self.cublas.restore(handle, fresh) }
     }
 
-    fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
-        Ok(Box::new(LtBlas::create(state, device)?))
+    #[inline(always)]
+    fn lt(&self) -> Option<&Lt> {
+        Some(&self.lt)
+    }
+
+    fn zeros(&self, device: u32) -> Option<&Zeros> {
+        Some(&self.driver.devices.get(device as usize)?.zeros)
     }
 }

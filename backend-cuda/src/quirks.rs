@@ -59,5 +59,6 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
-    capture_loss_kills_streams: None,
+    streams_die_after: &[],
+    events_follow_streams: false,
 };

@@ -7,11 +7,12 @@ use super::blas::DriverBlas;
 use super::calls::{capture_mode, capture_status};
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
+use super::lt::LtBlas;
 use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
 use super::search::Search;
 use super::state::{
-    self, Block, BlockKind, CAPTURES, DriverState, FOREIGN, HIGH, INTERPROCESS, LOW, TIMING, wrong_device,
+    self, Block, BlockKind, CAPTURES, DriverState, EXPOSED, FOREIGN, HIGH, INTERPROCESS, LOW, TIMING, wrong_device,
 };
 use super::thread_records;
 use highwater_hal::{
@@ -197,6 +198,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
                 .with_hint("destroy only streams that `create_stream` returned"));
         }
+        if state.events_follow() {
+            let held = state.stream(OPERATION, stream)?;
+            // The end of its id waits for its work, which a capture forbids.
+            if held.flags() & (FOREIGN | CAPTURES) == FOREIGN | CAPTURES {
+                state.refuse_in_capture(OPERATION, &held)?;
+            }
+        }
         // The owner of a foreign stream may destroy it from here on.
         state.streams.remove(OPERATION, stream, FOREIGN, |removed| state.destroy_raw_stream(OPERATION, removed))
     }
@@ -246,14 +254,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "stream_wait_event";
         let state = &*self.state;
         state.enter(OPERATION)?;
+        if state.events_follow() {
+            return state.stream_waits_for_followed(OPERATION, stream, event);
+        }
         let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: Both are held.
-        let wait = || unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
-        if state.streams_die() && state.may_capture() && !held.is_default() {
-            return state.wait_and_perhaps_join(OPERATION, stream, &held, wait);
-        }
-        state.check(OPERATION, wait())
+        state.check(OPERATION, unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) })
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
@@ -348,6 +355,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         if mark.flags() & INTERPROCESS != 0 && state.takes_part(OPERATION, &held)? {
             return Err(interprocess_in_capture(OPERATION));
         }
+        if state.events_follow() {
+            drop((held, mark));
+            return state.record_followed(OPERATION, event, stream);
+        }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: Both are held.
         state.check(OPERATION, unsafe { (state.platform.calls().event_record)(mark.raw(), held.raw()) })
@@ -357,6 +368,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "query_event";
         let state = &*self.state;
         state.enter(OPERATION)?;
+        if state.events_follow() {
+            return state.query_followed(OPERATION, event);
+        }
         let asking = thread_records::ask();
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed_if_capturing(asking.as_ref());
@@ -368,6 +382,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "synchronize_event";
         let state = &*self.state;
         state.enter(OPERATION)?;
+        if state.events_follow() {
+            return state.wait_for_followed(OPERATION, event);
+        }
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed();
         // SAFETY: The event is held.
@@ -416,6 +433,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.state.enter(OPERATION)?;
         let held = self.state.events.hold(OPERATION, event)?;
         self.state.require(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
+        if self.state.events_follow() {
+            held.set_flag(EXPOSED, true);
+        }
         Ok(held.raw().0)
     }
 
@@ -709,13 +729,17 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             // Queries that did not see the capture are answered first.
             thread_records::wait_for_questions();
         }
-        // SAFETY: The stream is held.
-        let begin = || unsafe { begin(held.raw(), number) };
-        let outcome = if state.streams_die() {
-            state.begin_mortal_capture(OPERATION, stream, &held, begin)
-        } else {
-            state.check(OPERATION, begin())
-        };
+        let pause = if state.events_follow() { state.pause(OPERATION, stream).map(Some) } else { Ok(None) };
+        let outcome = pause.and_then(|pause| {
+            // SAFETY: The stream is held.
+            let began = state.check(OPERATION, unsafe { begin(held.raw(), number) });
+            match pause {
+                Some(pause) if began.is_ok() => state.open(pause),
+                Some(pause) => state.resume(pause),
+                None => {}
+            }
+            began
+        });
         if outcome.is_err() {
             state.captures.ended(stream.device());
             return outcome;
@@ -751,21 +775,19 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut raw = RawGraph::NULL;
         // SAFETY: The stream is held, and the call writes one number, which outlives it.
         let code = unsafe { end(held.raw(), &mut raw) };
+        let dead = state.has_died(code);
         let status = state.capture_status(OPERATION, held.raw()).unwrap_or(0);
-        let dead = code != 0 && state.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // Ending a capture on a stream that joined it does not end it.
         if (dead || status == capture_status::NONE) && held.set_flag(CAPTURES, false) {
             state.captures.ended(stream.device());
         }
-        if state.streams_die() && (dead || status == capture_status::NONE) {
-            let origin = held.raw();
-            // The stream may be destroyed from here on.
-            drop(held);
-            if dead {
-                state.replace_dead(OPERATION, stream, origin)?;
-            } else {
-                state.forget_capture(origin);
-            }
+        // The stream may be destroyed from here on.
+        drop(held);
+        if dead {
+            state.replace_dead(OPERATION, stream)?;
+        }
+        if state.events_follow() {
+            state.resume_ended(OPERATION);
         }
         state.check(OPERATION, code)?;
         state.made(OPERATION, raw)?;
@@ -852,7 +874,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             BlasKind::Blas => Ok(Box::new(DriverBlas::create(state, device)?)),
             BlasKind::Lt => {
                 self.state.require(OPERATION, device, |can| can.lt_plans, "lt_plans")?;
-                P::create_lt(state, device)
+                Ok(Box::new(LtBlas::create(state, device)?))
             }
             kind => Err(Error::unknown(OPERATION, &kind)),
         }

@@ -170,14 +170,14 @@ impl<P: Platform> Drop for DriverBlas<P> {
 /// Returns the error of a BLAS handle that was destroyed.
 #[cold]
 #[must_use]
-pub fn destroyed(operation: &'static str) -> Error {
+pub(super) fn destroyed(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("create a new handle")
 }
 
 /// Returns the error of a BLAS handle that is bound to no stream.
 #[cold]
 #[must_use]
-pub fn no_stream(operation: &'static str) -> Error {
+pub(super) fn no_stream(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
         .with_hint("call `set_stream` first")
 }
@@ -187,7 +187,11 @@ pub fn no_stream(operation: &'static str) -> Error {
 /// # Errors
 /// `InvalidArgument`.
 #[inline]
-pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, workspace: Workspace) -> Result<()> {
+pub(super) fn check_workspace(
+    operation: &'static str,
+    capabilities: &Capabilities,
+    workspace: Workspace,
+) -> Result<()> {
     let alignment = capabilities.workspace_alignment;
     if workspace.ptr.is_aligned_to(alignment) { Ok(()) } else { Err(unaligned(operation, workspace, alignment)) }
 }

@@ -311,7 +311,12 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             )
             .with_hint("create the event with `EventOptions::with_interprocess`"));
         }
-        let uuid = state.device(OPERATION, event.device())?.info.uuid;
+        let device = state.device(OPERATION, event.device())?;
+        // Foreign code may have made an interprocess event on a device whose events do not order work between processes.
+        if !device.capabilities.interprocess_events {
+            return Err(Error::lacks(OPERATION, "interprocess_events"));
+        }
+        let uuid = device.info.uuid;
         let Some(export) = state.platform.calls().ipc_get_event_handle else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };

@@ -53,11 +53,14 @@ mod dead_streams;
 mod dead_streams_tests;
 mod device_info;
 mod driver_cache;
+mod event_homes;
 mod hazards;
 mod host;
 mod ipc;
 mod library;
 mod loaded_files;
+mod lt;
+mod lt_calls;
 mod mapped_memory;
 mod objects;
 mod platform;
@@ -70,9 +73,9 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod thread_records;
+mod zeros;
 
 pub use backend::{DriverBackend, open_backend};
-pub use blas::{check_workspace, destroyed, no_stream};
 pub use calls::{BlasCalls, Calls, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status};
 pub use captures::Captures;
 pub use codes::{Code, Codes};
@@ -80,6 +83,10 @@ pub use device_info::{set_pci_address, text};
 pub use driver_cache::DriverCache;
 pub use library::Library;
 pub use loaded_files::loaded_files;
+pub use lt_calls::{
+    Epilogues, Lt, LtCalls, LtCodes, ProductAttributes, RawLt, RawMatmulDesc, RawMatmulPreference, RawMatrixLayout,
+    Reductions,
+};
 pub use platform::{
     AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, Quirks,
     SharedBlock, TransposeCodes, TypeCodes,
@@ -87,3 +94,4 @@ pub use platform::{
 pub use raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 pub use search::{Found, LibraryName, Search, VendorLibrary, environment_path};
 pub use state::{Current, DriverState, HandleCount, HeldStream, Relaxed};
+pub use zeros::Zeros;

@@ -10,11 +10,11 @@
 use std::marker::PhantomData;
 
 use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
-use highwater_hal::{BackendTag, Error, ErrorKind, IdParts, Result};
+use highwater_hal::{BackendTag, Error, ErrorKind, EventId, IdParts, ObjectId as _, Result, StreamId};
 use std::num::NonZeroU32;
 
 use super::hazards::{Fenced, Hazard};
-use super::raw::{IdOf, Raw};
+use super::raw::{IdOf, Raw, RawStream};
 use super::thread_records;
 
 /// The place of one object in a table.
@@ -26,6 +26,26 @@ pub(super) struct Slot {
     raw: AtomicU64,
     /// The object's flags and a number.
     flags: AtomicU64,
+    /// Of a stream: the number of its handle in the lower half, odd while another handle replaces it, and the number of
+    /// the last destroyed one in the upper half. Of an event: the [`Link`] of its last record.
+    link: AtomicU64,
+}
+
+/// A handle of a stream, which outlives the handle: the slot plus 1 in the lower half, and the number of the handle in
+/// the upper half. 0 for none.
+pub(super) type Link = u64;
+
+/// What became of the handle of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Home {
+    /// There is no link.
+    None,
+    /// It is in the table.
+    Live(RawStream),
+    /// It was removed or replaced, and is not destroyed yet.
+    Leaving,
+    /// It was destroyed.
+    Gone,
 }
 
 /// Set in `Slot::state` while the slot holds an object.
@@ -58,6 +78,22 @@ impl Slot {
     #[inline(always)]
     fn address(&self) -> *mut () {
         std::ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// Adds to the number of the handle, and returns the previous link.
+    fn count_handle(&self, by: u32) -> u64 {
+        let count = |link: u64| Some(link >> 32 << 32 | u64::from((link as u32).wrapping_add(by)));
+        match self.link.fetch_update(Ordering::AcqRel, Ordering::Relaxed, count) {
+            Ok(before) | Err(before) => before,
+        }
+    }
+
+    /// Notes that a handle was destroyed.
+    fn end<R>(&self, removed: &Removed<R>) {
+        let ended = u64::from(removed.link as u32) << 32;
+        // Release: a thread that finds the handle gone also finds what its end caused.
+        let _ =
+            self.link.fetch_update(Ordering::Release, Ordering::Relaxed, |link| Some(ended | u64::from(link as u32)));
     }
 
     /// Returns the handle if the slot still holds the object of these parts. The caller has published the hazard
@@ -94,8 +130,8 @@ pub(super) struct Removed<R> {
     pub(super) device: u32,
     pub(super) raw: R,
     pub(super) flags: u64,
-    /// Whether the slot stays live with another handle.
-    replaced: bool,
+    /// The slot's link at the removal.
+    pub(super) link: u64,
 }
 
 /// A vendor handle that is not destroyed while this is alive.
@@ -127,6 +163,29 @@ impl<I: IdOf> Held<'_, I> {
     pub(super) fn set_number(&self, number: u64) {
         self.slot.flags.fetch_and((1 << FLAG_BITS) - 1, Ordering::Relaxed);
         self.slot.flags.fetch_or(number << FLAG_BITS, Ordering::Relaxed);
+    }
+
+    /// Returns the link of an event.
+    #[inline(always)]
+    pub(super) fn link(&self) -> Link {
+        self.slot.link.load(Ordering::Acquire)
+    }
+
+    /// Stores the link of an event.
+    pub(super) fn set_link(&self, link: Link) {
+        self.slot.link.store(link, Ordering::Release);
+    }
+
+    /// Returns the handle and its number, which belong together.
+    pub(super) fn raw_and_number(&self) -> (I::Raw, u32) {
+        loop {
+            let before = self.slot.link.load(Ordering::Acquire) as u32;
+            let raw = I::Raw::from_number(self.slot.raw.load(Ordering::Acquire));
+            if before & 1 == 0 && self.slot.link.load(Ordering::Acquire) as u32 == before {
+                return (raw, before);
+            }
+            std::hint::spin_loop();
+        }
     }
 
     /// Sets or clears a flag and returns its previous value. If two threads clear a flag, one of them finds it set.
@@ -163,7 +222,12 @@ impl<I: IdOf> Objects<I> {
                     return Err(Error::new(ErrorKind::OutOfMemory, operation, message));
                 }
                 if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
-                    let empty = || Slot { state: AtomicU64::new(0), raw: AtomicU64::new(0), flags: AtomicU64::new(0) };
+                    let empty = || Slot {
+                        state: AtomicU64::new(0),
+                        raw: AtomicU64::new(0),
+                        flags: AtomicU64::new(0),
+                        link: AtomicU64::new(0),
+                    };
                     let slots: Box<[Slot]> = (0..chunk_slots(chunk)).map(|_| empty()).collect();
                     // Release: a thread that reads the chunk reads its slots.
                     self.chunks[chunk].store(Box::into_raw(slots).cast(), Ordering::Release);
@@ -181,6 +245,11 @@ impl<I: IdOf> Objects<I> {
         };
         slot.raw.store(raw.number(), Ordering::Relaxed);
         slot.flags.store(flags, Ordering::Relaxed);
+        if I::IS_FOLLOWED {
+            slot.count_handle(2);
+        } else {
+            slot.link.store(0, Ordering::Relaxed);
+        }
         // Release: a thread that reads the state reads the handle.
         slot.state.store(live(generation, device), Ordering::Release);
         book.live += 1;
@@ -335,7 +404,8 @@ impl<I: IdOf> Objects<I> {
             book.live -= 1;
             let raw = I::Raw::from_number(slot.raw.load(Ordering::Relaxed));
             let flags = slot.flags.load(Ordering::Relaxed);
-            Removed { slot: parts.slot, device: parts.device, raw, flags, replaced: false }
+            let link = slot.link.load(Ordering::Relaxed);
+            Removed { slot: parts.slot, device: parts.device, raw, flags, link }
         };
         if removed.flags & at_once != 0 {
             while self.is_used(&removed, &Fenced::now()) {
@@ -345,7 +415,7 @@ impl<I: IdOf> Objects<I> {
         let mut answer = Ok(());
         self.sweep_with(Some(removed), |removed_now| {
             let outcome = destroy(removed_now);
-            if removed_now.slot == removed.slot && !removed_now.replaced {
+            if removed_now.slot == removed.slot {
                 answer = outcome;
             } else if let Err(error) = outcome {
                 tracing::warn!("an object whose destruction was postponed was leaked: {error}");
@@ -354,9 +424,8 @@ impl<I: IdOf> Objects<I> {
         answer
     }
 
-    /// Puts another vendor handle under `id` and passes the old one to `destroy`, as [`Objects::remove`] does. Calls
-    /// with the old handle and calls with the new one publish the same slot. The destruction is therefore postponed
-    /// until no call uses either.
+    /// Puts another vendor handle under `id`, waits until no call uses the old one, and passes it to `destroy`. Calls
+    /// with the new handle publish the same slot, so the wait may include some of them. The caller must not use the slot.
     ///
     /// A call that reads the new handle depends on it for what the vendor wrote, so that read needs no fence.
     pub(super) fn replace(
@@ -364,25 +433,28 @@ impl<I: IdOf> Objects<I> {
         operation: &'static str,
         id: I,
         raw: I::Raw,
-        mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>,
+        destroy: impl FnOnce(&Removed<I::Raw>) -> Result<()>,
     ) -> Result<()> {
         let parts = id.parts();
-        let replaced = {
-            let book = self.book.lock();
+        let (slot, replaced) = {
+            let _book = self.book.lock();
             let known = self.slot_of(&parts);
             let slot =
                 known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
             let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
+            let link = slot.count_handle(1);
             // Release: a thread that reads the handle reads what it points to.
-            let old = I::Raw::from_number(slot.raw.swap(raw.number(), Ordering::Release));
-            drop(book);
-            Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, replaced: true }
+            let old = I::Raw::from_number(slot.raw.swap(raw.number(), Ordering::AcqRel));
+            slot.count_handle(1);
+            (slot, Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, link })
         };
-        self.sweep_with(Some(replaced), |removed| {
-            if let Err(error) = destroy(removed) {
-                tracing::warn!("a replaced handle was leaked: {error}");
-            }
-        });
+        while self.is_used(&replaced, &Fenced::now()) {
+            std::thread::yield_now();
+        }
+        if let Err(error) = destroy(&replaced) {
+            tracing::warn!("a replaced handle was leaked: {error}");
+        }
+        slot.end(&replaced);
         Ok(())
     }
 
@@ -410,15 +482,16 @@ impl<I: IdOf> Objects<I> {
                 self.book.lock().put_off.push(removed);
                 continue;
             }
-            if removed.replaced {
-                destroy(&removed);
-                continue;
-            }
             // The call that used the object may have changed its flags after the removal.
             if let Some(slot) = self.slot(removed.slot) {
                 removed.flags = slot.flags.load(Ordering::Relaxed);
             }
             destroy(&removed);
+            if I::IS_FOLLOWED
+                && let Some(slot) = self.slot(removed.slot)
+            {
+                slot.end(&removed);
+            }
             // A slot whose generations are exhausted is never issued again.
             let last = self
                 .slot(removed.slot)
@@ -461,6 +534,37 @@ impl<I: IdOf> Objects<I> {
     }
 }
 
+impl Objects<StreamId> {
+    /// Returns the link to the handle with this number of a stream.
+    pub(super) fn link_of(id: StreamId, number: u32) -> Link {
+        u64::from(number) << 32 | (u64::from(id.parts().slot) + 1)
+    }
+
+    /// Returns what became of the handle of a link. A caller that published a hazard pointer or asks can rely on
+    /// [`Home::Live`] until it ends the hazard pointer of the slot or the question.
+    #[inline]
+    pub(super) fn home(&self, link: Link) -> Home {
+        let Some(slot) = (link as u32).checked_sub(1).and_then(|slot| self.slot(slot)) else { return Home::None };
+        let (number, now) = ((link >> 32) as u32, slot.link.load(Ordering::Acquire));
+        // Two numbers of one slot are far closer than half of all numbers.
+        let is_over = ((now >> 32) as u32).wrapping_sub(number) < u32::MAX / 2;
+        if is_over {
+            Home::Gone
+        } else if now as u32 != number || slot.state.load(Ordering::Acquire) & LIVE == 0 {
+            Home::Leaving
+        } else {
+            Home::Live(RawStream::from_number(slot.raw.load(Ordering::Acquire)))
+        }
+    }
+}
+
+impl Objects<EventId> {
+    /// Returns the link of a removed event.
+    pub(super) fn link_of_removed(&self, removed: &Removed<<EventId as IdOf>::Raw>) -> Link {
+        self.slot(removed.slot).map_or(0, |slot| slot.link.load(Ordering::Acquire))
+    }
+}
+
 #[cfg(test)]
 impl<I: IdOf> Objects<I> {
     pub(super) fn is_locked(&self) -> bool {
@@ -483,9 +587,7 @@ impl<I: IdOf> Drop for Objects<I> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::raw::RawStream;
     use super::*;
-    use highwater_hal::{ObjectId as _, StreamId};
 
     #[test]
     fn places_follow_one_another_without_a_gap() {

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use super::calls::{BlasCalls, Calls};
 use super::captures::Captures;
 use super::codes::Codes;
+use super::lt_calls::Lt;
 use super::raw::{RawBlas, RawStream};
-use super::state::DriverState;
+use super::zeros::Zeros;
 use highwater_hal::{
-    BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle,
-    PhysicalMemoryOptions, Result, Transport, Transpose,
+    Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, PhysicalMemoryOptions,
+    Result, Transport, Transpose,
 };
 
 /// Flags of events.
@@ -127,8 +128,12 @@ pub struct Quirks {
     pub atomics_allowed_at_first: bool,
     /// Whether binding a stream restores the handle's own workspace.
     pub set_stream_resets_workspace: bool,
-    /// The code at the end of a lost capture; `None` if streams survive a lost capture.
-    pub capture_loss_kills_streams: Option<i32>,
+    /// The codes at the end of a capture after which the stream on which it began stays unusable. Its destruction frees the
+    /// streams that joined. Empty if streams survive a lost capture.
+    pub streams_die_after: &'static [i32],
+    /// Whether queries of an event and waits for it follow the event to the stream of its last record, and fail after the end
+    /// of that stream or while it takes part in a capture. If so, the end of a stream waits for the stream's work.
+    pub events_follow_streams: bool,
 }
 
 impl Quirks {
@@ -394,13 +399,16 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         Ok(())
     }
 
-    /// Creates a handle for Lt plans.
-    ///
-    /// # Errors
-    /// `Unsupported` if the vendor has no Lt plans, and the vendor's errors.
-    fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
-        let _ = (state, device);
-        Err(Error::lacks("create_blas_handle", "lt_plans"))
+    /// Returns the Lt library, if it was opened.
+    #[inline(always)]
+    fn lt(&self) -> Option<&Lt> {
+        None
+    }
+
+    /// Returns the zeros of a device, which Lt plans read. A vendor with an Lt library has them for each device.
+    fn zeros(&self, device: u32) -> Option<&Zeros> {
+        let _ = device;
+        None
     }
 }
 

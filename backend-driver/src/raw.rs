@@ -72,10 +72,13 @@ raw_handles! {
 pub(super) trait IdOf: ObjectId {
     /// The vendor's handle.
     type Raw: Raw + std::fmt::Debug + PartialEq;
+    /// Whether other objects refer to objects of this kind, so that the table counts the handles of each slot.
+    const IS_FOLLOWED: bool = false;
 }
 
 impl IdOf for StreamId {
     type Raw = RawStream;
+    const IS_FOLLOWED: bool = true;
 }
 
 impl IdOf for EventId {

@@ -11,10 +11,10 @@ use parking_lot::{Condvar, Mutex};
 use super::calls::{capture_mode, capture_status};
 use super::captures::Captures;
 use super::codes::Codes;
-use super::dead_streams::OpenCapture;
+use super::event_homes::Paused;
 use super::hazards::Asking;
 use super::mapped_memory::{MappedMemory, PhysicalMemory};
-use super::objects::{Held, Objects, Removed};
+use super::objects::{Held, Link, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::{
@@ -34,6 +34,10 @@ pub(super) const INTERPROCESS: u64 = 8;
 /// Stream flags: low priority, and high priority.
 pub(super) const LOW: u64 = 16;
 pub(super) const HIGH: u64 = 32;
+/// Event flag: a call records the event.
+pub(super) const RECORDING: u64 = 64;
+/// Event flag: foreign code knows the vendor's handle.
+pub(super) const EXPOSED: u64 = 128;
 
 /// A block of device memory.
 #[derive(Debug)]
@@ -79,6 +83,8 @@ pub(super) struct DeviceState {
     pub(super) capabilities: Capabilities,
     /// The pool of stream-ordered memory, once it is set up.
     pub(super) pool: OnceLock<Option<RawMemPool>>,
+    /// The stream that records the events of the threads' own default streams, once one is recorded.
+    pub(super) relay: OnceLock<RawStream>,
 }
 
 /// The state that a backend shares with its BLAS handles.
@@ -105,8 +111,10 @@ pub struct DriverState<P: Platform> {
     handles: AtomicU64,
     /// The captures that are open in the vendor's library.
     pub(super) captures: Arc<Captures>,
-    /// The captures of this backend with their streams, for a vendor whose streams die with a lost capture.
-    pub(super) open_captures: Mutex<Vec<OpenCapture>>,
+    /// The streams that take part in a capture, for a vendor that follows events to their streams.
+    pub(super) paused: Mutex<Vec<Paused>>,
+    /// Streams that never take part in a capture, with their devices.
+    pub(super) helpers: Mutex<Vec<(u32, RawStream)>>,
     /// Whether a foreign stream was wrapped. Its captures are unknown here.
     foreign: AtomicBool,
     /// Whether peer access is enabled, by device and peer.
@@ -141,6 +149,13 @@ impl HeldStream<'_> {
     #[inline(always)]
     pub(super) const fn is_default(&self) -> bool {
         self.held.is_none()
+    }
+
+    /// Returns the vendor's handle and the link of events that it records. A default stream has no link.
+    pub(super) fn raw_and_link(&self, id: StreamId) -> (RawStream, Link) {
+        let Some(held) = &self.held else { return (self.raw, 0) };
+        let (raw, number) = held.raw_and_number();
+        (raw, Objects::link_of(id, number))
     }
 
     /// Returns the stream's flags; 0 for a default stream.
@@ -225,7 +240,12 @@ impl<P: Platform> DriverState<P> {
         let devices: Vec<DeviceState> = opened
             .devices
             .into_iter()
-            .map(|(info, capabilities)| DeviceState { info, capabilities, pool: OnceLock::new() })
+            .map(|(info, capabilities)| DeviceState {
+                info,
+                capabilities,
+                pool: OnceLock::new(),
+                relay: OnceLock::new(),
+            })
             .collect();
         let pairs = devices.len() * devices.len();
         Self {
@@ -247,7 +267,8 @@ impl<P: Platform> DriverState<P> {
             exported: Mutex::default(),
             handles: AtomicU64::new(0),
             captures: opened.captures,
-            open_captures: Mutex::default(),
+            paused: Mutex::default(),
+            helpers: Mutex::default(),
             foreign: AtomicBool::new(false),
             peers: (0..pairs).map(|_| OnceLock::new()).collect(),
         }
@@ -477,6 +498,11 @@ impl<P: Platform> DriverState<P> {
         self.captures.is_any_open() || self.foreign.load(Ordering::Relaxed)
     }
 
+    /// Returns whether a foreign stream was wrapped, so that its captures are unknown here.
+    pub(super) fn has_foreign(&self) -> bool {
+        self.foreign.load(Ordering::Relaxed)
+    }
+
     pub(super) fn note_foreign(&self) {
         self.foreign.store(true, Ordering::Relaxed);
         self.captures.note_foreign();
@@ -598,18 +624,12 @@ impl<P: Platform> DriverState<P> {
 
     /// Destroys a stream that no call uses.
     pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed<RawStream>) -> Result<()> {
-        let destroy = || {
-            if stream.flags & FOREIGN != 0 {
-                return Ok(());
-            }
-            let _relaxed = self.relaxed();
-            // SAFETY: The id is stale or names another handle, and no call uses this one.
-            self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
-        };
-        let outcome = if self.streams_die() && stream.flags & CAPTURES != 0 {
-            self.destroy_with_capture(operation, stream, destroy)
+        let outcome = if self.events_follow() {
+            self.destroy_followed_stream(operation, stream)
+        } else if stream.flags & FOREIGN != 0 {
+            Ok(())
         } else {
-            destroy()
+            self.destroy_stream_now(operation, stream.raw)
         };
         // A capture ends with its stream and is counted until then.
         if stream.flags & CAPTURES != 0 {
@@ -618,12 +638,21 @@ impl<P: Platform> DriverState<P> {
         outcome
     }
 
+    /// Makes the vendor's call that destroys a stream.
+    pub(super) fn destroy_stream_now(&self, operation: &'static str, raw: RawStream) -> Result<()> {
+        let _relaxed = self.relaxed();
+        // SAFETY: The id is stale or names another handle, and no call uses this one.
+        self.check(operation, unsafe { (self.platform.calls().stream_destroy)(raw) })
+    }
+
     pub(super) fn destroy_raw_event(&self, operation: &'static str, event: &Removed<RawEvent>) -> Result<()> {
         if event.flags & FOREIGN != 0 {
             return Ok(());
         }
+        let _asking =
+            self.events_follow().then(|| self.ask_while_home_stays(operation, self.events.link_of_removed(event)));
         let _relaxed = self.relaxed();
-        // SAFETY: As above.
+        // SAFETY: The id is stale, and no call uses the handle.
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }
 
@@ -673,7 +702,7 @@ impl<P: Platform> Drop for DriverState<P> {
         // At exit and in a forked child, the vendor is not called.
         if self.is_in_service() {
             self.sweep("close");
-            self.forget_captures();
+            self.forget_helpers();
             // No caller can end these captures any more, and they must not block other backends.
             self.streams.devices_with(CAPTURES).into_iter().for_each(|device| self.captures.ended(device));
         }
@@ -689,7 +718,8 @@ impl<P: Platform> DriverState<P> {
             || self.mapped.is_locked()
             || self.mapped_memory.is_locked()
             || self.exported.is_locked()
-            || self.open_captures.is_locked()
+            || self.paused.is_locked()
+            || self.helpers.is_locked()
             || self.streams.is_locked()
             || self.events.is_locked()
             || self.graphs.is_locked()

@@ -20,8 +20,8 @@ use super::platform::{
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use super::state::DriverState;
 use highwater_hal::{
-    BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, PhysicalMemoryOptions, Result,
-    Transport, Transports,
+    Backend as _, BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle,
+    PhysicalMemoryOptions, Result, Transport, Transports,
 };
 
 /// The code of the fake's own errors.
@@ -50,8 +50,13 @@ static CODES: Codes = Codes {
 static QUIRKS: Quirks = COMMON;
 
 /// A vendor whose streams die with a lost capture, and whose handles keep their workspace.
-static MORTAL: Quirks =
-    Quirks { capture_loss_kills_streams: Some(LOST), set_stream_resets_workspace: false, math_modes: None, ..COMMON };
+static MORTAL: Quirks = Quirks {
+    streams_die_after: &[LOST, UNJOINED],
+    events_follow_streams: true,
+    set_stream_resets_workspace: false,
+    math_modes: None,
+    ..COMMON
+};
 
 const COMMON: Quirks = Quirks {
     legacy_stream: RawStream(1),
@@ -74,7 +79,8 @@ const COMMON: Quirks = Quirks {
     atomics_modes: AtomicsModes { not_allowed: 0, allowed: 1 },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
-    capture_loss_kills_streams: None,
+    streams_die_after: &[],
+    events_follow_streams: false,
 };
 
 /// Returns the context of a device.
@@ -115,8 +121,10 @@ struct Vendor {
     captures: HashMap<u64, Option<std::thread::ThreadId>>,
     /// The stream on which the capture began, by a stream or an event that takes part.
     joined: HashMap<u64, u64>,
-    /// The streams that died with a capture.
-    dead: HashSet<u64>,
+    /// The streams that a lost capture left unusable, with the stream on which it began.
+    dead: HashMap<u64, u64>,
+    /// Whether calls follow events to the streams of their records.
+    follows: bool,
     /// Bytes by address.
     memory: HashMap<u64, usize>,
     last: u64,
@@ -140,6 +148,27 @@ impl Vendor {
     fn origin_of(&self, stream: u64) -> Option<u64> {
         let joined = || self.joined.get(&stream).copied().filter(|origin| self.captures.contains_key(origin));
         if self.captures.contains_key(&stream) { Some(stream) } else { joined() }
+    }
+
+    /// Notes the faults of a call that follows an event to the stream of its last record.
+    fn follow(&mut self, name: &str, event: u64) {
+        let last = self.records_made.iter().rev().find(|record| record.0 == event);
+        let Some((_, stream)) = last.filter(|_| self.follows).copied() else { return };
+        if stream > 2 && !self.alive.contains(&stream) {
+            self.faults.push(format!("{name} followed an event to {stream:#x}, which is destroyed"));
+        }
+        if self.origin_of(stream).is_some() && !self.joined.contains_key(&event) {
+            self.faults.push(format!("{name} followed an event from before a capture to {stream:#x}"));
+        }
+    }
+
+    /// Leaves the streams of a capture unusable.
+    fn kill(&mut self, origin: u64) {
+        let events: HashSet<u64> = self.records_made.iter().map(|(event, _)| *event).collect();
+        let part = |stream: &u64| self.origin_of(*stream) == Some(origin) && !events.contains(stream);
+        let streams: Vec<u64> = self.alive.iter().copied().filter(part).collect();
+        self.captures.remove(&origin);
+        self.dead.extend(streams.into_iter().map(|stream| (stream, origin)));
     }
 
     fn made(&mut self, name: &'static str) -> u64 {
@@ -189,7 +218,7 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
             vendor.faults.push(format!("{object:#x} was destroyed while {name} used it"));
         }
     }
-    let dead = objects.iter().any(|object| vendor.dead.contains(object));
+    let dead = objects.iter().any(|object| vendor.dead.contains_key(object));
     if dead && !["stream_destroy", "stream_is_capturing", "stream_end_capture"].contains(&name) {
         vendor.faults.push(format!("{name} was given a dead stream"));
     }
@@ -229,7 +258,8 @@ fn destroy(name: &'static str, object: u64) -> i32 {
         vendor.memory.remove(&object);
         vendor.captures.remove(&object);
         vendor.joined.remove(&object);
-        vendor.dead.remove(&object);
+        // The end of the stream on which a lost capture began frees the streams that joined.
+        vendor.dead.retain(|stream, origin| *stream != object && *origin != object);
         0
     })
 }
@@ -260,6 +290,10 @@ vendor_functions! {
         let (stream, event) = (stream.0, event.0);
         call("stream_wait_event", &[stream, event], |vendor| {
             vendor.waits_made.push((stream, event));
+            // A wait for an event of a destroyed stream is checked.
+            if vendor.records_made.iter().rev().find(|record| record.0 == event).is_some_and(|record| vendor.alive.contains(&record.1)) {
+                vendor.follow("stream_wait_event", event);
+            }
             if let Some(origin) = vendor.joined.get(&event).copied().filter(|origin| *origin != stream) {
                 vendor.joined.insert(stream, origin);
             }
@@ -286,8 +320,12 @@ vendor_functions! {
             0
         })
     }
-    event_query(event: RawEvent) { call("event_query", &[event.number()], |_| 0) }
-    event_synchronize(event: RawEvent) { call("event_synchronize", &[event.number()], |_| 0) }
+    event_query(event: RawEvent) {
+        call("event_query", &[event.number()], |vendor| { vendor.follow("event_query", event.0); 0 })
+    }
+    event_synchronize(event: RawEvent) {
+        call("event_synchronize", &[event.number()], |vendor| { vendor.follow("event_synchronize", event.0); 0 })
+    }
     event_elapsed_time(out: *mut f32, start: RawEvent, end: RawEvent) {
         // SAFETY: See the macro.
         call("event_elapsed_time", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
@@ -352,10 +390,11 @@ vendor_functions! {
         let stream = stream.0;
         // As on the vendors, another thread ends the capture and gets no graph.
         call("stream_end_capture", &[stream], |vendor| {
-            if vendor.dead.contains(&stream) {
+            if vendor.dead.contains_key(&stream) {
                 return LOST;
             }
             if vendor.unjoined {
+                vendor.kill(stream);
                 return UNJOINED;
             }
             match vendor.captures.remove(&stream) {
@@ -373,8 +412,8 @@ vendor_functions! {
         let stream = stream.0;
         // SAFETY: See the macro.
         call("stream_is_capturing", &[stream], |vendor| unsafe {
-            let lost = u32::from(vendor.dead.contains(&stream)) * 2;
-            give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
+            let of_dead = vendor.dead.get(&stream).map(|origin| if *origin == stream { 2 } else { 1 });
+            give(out, of_dead.unwrap_or(u32::from(vendor.origin_of(stream).is_some())))
         })
     }
     thread_exchange_stream_capture_mode(mode: *mut u32) {
@@ -691,7 +730,7 @@ impl Fake {
 
     fn of(quirks: &'static Quirks) -> Self {
         let turn = TURN.lock();
-        *VENDOR.lock() = Vendor::default();
+        *VENDOR.lock() = Vendor { follows: quirks.events_follow_streams, ..Vendor::default() };
         let mut can = Capabilities::none();
         (can.gemm_f32, can.blas_workspace, can.strided_batch, can.atomics_mode) = (true, true, true, true);
         (can.capture, can.stream_ordered_memory, can.shareable_memory) = (true, true, true);
@@ -757,14 +796,9 @@ impl Fake {
         VENDOR.lock().captures.remove(&stream);
     }
 
-    /// Loses the capture that began on a stream, for every stream that takes part.
+    /// Loses the capture that began on a stream.
     pub(super) fn lose(&self, origin: u64) {
-        let mut vendor = VENDOR.lock();
-        let streams: Vec<u64> =
-            vendor.alive.iter().copied().filter(|stream| vendor.origin_of(*stream) == Some(origin)).collect();
-        vendor.captures.remove(&origin);
-        let events: HashSet<u64> = vendor.records_made.iter().map(|(event, _)| *event).collect();
-        vendor.dead.extend(streams.into_iter().filter(|stream| !events.contains(stream)));
+        VENDOR.lock().kill(origin);
     }
 
     /// Sets whether ends of captures report that a stream was not joined.
@@ -775,6 +809,11 @@ impl Fake {
     /// Returns the stream on which the event was last recorded.
     pub(super) fn recorded_on(&self, event: u64) -> Option<u64> {
         VENDOR.lock().records_made.iter().rev().find(|record| record.0 == event).map(|record| record.1)
+    }
+
+    /// Returns the event and the stream of the last record.
+    pub(super) fn last_record(&self) -> Option<(u64, u64)> {
+        VENDOR.lock().records_made.last().copied()
     }
 
     /// Returns the events that a stream waits for.
@@ -800,6 +839,13 @@ impl Fake {
     /// Returns the logged calls of that name.
     pub(super) fn calls(&self, name: &str) -> Vec<Call> {
         VENDOR.lock().calls.iter().filter(|call| call.name == name).copied().collect()
+    }
+
+    /// Checks that no object is live but the backend's own streams, which end with it.
+    #[track_caller]
+    pub(super) fn is_empty(&self) {
+        let own = self.backend.state().own_streams();
+        assert_eq!((self.backend.live_objects().total(), self.alive() - own), (0, 0));
     }
 
     /// Returns the number of live objects.

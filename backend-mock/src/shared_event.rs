@@ -196,6 +196,12 @@ impl SharedEvent {
         unsafe { &*self.mapping.words().as_ptr().cast::<State>() }
     }
 
+    /// Returns the number of records.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn records(&self) -> u64 {
+        self.state().latest.load(Ordering::Acquire)
+    }
+
     /// Returns the latest record; `None` if there was none.
     pub(crate) fn latest(self: &Arc<Self>) -> Option<Record> {
         let number = self.state().latest.load(Ordering::Acquire);

@@ -8,7 +8,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, ErrorKind, Location, Result, StreamId, Workspace};
+use highwater_hal::{DevicePtr, ErrorKind, EventId, Location, Result, StreamId, Workspace};
 
 use crate::arena::Owner;
 pub use crate::command::Call;
@@ -151,6 +151,15 @@ impl Hooks {
         }
         let point = before.record(operation, Point::new())?;
         after.wait_for(operation, point)
+    }
+
+    /// Returns how often an event was recorded, by all processes; 0 if the event is not for several processes.
+    ///
+    /// # Errors
+    /// `InvalidHandle` for an unknown event.
+    pub fn records_of(&self, event: EventId) -> Result<u64> {
+        let event = self.0.event(Operation::QueryEvent, event)?;
+        Ok(event.shared.as_ref().map_or(0, |shared| shared.records()))
     }
 
     /// Loses the capture that a stream takes part in, if any. The errors of later calls contain `why`.

@@ -65,9 +65,11 @@ pub(crate) static HIP: Codes = Codes {
 };
 
 /// The codes of hipBLAS 2 and 3.
-pub(crate) static HIPBLAS: Codes = Codes {
-    library: "hipBLAS",
-    rows: table! {
+pub(crate) static HIPBLAS: Codes = Codes { library: "hipBLAS", rows: STATUS_ROWS };
+/// hipBLASLt has the status codes of hipBLAS.
+pub(crate) static HIPBLASLT: Codes = Codes { library: "hipBLASLt", rows: STATUS_ROWS };
+
+const STATUS_ROWS: &[Code] = table! {
         1 HIPBLAS_STATUS_NOT_INITIALIZED InvalidState "the handle or the device is lost";
         2 HIPBLAS_STATUS_ALLOC_FAILED OutOfMemory "free device memory, or use fewer handles";
         3 HIPBLAS_STATUS_INVALID_VALUE InvalidArgument "check sizes, leading dimensions and addresses";
@@ -79,7 +81,6 @@ pub(crate) static HIPBLAS: Codes = Codes {
         9 HIPBLAS_STATUS_HANDLE_IS_NULLPTR InvalidHandle "";
         10 HIPBLAS_STATUS_INVALID_ENUM InvalidArgument "use the hipBLAS of the same ROCm release as HIP";
         11 HIPBLAS_STATUS_UNKNOWN Vendor "";
-    },
 };
 
 #[cfg(test)]

@@ -106,6 +106,9 @@ fn made_up(machine: &str, place: &str) -> [u8; 16] {
     uuid
 }
 
+/// The bytes of workspace for Lt plans. PyTorch's default on ROCm is the same.
+const LT_WORKSPACE_BYTES: usize = 80 << 20;
+
 /// Returns the bytes of workspace that AMD's kernels use. Large devices benefit from a large workspace.
 fn workspace_bytes(architecture: &str) -> usize {
     let large = ["gfx942", "gfx950", "gfx1250"].contains(&bare(architecture));
@@ -125,14 +128,13 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     let ranged = unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) } == 0;
     let mut can = Capabilities::none();
     (can.gemm_f16, can.gemm_bf16, can.gemm_f32, can.gemm_f64, can.gemm_mixed) = (true, true, true, true, true);
-    // Selected by the compute type of a product. Other architectures ignore it or have no kernel.
-    can.tf32 = bare(&info.architecture).starts_with("gfx94");
     can.strided_batch = true;
     can.atomics_mode = true;
     can.stream_ordered_memory = has(MEMORY_POOLS) && calls.can_allocate_in_order();
     can.capture = calls.can_capture();
     can.stream_priority = ranged && least != greatest;
-    can.interprocess_events = calls.can_share_events();
+    // `tf32` is false: the compute type is refused, and the math mode has no effect that was seen.
+    // `interprocess_events` is false: HIP 6 never passes a record on, and HIP 7 orders the first 32 records only.
     if calls.can_share() {
         can.ipc_transports = Transports::NONE.with(Transport::Legacy);
         can.shareable_memory = true;
@@ -149,6 +151,12 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     can.pinned_cached_by_device = true;
     can.register_piece_bytes = 64 << 20;
     can.workspace_alignment = 256;
+    if rocm.lt.is_some() {
+        can.lt_plans = true;
+        can.lt_workspace_bytes = LT_WORKSPACE_BYTES;
+        // Its kernels of Stream-K keep flags in the handle.
+        can.lt_handle_per_stream = true;
+    }
     can.blas_workspace = rocm.blas.calls.set_workspace.is_some();
     if can.blas_workspace {
         can.blas_workspace_bytes = workspace_bytes(&info.architecture);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Calls, Captures, DriverCache, Found, LibraryName, Search};
+use highwater_driver::{Calls, Captures, DriverCache, Found, LibraryName, Search, Zeros};
 use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, HipCalls};
@@ -20,6 +20,8 @@ pub(crate) struct Driver {
     pub(crate) devices: i32,
     /// The captures that are open in the runtime.
     pub(crate) captures: Arc<Captures>,
+    /// Zeros of each device.
+    pub(crate) zeros: Vec<Zeros>,
 }
 
 impl Driver {
@@ -65,7 +67,8 @@ impl Driver {
             return Err(codes::HIP.error("open", quirks::NO_DEVICE));
         }
         let captures = Arc::new(Captures::new(devices.unsigned_abs() as usize));
-        Ok(Self { calls, own, version, devices, captures })
+        let zeros = (0..devices).map(|_| Zeros::default()).collect();
+        Ok(Self { calls, own, version, devices, captures, zeros })
     }
 
     /// Returns the major version of HIP.

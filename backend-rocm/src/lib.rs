@@ -34,6 +34,7 @@ mod devices;
 mod driver;
 mod kernels;
 mod libraries;
+mod lt;
 mod platform;
 mod quirks;
 
@@ -54,6 +55,8 @@ use crate::platform::Rocm;
 /// - `LibraryMissing` if a library cannot be opened, with all names tried and the loader's reasons.
 /// - `SymbolMissing` if a library lacks a required symbol.
 /// - `DeviceMissing` if no device is visible.
+/// - `LibraryMissing` or `SymbolMissing` if `HIGHWATER_HIPBLASLT_LIBRARY` names a file that is not hipBLASLt. Without the
+///   variable, hipBLASLt is optional: without it there are no Lt plans.
 /// - `InvalidArgument` if `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files of different releases.
 /// - `InvalidState` if `HIGHWATER_HIP_LIBRARY` names another major version than the HIP that the process has loaded.
 /// - `Unsupported` for HIP 5 and older.
@@ -92,6 +95,8 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
         .map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
     // hipBLAS accepts only the default mode. The compute type of a product selects the precision.
     blas.set_math_mode = None;
+    // SAFETY: As above.
+    let lt = unsafe { lt::open(search, paths, driver.major()) }?;
     let mut identity = Identity::new("rocm", "AMD ROCm", BackendTag::next());
     let mut below = 0;
     // SAFETY: The call writes one number, which outlives it.
@@ -105,12 +110,24 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     ];
     identity.versions = versions.into_iter().map(|(what, version)| (what.to_owned(), version)).collect();
     identity.blas_workspace_variables = &["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"];
+    identity.lt_workspace_variables = &["HIPBLASLT_WORKSPACE_SIZE"];
+    let lt = match lt {
+        lt::Opening::Opened(lt) => {
+            // Its version belongs to a handle.
+            identity.versions.push(("hipBLASLt".to_owned(), "opened".to_owned()));
+            Some(lt)
+        }
+        lt::Opening::Absent(why) => {
+            identity.versions.push(("hipBLASLt".to_owned(), format!("none, so there are no Lt plans: {why}")));
+            None
+        }
+    };
     let architectures =
         (0..driver.devices).map(|ordinal| devices::architecture(driver, ordinal)).collect::<Result<Vec<_>, Error>>()?;
     let kernels = Kernels::new(&hipblas.library);
     let quirks = quirks::of_hip(driver.major());
     let blas = Blas { calls: blas, codes: &codes::HIPBLAS };
-    let platform = Rocm { driver, blas, quirks, kernels, architectures };
+    let platform = Rocm { driver, blas, lt, quirks, kernels, architectures };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }

@@ -25,6 +25,14 @@ pub(crate) const HIPBLAS: VendorLibrary = VendorLibrary {
     required_symbols: &["hipblasCreate"],
 };
 
+pub(crate) const HIPBLASLT: VendorLibrary = VendorLibrary {
+    what: "hipBLASLt",
+    path_variable: "HIGHWATER_HIPBLASLT_LIBRARY",
+    names: &[LibraryName::of_major("libhipblaslt.so.1", 7), LibraryName::of_major("libhipblaslt.so.0", 6)],
+    too_old: &[],
+    required_symbols: &["hipblasLtCreate"],
+};
+
 /// Returns the library folders of AMD's installer beyond the loader's path: the default release, then the others,
 /// newest first.
 pub(crate) fn folders() -> Vec<PathBuf> {

@@ -1,17 +1,18 @@
 //! HIP as a [`Platform`].
 
-use highwater_driver::{Blas, Calls, Codes, Platform, Quirks, RawStream};
+use highwater_driver::{Blas, Calls, Codes, Lt, Platform, Quirks, RawStream, Zeros};
 use highwater_hal::{DevicePtr, Result};
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;
 use crate::{codes, quirks};
 
-/// The runtime and hipBLAS.
+/// The runtime, hipBLAS and hipBLASLt.
 #[derive(Debug)]
 pub(crate) struct Rocm {
     pub(crate) driver: &'static Driver,
     pub(crate) blas: Blas,
+    pub(crate) lt: Option<Lt>,
     pub(crate) quirks: &'static Quirks,
     pub(crate) kernels: Kernels,
     /// The architectures, by ordinal.
@@ -99,6 +100,15 @@ unsafe impl Platform for Rocm {
         // SAFETY: The caller promises that the stream is alive. The call writes one number, which outlives it.
         let code = unsafe { (self.driver.own.stream_get_device)(stream, &mut own) };
         if code == 0 { Ok(own == device as i32) } else { Err(code) }
+    }
+
+    #[inline(always)]
+    fn lt(&self) -> Option<&Lt> {
+        self.lt.as_ref()
+    }
+
+    fn zeros(&self, device: u32) -> Option<&Zeros> {
+        self.driver.zeros.get(device as usize)
     }
 
     fn may_create_blas(&self, device: u32) -> Result<()> {

@@ -15,13 +15,14 @@ pub(crate) const PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
 pub(crate) const INVALID_HANDLE: i32 = 400;
 pub(crate) const CAPTURE_INVALIDATED: i32 = 901;
+pub(crate) const CAPTURE_UNJOINED: i32 = 904;
 
 pub(crate) const STREAM_NON_BLOCKING: u32 = 1;
 pub(crate) const PER_THREAD_STREAM: RawStream = RawStream(2);
 pub(crate) const EVENT_NO_TIMING: u32 = 2;
 pub(crate) const EVENT_INTERPROCESS: u32 = 4;
-/// Makes a device's writes visible to the whole system when the event is reached. Without it, a wait may not suffice to
-/// read host memory that the device caches.
+/// Makes a device's writes visible to the whole system when the event is reached, by AMD's manual. It has no effect: every record
+/// releases to the system unless the flag 0x2000_0000 disables that (clr 6.4.3, `hip_event.cpp`).
 pub(crate) const EVENT_RELEASE_TO_SYSTEM: u32 = 0x8000_0000;
 pub(crate) const HOST_PORTABLE: u32 = 1;
 pub(crate) const HOST_MAPPED: u32 = 2;
@@ -76,12 +77,13 @@ const COMMON: Quirks = Quirks {
     type_codes: TypeCodes { f16: R_16F, bf16: R_16BF, f32: R_32F, f64: R_64F },
     compute_codes: ComputeCodes { f32: COMPUTE_32F, tf32: COMPUTE_32F_FAST_TF32, f64: COMPUTE_64F },
     default_algorithm: GEMM_DEFAULT,
-    // A handle accepts mode 0 only. The compute type of a product selects the precision.
+    // A handle accepts a further mode, which has no effect that was seen.
     math_modes: None,
     atomics_modes: AtomicsModes { not_allowed: ATOMICS_NOT_ALLOWED, allowed: ATOMICS_ALLOWED },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: false,
-    capture_loss_kills_streams: Some(CAPTURE_INVALIDATED),
+    streams_die_after: &[CAPTURE_INVALIDATED, CAPTURE_UNJOINED],
+    events_follow_streams: true,
 };
 
 /// hipBLAS 2, whose new handles allow atomics, and hipBLAS 3, whose new handles do not.
@@ -97,6 +99,19 @@ pub(crate) const fn of_hip(major: u32) -> &'static Quirks {
 mod tests {
     use super::*;
     use crate::calls::blas_symbol;
+
+    /// HIP accepts one of three flags for the scope of a record. The one of them that has an effect disables the release.
+    #[test]
+    fn r3_23_a_record_releases_to_the_system() {
+        const DISABLE_SYSTEM_FENCE: u32 = 0x2000_0000;
+        const RELEASE_TO_DEVICE: u32 = 0x4000_0000;
+        for quirks in [&HIPBLAS_2, &HIPBLAS_3] {
+            let EventFlags { plain, timing, interprocess } = quirks.event_flags;
+            for flags in [plain, timing, interprocess] {
+                assert_eq!(flags & (DISABLE_SYSTEM_FENCE | RELEASE_TO_DEVICE), 0, "{flags:#x}");
+            }
+        }
+    }
 
     #[test]
     fn the_symbols_that_take_the_new_numbers_are_chosen_by_the_version() {

@@ -146,6 +146,7 @@ pub(crate) mod needs {
         create_during_capture,
         host_address_is_device_address,
         event_waits_end_with_peer,
+        lt_handle_per_stream,
     );
 }
 

@@ -90,7 +90,10 @@ impl DeviceState {
     /// Returns whether handles of a kind stay with one stream. They do if the vendor requires it, or if products keep
     /// intermediate results in the handle's own memory. A plan made for no workspace has no such results.
     pub(crate) fn handle_per_stream(&self, kind: BlasKind) -> bool {
-        self.capabilities.handle_per_stream || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
+        let can = &self.capabilities;
+        can.handle_per_stream
+            || (kind == BlasKind::Lt && can.lt_handle_per_stream)
+            || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
     }
 }
 

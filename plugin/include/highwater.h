@@ -174,6 +174,7 @@ extern "C" {
 #define HW_FACT_HOST_ADDRESS_IS_DEVICE_ADDRESS (UINT64_C(1) << 3)
 #define HW_FACT_PINNED_CACHED_BY_DEVICE (UINT64_C(1) << 4)
 #define HW_FACT_EVENT_WAITS_END_WITH_PEER (UINT64_C(1) << 5)
+#define HW_FACT_LT_HANDLE_PER_STREAM (UINT64_C(1) << 6)
 
 /* An open backend, and a BLAS or an Lt handle. Only the plugin knows their contents. */
 typedef struct hw_backend hw_backend;

@@ -281,6 +281,7 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     let Outside { stream, reached } = outside;
     check!(reached.query()?.is_complete(), "an event that was reached before a capture is pending during it");
     reached.synchronize()?;
+    stream.wait(reached)?;
     let event = Event::new(backend)?;
     stream.record(&event)?;
     stream.synchronize()?;

@@ -32,6 +32,8 @@ cases! {
     synchronize_ignores_work_after_the_record: ["event.synchronize"];
     destroyed_events_keep_their_waits: ["event.destroy-pending"];
     destroyed_events_are_stale: ["event.destroy-stale"];
+    events_order_after_their_stream: ["event.outlives-stream", "event.wait-orders"];
+    events_answer_after_their_stream: ["event.outlives-stream", "event.query", "event.synchronize"];
     elapsed_time_covers_the_work: ["event.elapsed"] needs [has::event_timing];
     elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_needs_records: ["event.elapsed-invalid"] needs [has::event_timing];
@@ -437,6 +439,77 @@ fn destroyed_events_are_stale(backend: &dyn Backend) -> CaseResult {
     check_error!(backend.destroy_event(stale), InvalidHandle, "a second destroy_event");
     check_error!(backend.query_event(stale), InvalidHandle, "query_event after destroy_event");
     check_error!(backend.stream_wait_event(stream.id(), stale), InvalidHandle, "a wait for a destroyed event");
+    Ok(())
+}
+
+/// Creates and destroys objects, which take the place of a stream that was destroyed.
+fn replace_objects(backend: &dyn Backend) -> CaseResult {
+    let streams = (0..3).map(|_| Stream::new(backend)).collect::<Result<Vec<_>, _>>()?;
+    for stream in &streams {
+        let event = Event::new(backend)?;
+        stream.record(&event)?;
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+fn events_order_after_their_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the producer was done before it was destroyed", |load| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        let idle = IdleStream::on(backend, DEVICE)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        let outstanding = event.is_pending()?;
+        producer.destroy()?;
+        replace_objects(backend)?;
+        consumer.wait(&event)?;
+        consumer.copy(copied.all(), shared.all())?;
+        idle.let_others_begin()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for an event whose stream was destroyed")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    for waits in [true, false] {
+        until_conclusive("the producer was done before it was destroyed", |load| {
+            let target = Pinned::holding(backend, &[OLD; BYTES])?;
+            let source = Block::filled(backend, BYTES, NEW)?;
+            let (producer, event) = (Stream::new(backend)?, Event::new(backend)?);
+            busy.enqueue(&producer, load * PRODUCED)?;
+            producer.copy(target.all(), source.all())?;
+            producer.record(&event)?;
+            let start = Instant::now();
+            producer.destroy()?;
+            // Some vendors wait for the work here.
+            let waited = start.elapsed() >= StreamLoad::TIME * load as u32;
+            // SAFETY: this is called once the backend has said that the copy is complete.
+            let shows = || unsafe { target.read_now() } == [NEW; BYTES];
+            let outstanding = event.is_pending()?;
+            check!(outstanding || shows(), "an event whose stream was destroyed was complete before the work");
+            replace_objects(backend)?;
+            if waits {
+                event.synchronize()?;
+                check!(shows(), "a wait for an event whose stream was destroyed returned before the work was done");
+            }
+            let start = Instant::now();
+            while event.is_pending()? {
+                check!(start.elapsed() < Duration::from_secs(20), "an event whose stream was destroyed stays pending");
+            }
+            check!(shows(), "an event whose stream was destroyed was complete before the work");
+            // A further record is answered like the first.
+            let successor = Stream::new(backend)?;
+            successor.record(&event)?;
+            event.synchronize()?;
+            check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
+            Ok(Attempt::seen(outstanding || waited))
+        })?;
+    }
     Ok(())
 }
 

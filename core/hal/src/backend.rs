@@ -325,9 +325,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `stream.independent`: streams of one device wait for each other only on request.
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId>;
 
-    /// Destroys a stream without waiting.
+    /// Destroys a stream. Does not wait for its work, unless the vendor's call does (ROCm).
     ///
     /// - `stream.destroy-pending`: work that was enqueued before is still executed.
+    /// - `event.outlives-stream`: events that the stream has recorded keep their meaning: queries, waits and records of them are
+    ///   answered as before.
     /// - `stream.destroy-stale`: the id is stale afterwards, also for a second `destroy_stream`.
     fn destroy_stream(&self, stream: StreamId) -> Result<()>;
 
@@ -576,8 +578,9 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
     /// - `capture.undisturbed`: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating
     ///   and freeing plain memory and page-locked memory; registering and unregistering memory; exporting, opening and
-    ///   closing memory that processes share; creating and destroying events; querying and waiting for events recorded
-    ///   outside and streams that take no part; creating handles (if `create_during_capture` holds).
+    ///   closing memory that processes share; creating and destroying events; querying and waiting for streams that take no part
+    ///   and events recorded outside, also those that a stream recorded before it took part, and waits of other streams for
+    ///   them; creating handles (if `create_during_capture` holds).
     /// - `capture.no-answer`: a query of, or a wait for, a stream that takes part or an event recorded in the capture returns
     ///   `Capture`, and may lose the capture.
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {

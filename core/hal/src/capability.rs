@@ -69,8 +69,10 @@ pub struct Capabilities {
     // ---- facts
     /// Binding a stream returns a BLAS handle to its default workspace (cuBLAS: always; hipBLAS: never).
     pub set_stream_resets_workspace: bool,
-    /// A handle must keep its first stream (hipBLASLt).
+    /// A handle must keep its first stream (hipBLAS 2).
     pub handle_per_stream: bool,
+    /// A handle for Lt plans must keep its first stream (hipBLASLt).
+    pub lt_handle_per_stream: bool,
     /// Handles, events and memory may be created while a capture is open.
     pub create_during_capture: bool,
     /// Page-locked memory has the same address on the device as on the host.
@@ -127,6 +129,7 @@ impl Capabilities {
             mapped_memory_rdma: false,
             set_stream_resets_workspace: true,
             handle_per_stream: false,
+            lt_handle_per_stream: false,
             create_during_capture: false,
             host_address_is_device_address: false,
             pinned_cached_by_device: false,

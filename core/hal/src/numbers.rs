@@ -202,6 +202,7 @@ bits! {
         host_address_is_device_address "FACT_HOST_ADDRESS_IS_DEVICE_ADDRESS" = 3,
         pinned_cached_by_device "FACT_PINNED_CACHED_BY_DEVICE" = 4,
         event_waits_end_with_peer "FACT_EVENT_WAITS_END_WITH_PEER" = 5,
+        lt_handle_per_stream "FACT_LT_HANDLE_PER_STREAM" = 6,
     }
 }
 

@@ -169,7 +169,7 @@ mod tests {
             (&Identity::new("name", "description", BackendTag::next()), 7),
             (&LiveObjects::default(), 11),
             (&DeviceInfo::new(0, "name", [0; 16], 1), 7),
-            (&Capabilities::none(), 36),
+            (&Capabilities::none(), 37),
         ];
         for (value, number) in values {
             assert_eq!(fields(value).len(), number, "{value:?}: {:?}", fields(value));

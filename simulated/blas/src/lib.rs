@@ -1,4 +1,4 @@
-//! The common part of the simulated cuBLAS, cuBLASLt and hipBLAS.
+//! The common part of the simulated cuBLAS, cuBLASLt, hipBLAS and hipBLASLt.
 //!
 //! Like the real libraries they call the driver: contexts, memory and waits go through the public functions of `libcuda.so.1`
 //! or `libamdhip64.so`. Only kernels are launched through a private [`table`], which the simulated driver exports as
@@ -10,6 +10,8 @@
 //! - `border`: exported functions and their results
 //! - `table`: the private table and its description of a product
 //! - `driver`: the functions of NVIDIA's driver, and the current context
+//! - `runtime`, `hip_status`: the functions of AMD's runtime, and the codes of its libraries
+//! - `lt`: descriptors of cuBLASLt and hipBLASLt
 //! - `product`: the arguments of a product that every vendor has
 //! - `signature`: the ABI of a function, for tests
 //! - `slots`: the storage of handles and descriptors
@@ -20,7 +22,10 @@ use std::sync::OnceLock;
 
 pub mod border;
 pub mod driver;
+pub mod hip_status;
+pub mod lt;
 pub mod product;
+pub mod runtime;
 pub mod signature;
 pub mod slots;
 pub mod status;

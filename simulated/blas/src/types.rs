@@ -74,6 +74,23 @@ impl Compute {
     }
 }
 
+/// Returns the number of cuBLAS for a `hipblasComputeType_t`.
+#[must_use]
+pub const fn of_hip_compute(number: u32) -> Option<u32> {
+    Some(match number {
+        0 => 64,
+        1 => 65,
+        2 => 68,
+        3 => 69,
+        4 => 74,
+        5 => 75,
+        6 => 77,
+        7 => 70,
+        8 => 71,
+        _ => return None,
+    })
+}
+
 /// Returns alpha or beta as a product has it: the bits of its value, which is read at once, or its device address.
 ///
 /// # Safety

@@ -2,14 +2,12 @@
 
 use highwater_simulated_blas::status::SUCCESS;
 
-use crate::attributes::Preference;
-use crate::problem::Problem;
+use highwater_simulated_blas::lt::attributes::Preference;
+use highwater_simulated_blas::lt::problem::Problem;
+use highwater_simulated_blas::lt::workspace_of;
 
 /// Marks the structure as filled by this library.
 const MARK: u64 = u64::from_ne_bytes(*b"LtPlan\x01\0");
-
-/// A smaller workspace is not used: it would need many small kernels.
-const LEAST_WORKSPACE: u64 = 16 << 10;
 
 /// `cublasLtMatmulAlgo_t`: 64 bytes that are opaque to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,11 +40,10 @@ const _: () = assert!(size_of::<HeuristicResult>() == 96);
 impl Algorithm {
     /// Returns the algorithm for a problem, within the preferred workspace.
     pub(crate) fn of(problem: &Problem, preference: &Preference) -> Self {
-        let workspace = preference.workspace_bytes.min(problem.intermediate_bytes());
         Self {
             mark: MARK,
             fingerprint: problem.fingerprint(),
-            workspace_bytes: if workspace < LEAST_WORKSPACE.min(problem.intermediate_bytes()) { 0 } else { workspace },
+            workspace_bytes: workspace_of(problem, preference.workspace_bytes),
             // Kernels load no more than 16 bytes at a time.
             alignments: preference.alignments.map(|alignment| alignment.min(16)),
             reserved: [0; 3],

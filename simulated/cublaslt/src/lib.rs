@@ -14,20 +14,21 @@
 #[cfg(test)]
 mod abi;
 mod algorithm;
-mod attributes;
-mod problem;
 
 use std::ffi::{c_char, c_void};
 
 use highwater_simulated_blas::border::put;
 use highwater_simulated_blas::driver::{Driver, Home};
+use highwater_simulated_blas::lt::Fault;
+use highwater_simulated_blas::lt::attributes::{
+    Attribute, Description, Layout, LayoutAttribute, Preference, PreferenceAttribute, write,
+};
+use highwater_simulated_blas::lt::problem::{Operands, Problem, WithoutFactors};
 use highwater_simulated_blas::slots::Slots;
-use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED};
+use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED};
 use highwater_simulated_blas::{answer, call, create, export, version, version_part};
 
 use crate::algorithm::{Algorithm, HeuristicResult};
-use crate::attributes::{Description, Layout, Preference};
-use crate::problem::{Operands, Problem};
 
 static HANDLES: Slots<Home> = Slots::new(*b"LtHandle");
 static DESCRIPTIONS: Slots<Description> = Slots::new(*b"LtMatmul");
@@ -52,7 +53,56 @@ unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> R
     let layout = |address| unsafe { copy(&LAYOUTS, address, INVALID_VALUE) };
     // SAFETY: as above.
     let description = unsafe { copy(&DESCRIPTIONS, description, INVALID_VALUE) }?;
-    Problem::new(&description, [layout(a)?, layout(b)?, layout(c)?, layout(d)?])
+    let layouts = [layout(a)?, layout(b)?, layout(c)?, layout(d)?];
+    Problem::new(&description, layouts, Some(description.compute_type()), 0).map_err(code)
+}
+
+/// Returns the code of a fault.
+fn code(fault: Fault) -> u32 {
+    match fault {
+        Fault::Invalid => INVALID_VALUE,
+        Fault::Unsupported => NOT_SUPPORTED,
+    }
+}
+
+/// Returns the attribute of a number of `cublasLtMatmulDescAttributes_t`.
+fn attribute(number: u32) -> Result<Attribute, u32> {
+    Ok(match number {
+        0 => Attribute::ComputeType,
+        1 => Attribute::ScaleType,
+        2 => Attribute::PointerMode,
+        3 => Attribute::TransposeA,
+        4 => Attribute::TransposeB,
+        // Transposed C, part of C only.
+        5 | 6 => Attribute::Zero,
+        7 => Attribute::Epilogue,
+        8 => Attribute::Bias,
+        10 => Attribute::BiasBatchStride,
+        15 => Attribute::Hint,
+        25 => Attribute::SmallHint,
+        26 => Attribute::BiasType,
+        // Auxiliary outputs, scales of 8-bit types, synchronization by chunks.
+        11..=14 | 17..=24 | 27..=37 => Attribute::Special,
+        _ => return Err(INVALID_VALUE),
+    })
+}
+
+/// Returns the attribute of a number of `cublasLtMatrixLayoutAttribute_t`.
+fn layout_attribute(number: u32) -> Result<LayoutAttribute, u32> {
+    use LayoutAttribute::{Batch, Columns, Ld, Order, Rows, SmallZero, Stride, Type, Zero};
+    let all = [Type, Order, Rows, Columns, Ld, Batch, Stride, Zero, SmallZero];
+    all.get(number as usize).copied().ok_or(INVALID_VALUE)
+}
+
+/// Returns the attribute of a number of `cublasLtMatmulPreferenceAttributes_t`.
+fn preference_attribute(number: u32) -> Result<PreferenceAttribute, u32> {
+    Ok(match number {
+        1 => PreferenceAttribute::Workspace,
+        5..=8 => PreferenceAttribute::Alignment(number as usize - 5),
+        0 | 3 | 9 => PreferenceAttribute::Hint(4),
+        12 => PreferenceAttribute::Hint(8),
+        _ => return Err(INVALID_VALUE),
+    })
 }
 
 export! {
@@ -70,7 +120,7 @@ export! {
     fn cublasLtGetProperty(part: u32, value: *mut i32) { answer!(value = version_part(part).ok_or(INVALID_VALUE)?) }
 
     fn cublasLtMatmulDescCreate(description: *mut *mut c_void, compute_type: u32, scale_type: u32) {
-        create!(description in DESCRIPTIONS, Description::new(compute_type, scale_type))
+        create!(description in DESCRIPTIONS, Description::new(compute_type, scale_type, 0))
     }
 
     fn cublasLtMatmulDescDestroy(description: *mut c_void) {
@@ -78,18 +128,22 @@ export! {
         unsafe { DESCRIPTIONS.remove(description) }.map(|_| ()).ok_or(INVALID_VALUE)
     }
 
-    fn cublasLtMatmulDescSetAttribute(description: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
+    fn cublasLtMatmulDescSetAttribute(description: *mut c_void, number: u32, value: *const c_void, bytes: usize) {
+        let attribute = attribute(number)?;
         // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
         unsafe { DESCRIPTIONS.with(description, |description| description.set(attribute, value, bytes)) }
-            .unwrap_or(Err(INVALID_VALUE))
+            .ok_or(INVALID_VALUE)?.map_err(code)
     }
 
     fn cublasLtMatmulDescGetAttribute(
-        description: *mut c_void, attribute: u32, value: *mut c_void, bytes: usize, written: *mut usize,
+        description: *mut c_void, number: u32, value: *mut c_void, bytes: usize, written: *mut usize,
     ) {
-        // SAFETY: As above, for writing. `written` is valid or null.
-        unsafe { DESCRIPTIONS.with(description, |description| description.get(attribute, value, bytes, written)) }
-            .unwrap_or(Err(INVALID_VALUE))
+        let attribute = attribute(number)?;
+        // SAFETY: The descriptor is null or came from its function.
+        let found = unsafe { DESCRIPTIONS.with(description, |description| description.get(attribute)) };
+        let found = found.ok_or(INVALID_VALUE)?.map_err(code)?;
+        // SAFETY: The places are null or valid.
+        unsafe { write(found, value, bytes, written) }.map_err(code)
     }
 
     fn cublasLtMatrixLayoutCreate(layout: *mut *mut c_void, data_type: u32, rows: u64, columns: u64, ld: i64) {
@@ -101,9 +155,10 @@ export! {
         unsafe { LAYOUTS.remove(layout) }.map(|_| ()).ok_or(INVALID_VALUE)
     }
 
-    fn cublasLtMatrixLayoutSetAttribute(layout: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
+    fn cublasLtMatrixLayoutSetAttribute(layout: *mut c_void, number: u32, value: *const c_void, bytes: usize) {
+        let attribute = layout_attribute(number)?;
         // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
-        unsafe { LAYOUTS.with(layout, |layout| layout.set(attribute, value, bytes)) }.unwrap_or(Err(INVALID_VALUE))
+        unsafe { LAYOUTS.with(layout, |layout| layout.set(attribute, value, bytes)) }.ok_or(INVALID_VALUE)?.map_err(code)
     }
 
     fn cublasLtMatmulPreferenceCreate(preference: *mut *mut c_void) {
@@ -116,11 +171,12 @@ export! {
     }
 
     fn cublasLtMatmulPreferenceSetAttribute(
-        preference: *mut c_void, attribute: u32, value: *const c_void, bytes: usize,
+        preference: *mut c_void, number: u32, value: *const c_void, bytes: usize,
     ) {
+        let attribute = preference_attribute(number)?;
         // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
         unsafe { PREFERENCES.with(preference, |preference| preference.set(attribute, value, bytes)) }
-            .unwrap_or(Err(INVALID_VALUE))
+            .ok_or(INVALID_VALUE)?.map_err(code)
     }
 
     /// Finds one algorithm for each problem that the kernels can compute.
@@ -168,8 +224,15 @@ export! {
             alpha, beta, a: a as u64, b: b as u64, c: c as u64, d: d as u64,
             workspace: workspace as u64, workspace_bytes: workspace_bytes as u64, stream,
         };
+        let needed = algorithm.workspace_for(&problem).ok_or(INVALID_VALUE)?;
+        if !algorithm.takes([operands.a, operands.b, operands.c, operands.d]) {
+            return Err(INVALID_VALUE);
+        }
         // SAFETY: Alpha and beta are valid or null, where the description states, and the stream belongs to the driver.
-        unsafe { problem.run(home, &algorithm, &operands) }
+        unsafe {
+            let product = problem.product(home.device, needed, &operands, WithoutFactors::OmitsEpilogue).map_err(code)?;
+            Driver::get()?.launch(&product)
+        }
     }
 }
 

@@ -4,8 +4,10 @@
 //! which call invalidates a capture. A capture is *open* from its begin to its end. A call that a capture forbids
 //! invalidates it: every later call on its streams returns 901, the end included. After the end the streams work as before.
 //!
-//! With AMD's rules the streams of an invalidated capture are *dead* after its end, the origin and every stream that had
-//! joined. A dead stream can only be destroyed.
+//! AMD's runtime keeps this state for each stream, not for the capture (clr 6.4.3, `hip_stream.cpp` and `hip_graph.cpp`). A
+//! forbidden call invalidates one stream, and the others go on recording. A capture that ends with 901 or 904 deletes its graph
+//! and leaves every stream as it was: an invalidated one refuses work, and an active one records into the deleted graph, which
+//! ends the process here. To destroy a stream that takes part frees the streams that joined through it.
 //!
 //! A call is *unsafe* while a capture is open if it could wait for the device or free memory that the capture uses. Unsafe
 //! calls return 900 and invalidate the capture, on any stream, unless the thread has exchanged its mode.
@@ -16,13 +18,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::thread::ThreadId;
 
-use highwater_hal::StreamId;
+use highwater_hal::{Backend, StreamId};
 use parking_lot::{Mutex, RwLock};
 
 use crate::blocks::GraphMemory;
 use crate::code::{Answer, Code};
 use crate::handles::{NON_BLOCKING, Stream, new_number};
-use crate::process::{Simulation, simulation};
+use crate::process::{Simulation, die, simulation};
 use crate::variants::{Vendor, vendor};
 
 /// Modes of a capture and of a thread.
@@ -67,10 +69,9 @@ pub(crate) struct Capture {
     pub(crate) mode: u32,
     pub(crate) thread: ThreadId,
     pub(crate) origin: Stream,
+    /// Whether a call invalidated it (CUDA).
     lost: AtomicBool,
     ended: AtomicBool,
-    /// Whether another capture was begun on one of its dead streams.
-    pub(crate) begun_again: AtomicBool,
     /// Unique among the captures of the process.
     pub(crate) number: u64,
     pub(crate) nodes: Mutex<Vec<u32>>,
@@ -80,23 +81,49 @@ pub(crate) struct Capture {
 
 impl Capture {
     pub(crate) fn new(origin: Stream, mode: u32) -> Self {
-        let [lost, ended, begun_again] = [const { AtomicBool::new(false) }; 3];
+        let [lost, ended] = [const { AtomicBool::new(false) }; 2];
         let thread = std::thread::current().id();
         let memory = Arc::new(GraphMemory::new(origin.device));
-        Self { mode, thread, origin, lost, ended, begun_again, number: new_number(), nodes: Mutex::default(), memory }
-    }
-
-    pub(crate) fn is_lost(&self) -> bool {
-        self.lost.load(Ordering::Acquire)
+        Self { mode, thread, origin, lost, ended, number: new_number(), nodes: Mutex::default(), memory }
     }
 
     pub(crate) fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
+}
 
-    /// Returns whether its streams are dead.
-    pub(crate) fn is_dead(&self) -> bool {
-        self.is_lost() && self.is_ended()
+/// The part of one stream in a capture.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) stream: Stream,
+    pub(crate) capture: Arc<Capture>,
+    /// The stream through which it joined; `None` for the origin.
+    parent: Option<StreamId>,
+    /// Whether a call invalidated this stream (HIP).
+    lost: AtomicBool,
+    /// Whether the stream has left the capture.
+    left: AtomicBool,
+    /// Whether another capture was begun on the stream after it was invalidated (HIP).
+    pub(crate) begun_again: AtomicBool,
+}
+
+impl Part {
+    pub(crate) fn new(stream: Stream, capture: Arc<Capture>, parent: Option<StreamId>) -> Self {
+        let [lost, left, begun_again] = [const { AtomicBool::new(false) }; 3];
+        Self { stream, capture, parent, lost, left, begun_again }
+    }
+
+    pub(crate) fn is_origin(&self) -> bool {
+        self.parent.is_none()
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        let lost = if vendor() == Vendor::Hip { &self.lost } else { &self.capture.lost };
+        lost.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn has_left(&self) -> bool {
+        self.left.load(Ordering::Acquire)
     }
 
     /// Returns the code for work that is enqueued into it after it was invalidated.
@@ -115,62 +142,91 @@ fn key(stream: StreamId) -> Key {
 /// The captures of the process.
 pub(crate) static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 
-/// The open captures, and the invalidated ones whose streams are dead.
+/// The streams that take part in a capture.
 #[derive(Debug, Default)]
 pub(crate) struct Captures {
     /// The number of entries of `streams`, which saves the lock while no stream is captured.
     count: AtomicUsize,
-    /// The capture of each stream that takes part in one.
-    streams: RwLock<HashMap<Key, (Stream, Arc<Capture>)>>,
+    streams: RwLock<HashMap<Key, Arc<Part>>>,
 }
 
 impl Captures {
-    /// Returns the capture that a stream takes part in or died with.
-    pub(crate) fn of(&self, stream: StreamId) -> Option<Arc<Capture>> {
+    /// Returns the part of a stream in a capture.
+    pub(crate) fn of(&self, stream: StreamId) -> Option<Arc<Part>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
         }
-        self.streams.read().get(&key(stream)).map(|(_, capture)| Arc::clone(capture))
+        self.streams.read().get(&key(stream)).cloned()
     }
 
-    pub(crate) fn begin(&self, stream: Stream, capture: Arc<Capture>) -> bool {
+    /// Makes a stream take part, unless it does already.
+    pub(crate) fn begin(&self, part: Part) -> bool {
         let mut streams = self.streams.write();
-        if streams.contains_key(&key(stream.id)) {
+        let key = key(part.stream.id);
+        if streams.contains_key(&key) {
             return false;
         }
-        streams.insert(key(stream.id), (stream, capture));
+        streams.insert(key, Arc::new(part));
         self.count.store(streams.len(), Ordering::Release);
         true
     }
 
-    pub(crate) fn join(&self, stream: Stream, capture: Arc<Capture>) {
+    /// Makes a stream take part, whatever it did before.
+    pub(crate) fn join(&self, part: Part) {
         let mut streams = self.streams.write();
-        streams.insert(key(stream.id), (stream, capture));
+        streams.insert(key(part.stream.id), Arc::new(part));
         self.count.store(streams.len(), Ordering::Release);
     }
 
-    /// Ends a capture. Dead streams stay in the table.
-    pub(crate) fn end(&self, capture: &Arc<Capture>, streams_die: bool) {
-        if !capture.ended.swap(true, Ordering::AcqRel) && !streams_die {
-            self.leave(|_, other| Arc::ptr_eq(other, capture));
+    /// Ends a capture. Unless `streams_stay`, its streams take part in nothing from then on.
+    pub(crate) fn end(&self, capture: &Arc<Capture>, streams_stay: bool) {
+        capture.ended.store(true, Ordering::Release);
+        if !streams_stay {
+            self.leave(|part| Arc::ptr_eq(&part.capture, capture));
         }
     }
 
     /// Removes streams from their captures.
-    fn leave(&self, left: impl Fn(StreamId, &Arc<Capture>) -> bool) {
+    fn leave(&self, leaves: impl Fn(&Part) -> bool) {
         let mut streams = self.streams.write();
-        streams.retain(|_, (stream, capture)| !left(stream.id, capture));
+        streams.retain(|_, part| {
+            let leaves = leaves(part);
+            if leaves {
+                part.left.store(true, Ordering::Release);
+            }
+            !leaves
+        });
         self.count.store(streams.len(), Ordering::Release);
     }
 
-    /// Returns the open captures with a stream that `wanted` accepts.
-    pub(crate) fn find(&self, wanted: impl Fn(&Stream, &Capture) -> bool) -> Vec<Arc<Capture>> {
+    /// Removes a stream and every stream that joined through it (HIP).
+    fn leave_with_children(&self, stream: StreamId) {
+        let parents: HashMap<StreamId, StreamId> = {
+            let streams = self.streams.read();
+            streams.values().filter_map(|part| Some((part.stream.id, part.parent?))).collect()
+        };
+        let descends = |mut child: StreamId| {
+            // A stream has one parent, and the chain ends at the origin; the bound is for two streams that joined each other.
+            for _ in 0..=parents.len() {
+                if child == stream {
+                    return true;
+                }
+                let Some(parent) = parents.get(&child) else { return false };
+                child = *parent;
+            }
+            false
+        };
+        self.leave(|part| descends(part.stream.id));
+    }
+
+    /// Returns the parts in open captures that `wanted` accepts. With AMD's rules, a forbidden call invalidates origins only.
+    pub(crate) fn find(&self, wanted: impl Fn(&Part) -> bool) -> Vec<Arc<Part>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
         let streams = self.streams.read();
-        let found = streams.values().filter(|(stream, capture)| !capture.is_ended() && wanted(stream, capture));
-        found.map(|(_, capture)| Arc::clone(capture)).collect()
+        let open = |part: &&Arc<Part>| !part.capture.is_ended() && wanted(part);
+        streams.values().filter(open).cloned().collect()
     }
 }
 
@@ -184,10 +240,20 @@ pub(crate) fn is_blocking_on(stream: &Stream, device: u32) -> bool {
 }
 
 impl Simulation {
-    pub(crate) fn lose_capture(&self, capture: &Capture) {
-        if !capture.lost.swap(true, Ordering::AcqRel) {
-            self.hooks.lose_capture(capture.origin.id, "a call was made that it does not allow");
+    pub(crate) fn lose_capture(&self, part: &Part) {
+        if vendor() == Vendor::Hip {
+            part.lost.store(true, Ordering::Release);
+        } else if !part.capture.lost.swap(true, Ordering::AcqRel) {
+            self.hooks.lose_capture(part.capture.origin.id, "a call was made that it does not allow");
         }
+    }
+
+    /// Invalidates captures by a call that they forbid.
+    fn lose_captures(&self, forbidding: &[Arc<Part>], code: Code) -> Answer<()> {
+        for part in forbidding {
+            self.lose_capture(part);
+        }
+        if forbidding.is_empty() { Ok(()) } else { Err(code) }
     }
 
     /// Checks an unsafe call.
@@ -199,14 +265,12 @@ impl Simulation {
         if own == mode::RELAXED {
             return Ok(());
         }
-        let forbidding = CAPTURES.find(|_, capture| {
+        let forbidding = CAPTURES.find(|part| {
+            let capture = &part.capture;
             let here = capture.thread == thread && capture.mode != mode::RELAXED;
-            here || (own != mode::THREAD_LOCAL && capture.mode == mode::GLOBAL)
+            part.is_origin() && (here || (own != mode::THREAD_LOCAL && capture.mode == mode::GLOBAL))
         });
-        for capture in &forbidding {
-            self.lose_capture(capture);
-        }
-        if forbidding.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_UNSUPPORTED) }
+        self.lose_captures(&forbidding, Code::STREAM_CAPTURE_UNSUPPORTED)
     }
 
     /// Checks a query of a stream or a wait for it.
@@ -216,24 +280,24 @@ impl Simulation {
     pub(crate) fn check_not_capturing(&self, stream: &Stream) -> Answer<()> {
         match CAPTURES.of(stream.id) {
             None => Ok(()),
-            Some(capture) if capture.is_lost() && vendor() == Vendor::Cuda => Err(Code::STREAM_CAPTURE_INVALIDATED),
-            Some(capture) => {
-                self.lose_capture(&capture);
+            Some(part) if part.is_lost() && vendor() == Vendor::Cuda => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            Some(part) => {
+                self.lose_capture(&part);
                 Err(Code::STREAM_CAPTURE_UNSUPPORTED)
             }
         }
     }
 
-    /// Checks a use of the legacy default stream of a device.
+    /// Checks a use of the legacy default stream of a device. With AMD's rules, every use but a synchronous copy is allowed.
     ///
     /// # Errors
     /// 906 when a blocking stream of the device takes part in a capture, which is lost then.
     pub(crate) fn check_legacy_use(&self, device: u32) -> Answer<()> {
-        let drawn_in = CAPTURES.find(|stream, _| is_blocking_on(stream, device));
-        for capture in &drawn_in {
-            self.lose_capture(capture);
+        if vendor() == Vendor::Hip {
+            return Ok(());
         }
-        if drawn_in.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
+        let drawn_in = CAPTURES.find(|part| is_blocking_on(&part.stream, device));
+        self.lose_captures(&drawn_in, Code::STREAM_CAPTURE_IMPLICIT)
     }
 
     /// Invalidates every open capture, as a synchronous copy does (HIP).
@@ -241,11 +305,8 @@ impl Simulation {
     /// # Errors
     /// 906 when there was one.
     pub(crate) fn check_nothing_captures(&self) -> Answer<()> {
-        let open = CAPTURES.find(|_, _| true);
-        for capture in &open {
-            self.lose_capture(capture);
-        }
-        if open.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
+        let open = CAPTURES.find(Part::is_origin);
+        self.lose_captures(&open, Code::STREAM_CAPTURE_IMPLICIT)
     }
 
     /// Checks a wait for a whole device.
@@ -253,50 +314,63 @@ impl Simulation {
     /// # Errors
     /// 900 when one of its streams takes part in a capture, which is lost then.
     pub(crate) fn check_no_capture_on(&self, device: u32) -> Answer<()> {
-        let open = CAPTURES.find(|stream, _| stream.device == device);
-        for capture in &open {
-            self.lose_capture(capture);
-        }
-        if open.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_UNSUPPORTED) }
+        let open = CAPTURES.find(|part| part.is_origin() && part.stream.device == device);
+        self.lose_captures(&open, Code::STREAM_CAPTURE_UNSUPPORTED)
     }
 
     /// Returns whether a stream takes part in a capture, which records its work.
     ///
     /// # Errors
-    /// 901 if the capture was invalidated; 1 if another capture was begun on a stream that died with it (HIP).
+    /// 901 if the capture was invalidated; 1 if another capture was begun on the invalidated stream (HIP). An active stream
+    /// whose graph was deleted ends the process (HIP).
     pub fn is_recording(&self, stream: &Stream) -> Answer<bool> {
         match CAPTURES.of(stream.id) {
             None => Ok(false),
-            Some(capture) if capture.is_lost() => Err(capture.refusal()),
+            Some(part) if part.is_lost() => Err(part.refusal()),
+            Some(part) if part.capture.is_ended() => die(
+                "the simulated HIP runtime: work was recorded into a graph that was deleted, which corrupts HIP's memory",
+            ),
             Some(_) => Ok(true),
         }
     }
 
     /// Invalidates the capture that a stream takes part in, if any.
     pub fn lose_capture_of(&self, stream: &Stream) {
-        if let Some(capture) = CAPTURES.of(stream.id) {
-            self.lose_capture(&capture);
+        if let Some(part) = CAPTURES.of(stream.id) {
+            self.lose_capture(&part);
         }
     }
 
     /// Records that the last operation added `count` nodes of a kind to a capture. Call it after the operation was enqueued.
     /// Does nothing if the stream takes part in no capture.
     pub fn note_nodes(&self, stream: &Stream, kind: u32, count: usize) {
-        if let Some(capture) = CAPTURES.of(stream.id) {
-            capture.nodes.lock().extend(std::iter::repeat_n(kind, count));
+        if let Some(part) = CAPTURES.of(stream.id) {
+            part.capture.nodes.lock().extend(std::iter::repeat_n(kind, count));
         }
     }
 
     /// Removes a destroyed stream from its capture. A capture ends with the stream on which it began.
     pub(crate) fn leave_capture(&self, stream: &Stream) {
-        if let Some(capture) = CAPTURES.of(stream.id) {
-            self.lose_capture(&capture);
-            if capture.origin.id == stream.id {
-                CAPTURES.end(&capture, vendor() == Vendor::Hip);
+        let Some(part) = CAPTURES.of(stream.id) else { return };
+        if vendor() == Vendor::Hip {
+            CAPTURES.leave_with_children(stream.id);
+            if part.is_origin() && !part.capture.is_ended() {
+                self.abandon(&part.capture);
             }
-            if vendor() == Vendor::Hip {
-                CAPTURES.leave(|other, _| other == stream.id);
-            }
+            return;
+        }
+        self.lose_capture(&part);
+        if part.is_origin() {
+            CAPTURES.end(&part.capture, false);
+        }
+    }
+
+    /// Ends a capture whose graph nobody gets.
+    pub(crate) fn abandon(&self, capture: &Arc<Capture>) {
+        CAPTURES.end(capture, true);
+        // SAFETY: the graph is destroyed and never launched.
+        if let Ok(graph) = unsafe { self.gpu.end_capture(capture.origin.id) } {
+            let _ = self.gpu.destroy_graph(graph);
         }
     }
 }

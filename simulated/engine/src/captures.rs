@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use highwater_hal::{Backend, CaptureMode};
 
-use crate::capture_state::{CAPTURES, Capture, is_blocking_on};
+use crate::capture_state::{CAPTURES, Capture, Part, is_blocking_on};
 pub use crate::capture_state::{exchange_mode, mode, node, status};
 use crate::code::{Answer, Code};
 use crate::graphs;
@@ -27,8 +27,8 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
         return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
     }
     let capture = Arc::new(Capture::new(stream, capture_mode));
-    if !CAPTURES.begin(stream, Arc::clone(&capture)) {
-        let dead = CAPTURES.of(stream.id).filter(|capture| capture.is_dead());
+    if !CAPTURES.begin(Part::new(stream, Arc::clone(&capture), None)) {
+        let dead = CAPTURES.of(stream.id).filter(|part| part.is_lost() && part.capture.is_ended());
         dead.ok_or(Code::ILLEGAL_STATE)?.begun_again.store(true, Ordering::Release);
         return Ok(());
     }
@@ -43,32 +43,38 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
 ///
 /// # Errors
 /// 401 if there is no capture, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 if the capture was
-/// invalidated, 904 if a stream that joined was not waited for. 903 invalidates the capture; 901, 904 and 908 end it. On a dead
-/// stream (HIP) 901 again, and 904 if a capture was begun on it.
+/// invalidated, 904 if a stream that joined was not waited for. CUDA: 903 invalidates the capture; 901, 904 and 908 end it. HIP:
+/// 903 and 908 change nothing; 901 and 904 delete the graph and leave the streams as they are. On an invalidated stream whose
+/// capture has ended 901 again, and 904 if a capture was begun on it.
 pub fn end(raw: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
-    let capture = CAPTURES.of(stream.id).ok_or(Code::ILLEGAL_STATE)?;
-    if capture.origin.id != stream.id {
-        simulation.lose_capture(&capture);
+    let part = CAPTURES.of(stream.id).ok_or(Code::ILLEGAL_STATE)?;
+    let (capture, is_hip) = (&part.capture, vendor() == Vendor::Hip);
+    if !part.is_origin() {
+        if !is_hip {
+            simulation.lose_capture(&part);
+        }
         return Err(Code::STREAM_CAPTURE_UNMATCHED);
     }
-    if capture.is_dead() {
-        let begun_again = capture.begun_again.load(Ordering::Acquire);
-        return Err(if begun_again { Code::STREAM_CAPTURE_UNJOINED } else { Code::STREAM_CAPTURE_INVALIDATED });
+    if capture.is_ended() {
+        let again = part.begun_again.load(Ordering::Acquire) || !part.is_lost();
+        return Err(if again { Code::STREAM_CAPTURE_UNJOINED } else { Code::STREAM_CAPTURE_INVALIDATED });
     }
     let elsewhere = capture.mode != mode::RELAXED && capture.thread != std::thread::current().id();
+    if elsewhere && is_hip {
+        return Err(Code::STREAM_CAPTURE_WRONG_THREAD);
+    }
+    let is_lost = part.is_lost();
+    if elsewhere || is_lost {
+        CAPTURES.end(capture, is_hip);
+        simulation.abandon(capture);
+        return Err(if elsewhere { Code::STREAM_CAPTURE_WRONG_THREAD } else { Code::STREAM_CAPTURE_INVALIDATED });
+    }
     // SAFETY: the program ends what it began; what the commands use has to stay until the last launch, which is the
     // promise of every user of the vendor's function.
     let recorded = unsafe { simulation.gpu.end_capture(stream.id) };
-    let is_lost = capture.is_lost();
-    CAPTURES.end(&capture, is_lost && vendor() == Vendor::Hip);
-    if elsewhere || is_lost {
-        if let Ok(graph) = recorded {
-            let _ = simulation.gpu.destroy_graph(graph);
-        }
-        return Err(if elsewhere { Code::STREAM_CAPTURE_WRONG_THREAD } else { Code::STREAM_CAPTURE_INVALIDATED });
-    }
+    CAPTURES.end(capture, recorded.is_err() && is_hip);
     let id = recorded.map_err(|error| match error.kind() {
         highwater_hal::ErrorKind::Capture => Code::STREAM_CAPTURE_UNJOINED,
         _ => simulation.code_of(error),
@@ -85,14 +91,14 @@ pub fn is_capturing(raw: u64) -> Answer<u32> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
     if stream.is_legacy() {
-        let drawn_in = CAPTURES.find(|other, _| is_blocking_on(other, stream.device));
+        let drawn_in = CAPTURES.find(|part| is_blocking_on(&part.stream, stream.device));
         if !drawn_in.is_empty() {
             return Err(Code::STREAM_CAPTURE_IMPLICIT);
         }
     }
     Ok(match CAPTURES.of(stream.id) {
         None => status::NONE,
-        Some(capture) if capture.is_lost() => status::INVALIDATED,
+        Some(part) if part.is_lost() => status::INVALIDATED,
         Some(_) => status::ACTIVE,
     })
 }
@@ -105,5 +111,5 @@ pub fn info(raw: u64) -> Answer<(u32, u64)> {
     let status = is_capturing(raw)?;
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
-    Ok((status, CAPTURES.of(stream.id).map_or(0, |capture| capture.number)))
+    Ok((status, CAPTURES.of(stream.id).map_or(0, |part| part.capture.number)))
 }

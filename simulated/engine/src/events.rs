@@ -1,17 +1,18 @@
 //! Events by their raw handles.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use highwater_hal::{Backend, Completion, EventHandle, EventId, EventOptions};
 use parking_lot::{Mutex, RwLock};
 
-use crate::capture_state::{CAPTURES, Capture};
+use crate::capture_state::{CAPTURES, Part};
 use crate::code::{Answer, Code};
 use crate::current::with_context;
-use crate::handles::new_handles;
-use crate::process::{Simulation, simulation};
-use crate::variants::{Vendor, vendor};
+use crate::handles::{Stream, new_handles};
+use crate::process::{Simulation, die, simulation};
+use crate::streams;
+use crate::variants::{Vendor, hip_major, vendor};
 
 /// Flags of `cuEventCreate`.
 pub mod flags {
@@ -25,6 +26,9 @@ pub mod flags {
     pub const HIP_RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 }
 
+/// The records of an interprocess event that HIP 7 orders.
+const IPC_RECORDS: u64 = 32;
+
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) id: EventId,
@@ -32,10 +36,28 @@ pub(crate) struct Event {
     pub(crate) flags: u32,
     /// True if it was opened by a handle of another process.
     pub(crate) is_import: bool,
-    /// The capture in which it was recorded last.
-    captured: Mutex<Option<Arc<Capture>>>,
+    /// Its last record.
+    last: Mutex<Last>,
     /// The exported handle, whose descriptor importers open in this process.
     pub(crate) exported: Mutex<Option<EventHandle>>,
+}
+
+/// The last record of an event.
+#[derive(Debug, Default)]
+struct Last {
+    /// The part of the stream in the capture that recorded it; `None` for a record outside of captures.
+    part: Option<Arc<Part>>,
+    /// The stream, which HIP follows in later calls (`captureStream_`). The legacy default stream is not followed.
+    stream: Option<Weak<Stream>>,
+}
+
+impl Event {
+    /// Returns whether every query and wait finds the event complete: an interprocess event of HIP 6, in each process that has it.
+    /// A record goes to the event of the process, and queries and waits look at the shared words, which it never writes (clr 6.4.3,
+    /// `hip_event_ipc.cpp`: `isUnRecorded` is false for a new event).
+    fn orders_nothing(&self) -> bool {
+        vendor() == Vendor::Hip && hip_major() < 7 && self.flags & flags::INTERPROCESS != 0
+    }
 }
 
 /// Every live event.
@@ -54,8 +76,8 @@ impl Simulation {
 
     pub(crate) fn insert_event(&self, id: EventId, device: u32, flags: u32, is_import: bool) -> u64 {
         let raw = new_handles(1);
-        let (captured, exported) = (Mutex::new(None), Mutex::new(None));
-        let event = Arc::new(Event { id, device, flags, is_import, captured, exported });
+        let (last, exported) = (Mutex::default(), Mutex::new(None));
+        let event = Arc::new(Event { id, device, flags, is_import, last, exported });
         EVENTS.write().insert(raw, event);
         raw
     }
@@ -69,16 +91,56 @@ impl Simulation {
         }
     }
 
-    /// Checks a query of an event or a wait of the host for it.
-    fn check_askable(&self, event: &Event) -> Answer<()> {
-        if let Some(capture) = &*event.captured.lock() {
-            if capture.is_ended() {
+    /// Checks a query of an event or a wait of the host for it. Returns whether the mock knows the answer; an event of an ended
+    /// capture is complete (HIP).
+    fn check_askable(&self, event: &Event, waits: bool) -> Answer<bool> {
+        if vendor() == Vendor::Hip {
+            return self.check_hip_askable(event, waits);
+        }
+        if let Some(part) = &event.last.lock().part {
+            if part.has_left() {
                 return Err(Code::INVALID_VALUE);
             }
-            self.lose_capture(capture);
+            self.lose_capture(part);
             return Err(Code::CAPTURED_EVENT);
         }
-        self.check_unsafe_call()
+        self.check_unsafe_call().map(|()| true)
+    }
+
+    /// The rules of HIP (clr 6.4.3 and 7.2, `hip_event.cpp`): the call follows the stream of the last record.
+    fn check_hip_askable(&self, event: &Event, waits: bool) -> Answer<bool> {
+        if event.orders_nothing() {
+            return Ok(false);
+        }
+        let last = event.last.lock();
+        // The end of a capture makes the runtime forget the streams of the capture's events.
+        if last.part.as_ref().is_some_and(|part| part.has_left()) {
+            return Ok(false);
+        }
+        let Some(stream) = &last.stream else { return Ok(true) };
+        let Some(stream) = stream.upgrade() else {
+            if hip_major() < 7 {
+                return Err(Code::CAPTURED_EVENT);
+            }
+            die(
+                "the simulated HIP runtime: a call followed an event to a stream after its end, which is a use after free",
+            )
+        };
+        let part = CAPTURES.of(stream.id);
+        if let Some(part) = part.as_ref().filter(|part| !part.is_lost()) {
+            // HIP 6 does not ask whether the event was recorded in the capture or before it.
+            if hip_major() < 7 || last.part.as_ref().is_some_and(|own| Arc::ptr_eq(own, part)) {
+                self.lose_capture(part);
+                return Err(Code::CAPTURED_EVENT);
+            }
+        }
+        match part {
+            Some(part) if part.is_lost() && waits && hip_major() < 7 => Err(Code::STREAM_CAPTURE_UNSUPPORTED),
+            // A query of HIP 6 checks nothing else.
+            _ if hip_major() < 7 && !waits => Ok(()),
+            _ => self.check_unsafe_call(),
+        }?;
+        Ok(last.part.is_none())
     }
 }
 
@@ -134,11 +196,11 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
         return Err(Code::INVALID_HANDLE);
     }
     simulation.before_enqueue(&stream)?;
-    let capture = CAPTURES.of(stream.id);
+    let part = CAPTURES.of(stream.id);
     // Locked before the record, so that no thread mistakes a captured record for an ordinary one.
-    let mut captured = event.captured.lock();
+    let mut last = event.last.lock();
     simulation.gpu.record_event(event.id, stream.id).map_err(|error| simulation.code_of(error))?;
-    *captured = capture;
+    *last = Last { part, stream: streams::followed(raw_stream, &stream) };
     Ok(())
 }
 
@@ -146,11 +208,15 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
 ///
 /// # Errors
 /// 600 until the event is reached. If it was last recorded in a capture, 907 until the end of the capture, which is
-/// invalidated, and 1 after that. 900 as [`Simulation::check_unsafe_call`].
+/// invalidated, and 1 after that (HIP: 0). 900 as [`Simulation::check_unsafe_call`] (HIP 6: not for a query). HIP 6: 907 for an
+/// event from before the capture of its stream, which is invalidated, and for an event of a destroyed stream, which ends the
+/// process in HIP 7.
 pub fn query(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
-    simulation.check_askable(&event)?;
+    if !simulation.check_askable(&event, false)? {
+        return Ok(());
+    }
     match simulation.gpu.query_event(event.id).map_err(|error| simulation.code_of(error))? {
         Completion::Complete => Ok(()),
         _ => Err(Code::NOT_READY),
@@ -164,7 +230,9 @@ pub fn query(raw: u64) -> Answer<()> {
 pub fn synchronize(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
-    simulation.check_askable(&event)?;
+    if !simulation.check_askable(&event, true)? {
+        return Ok(());
+    }
     simulation.gpu.synchronize_event(event.id).map_err(|error| simulation.code_of(error))
 }
 
@@ -172,7 +240,7 @@ pub fn synchronize(raw: u64) -> Answer<()> {
 ///
 /// # Errors
 /// 400 for events without timing, of two devices, or never recorded; 600 if one is not reached; 907 if one was last recorded in
-/// a capture.
+/// a capture (HIP: 400).
 pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
     let simulation = simulation()?;
     let (start, end) = (simulation.event(raw_start)?, simulation.event(raw_end)?);
@@ -182,8 +250,8 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
         }
     }
     for event in [&start, &end] {
-        if event.captured.lock().is_some() {
-            return Err(Code::CAPTURED_EVENT);
+        if event.last.lock().part.is_some() {
+            return Err(if vendor() == Vendor::Hip { Code::INVALID_HANDLE } else { Code::CAPTURED_EVENT });
         }
     }
     let elapsed = simulation.gpu.event_elapsed_ns(start.id, end.id).map_err(|error| match error.kind() {
@@ -211,6 +279,9 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
 /// # Errors
 /// 1 for unknown flags; 905 if a stream in a capture would wait for a record outside of it; 902 for a record of another
 /// capture; 906 if the legacy default stream would join; 901 in an invalidated capture. Each of these invalidates the captures.
+/// HIP: an event of another capture's stream joins this one; an outside event records nothing in a capture; 905 for an event from
+/// before the capture of its stream, which goes on; 1 for an interprocess event that was never recorded or more than 32 times (HIP
+/// 7).
 pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -219,7 +290,10 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
         // 1 is a wait for an event outside of the capture, which the mock cannot record.
         return Err(if wait_flags == 1 { Code::NOT_SUPPORTED } else { Code::INVALID_VALUE });
     }
-    let recorded_in = event.captured.lock().clone();
+    if vendor() == Vendor::Hip {
+        return simulation.hip_stream_wait(&stream, &event);
+    }
+    let recorded_in = event.last.lock().part.clone();
     let part = CAPTURES.of(stream.id);
     if part.as_ref().is_some_and(|part| part.is_lost()) {
         return Err(Code::STREAM_CAPTURE_INVALIDATED);
@@ -237,22 +311,83 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
                 code => code,
             })
         }
-        (Some(capture), _) if capture.is_ended() => Err(Code::CAPTURED_EVENT),
-        (Some(capture), _) if capture.is_lost() => Err(Code::STREAM_CAPTURE_INVALIDATED),
-        (Some(capture), Some(part)) if Arc::ptr_eq(&capture, &part) => wait(),
-        (Some(capture), Some(part)) => {
-            simulation.lose_capture(&capture);
+        (Some(other), _) if other.has_left() => Err(Code::CAPTURED_EVENT),
+        (Some(other), _) if other.is_lost() => Err(Code::STREAM_CAPTURE_INVALIDATED),
+        (Some(other), Some(part)) if Arc::ptr_eq(&other.capture, &part.capture) => wait(),
+        (Some(other), Some(part)) => {
+            simulation.lose_capture(&other);
             simulation.lose_capture(&part);
             Err(Code::STREAM_CAPTURE_MERGE)
         }
-        (Some(capture), None) if stream.is_legacy() => {
-            simulation.lose_capture(&capture);
+        (Some(other), None) if stream.is_legacy() => {
+            simulation.lose_capture(&other);
             Err(Code::STREAM_CAPTURE_IMPLICIT)
         }
-        (Some(capture), None) => {
+        (Some(other), None) => {
             wait()?;
-            CAPTURES.join(stream, capture);
+            CAPTURES.join(Part::new(stream, Arc::clone(&other.capture), Some(other.stream.id)));
             Ok(())
         }
+    }
+}
+
+impl Simulation {
+    /// `hipStreamWaitEvent` (clr 6.4.3, `hip_stream.cpp`).
+    ///
+    /// A stream that waits for an event of a capture joins it, even after the capture was invalidated or its graph deleted. A
+    /// capturing stream that waits for an outside event records nothing. An event of a destroyed stream is complete.
+    ///
+    /// `docs/rocm.md`, R3.20, has the rule of interprocess events.
+    ///
+    /// # Errors
+    /// 1 for an interprocess event that was never recorded or more than 32 times (HIP 7); 905 for an event from before the
+    /// capture of its stream, which goes on; 902 for a record of another capture; 400 if the legacy default stream would join; 901
+    /// on an invalidated stream.
+    fn hip_stream_wait(&self, stream: &Stream, event: &Event) -> Answer<()> {
+        if event.flags & flags::INTERPROCESS != 0 {
+            if event.orders_nothing() {
+                return Ok(());
+            }
+            // HIP 7: the event has 32 records in all.
+            let records = self.hooks.records_of(event.id).map_err(|error| self.code_of(error))?;
+            if !(1..=IPC_RECORDS).contains(&records) {
+                return Err(Code::INVALID_VALUE);
+            }
+        }
+        let last = event.last.lock();
+        let own = CAPTURES.of(stream.id);
+        if own.as_ref().is_some_and(|own| own.is_lost()) {
+            return Err(Code::STREAM_CAPTURE_INVALIDATED);
+        }
+        let wait = || self.gpu.stream_wait_event(stream.id, event.id).map_err(|error| self.code_of(error));
+        if let Some(part) = last.part.as_ref().filter(|part| !part.has_left()) {
+            if stream.is_legacy() {
+                return Err(Code::INVALID_HANDLE);
+            }
+            if own.as_ref().is_some_and(|own| !Arc::ptr_eq(&own.capture, &part.capture)) {
+                return Err(Code::STREAM_CAPTURE_MERGE);
+            }
+            if !part.capture.is_ended() {
+                wait()?;
+            }
+            if own.is_none() {
+                CAPTURES.join(Part::new(*stream, Arc::clone(&part.capture), Some(part.stream.id)));
+            }
+            return Ok(());
+        }
+        if last.part.is_some() {
+            return Ok(());
+        }
+        if let Some(followed) = &last.stream {
+            let Some(followed) = followed.upgrade() else { return Ok(()) };
+            if CAPTURES.of(followed.id).is_some_and(|part| !part.is_lost()) {
+                return Err(Code::STREAM_CAPTURE_ISOLATION);
+            }
+        }
+        if own.is_some() {
+            return Ok(());
+        }
+        self.before_enqueue(stream)?;
+        wait()
     }
 }

@@ -1,15 +1,15 @@
 //! Rules of AMD's runtime alone: a current device instead of contexts, frees by any address of an allocation, host memory with
 //! another address on devices, and the last error of a thread.
 //!
-//! The rules were observed on the host side of HIP 6.4 and 7.2. Rules that could not be observed without a device are those of
-//! CUDA: 907 and 1 for events of a capture, 904 that ends it,
-//! what default streams wait for, and what the legacy one may not do beside a capture.
+//! The rules were observed on the host side of HIP 6.4.3 and 7.2.4, on an emulated device, or read in clr 6.4.3. The rules of
+//! captures and of events that follow their streams are in `capture_state.rs` and `events.rs`.
 //!
 //! # Differences from the vendor
 //! - A stale handle of an event, a graph or a pool answers 400 or 1; the real runtime crashes.
 //! - A device that is lost answers 700 to every call; the real runtime ends the process when a kernel faults.
 //! - HIP 5 exists only to be refused: it has its version and its answer of `hipInit`, and otherwise behaves as HIP 6.
 //! - Cached and uncached memory differ only in the flag that `hipHostGetFlags` returns.
+//! - `hipEventReleaseToSystem` has no effect, as in clr 6.4.3 (`hip_event.cpp`, `recordCommand`).
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -34,8 +34,10 @@ pub mod host_flags {
     pub const COHERENT: u32 = 0x4000_0000;
     /// `hipHostMallocNonCoherent`.
     pub const NON_COHERENT: u32 = 0x8000_0000;
-    /// All flags that `hipHostRegister` knows: portable, mapped, of a device, read-only, uncached.
-    pub const REGISTER: u32 = 0x8000_000f;
+    /// The flags that `hipHostRegister` knows in each version: portable, mapped, of a device, read-only.
+    pub const REGISTER: u32 = 0xf;
+    /// The further flag that it knows in HIP 7: uncached.
+    pub const REGISTER_UNCACHED: u32 = 0x8000_0000;
 }
 
 /// Kinds of memory, as `hipPointerGetAttributes` gives them since HIP 6.
@@ -357,18 +359,17 @@ pub fn allocate_host(bytes: usize, flags: u32) -> Answer<u64> {
     if flags & host_flags::COHERENT != 0 && flags & host_flags::NON_COHERENT != 0 {
         return Err(Code::INVALID_VALUE);
     }
-    // Devices cache memory only on request.
-    let kind = if flags & host_flags::NON_COHERENT == 0 { host_flags::COHERENT } else { 0 };
-    host::allocate(bytes, flags | kind)
+    host::allocate(bytes, flags)
 }
 
-/// `hipHostGetFlags`: the flags of the allocation. For memory of `hipHostMalloc`, the result always has one of the two flags
-/// that state whether devices cache it.
+/// `hipHostGetFlags`: the flags as they were passed to `hipHostMalloc`.
 ///
 /// # Errors
-/// 1 for memory that is not page-locked.
+/// 1 for registered memory and for memory that is not page-locked. The runtime looks for a fine-grained buffer, which registered
+/// memory is not (clr 6.4.3, `hip_memory.cpp`).
 pub fn host_flags(address: u64) -> Answer<u32> {
-    simulation()?.registered(address).map(|(_, block)| block.flags).ok_or(Code::INVALID_VALUE)
+    let found = simulation()?.registered(address).filter(|(_, block)| !block.is_registered);
+    found.map(|(_, block)| block.flags).ok_or(Code::INVALID_VALUE)
 }
 
 /// First address and bytes of memory that was registered over a part of other registrations.
@@ -383,7 +384,8 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     let (simulation, _) = with_context()?;
     simulation.check_unsafe_call()?;
     let end = address.checked_add(bytes as u64).filter(|_| address != 0 && bytes > 0).ok_or(Code::INVALID_VALUE)?;
-    if flags & !host_flags::REGISTER != 0 {
+    let further = if hip_major() < 7 { 0 } else { host_flags::REGISTER_UNCACHED };
+    if flags & !(host_flags::REGISTER | further) != 0 {
         return Err(Code::INVALID_VALUE);
     }
     let before = {

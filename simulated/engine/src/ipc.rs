@@ -24,9 +24,10 @@ use highwater_mock::simulated as mock;
 use crate::blocks::{Kind, MEMORY};
 use crate::code::{Answer, Code};
 use crate::current::with_context;
+use crate::devices;
 use crate::events::flags;
 use crate::process::simulation;
-use crate::variants::{Vendor, vendor};
+use crate::variants::{Vendor, hip_major, vendor};
 
 /// A handle in its binary format.
 pub type Handle = [u8; 64];
@@ -145,8 +146,11 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
     let (offset, bytes, serial) =
         simulation.hooks.shareable(block.device, DevicePtr::new(start)).map_err(|error| simulation.code_of(error))?;
     let file = simulation.hooks.memory_file(block.device).map_err(|error| simulation.code_of(error))?;
-    let inside = if vendor() == Vendor::Hip { address - start } else { 0 };
-    Ok(Words::own(OF_MEMORY, file, block.device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
+    let is_hip = vendor() == Vendor::Hip;
+    let inside = if is_hip { address - start } else { 0 };
+    // HIP's handle has the owner's ordinal.
+    let device = if is_hip { devices::ordinal(block.device)? as u32 } else { block.device };
+    Ok(Words::own(OF_MEMORY, file, device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
 }
 
 /// `cuIpcOpenMemHandle_v2`, for the current context's device. Another open of the same memory returns the same address, and is
@@ -154,14 +158,21 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
 ///
 /// # Errors
 /// 201 without a context and in the process that exported it, 1 for other flags and for an unknown handle, 400 if the exporter
-/// has ended.
+/// has ended. HIP 7: 1 if this process sees no device with the owner's ordinal.
 pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
-    simulation.check_unsafe_call()?;
+    let is_hip = vendor() == Vendor::Hip;
+    // HIP's calls look at no capture.
+    if !is_hip {
+        simulation.check_unsafe_call()?;
+    }
     if open_flags != LAZY_ENABLE_PEER_ACCESS {
         return Err(Code::INVALID_VALUE);
     }
     let words = Words::open(handle).filter(|words| words.what == OF_MEMORY).ok_or(Code::INVALID_VALUE)?;
+    if is_hip && hip_major() >= 7 {
+        devices::get(words.device as i32).map_err(|_| Code::INVALID_VALUE)?;
+    }
     let file = words.file()?;
     let [place, bytes, inside] = words.rest;
     let (offset, serial) = ((place & ((1 << PAGE_BITS) - 1)) * PAGE, place >> PAGE_BITS);
@@ -184,7 +195,9 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
 /// 1 for an address that `cuIpcOpenMemHandle` did not return, the code of a lost context.
 pub fn close_memory(address: u64) -> Answer<()> {
     let simulation = simulation()?;
-    simulation.check_unsafe_call()?;
+    if vendor() == Vendor::Cuda {
+        simulation.check_unsafe_call()?;
+    }
     let address = match MEMORY.around(address) {
         Some((start, _)) if vendor() == Vendor::Hip => start,
         _ => address,

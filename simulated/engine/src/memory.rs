@@ -87,7 +87,8 @@ pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     if bytes == 0 {
         return Ok(0);
     }
-    if let Some(capture) = CAPTURES.of(stream.id) {
+    if let Some(part) = CAPTURES.of(stream.id) {
+        let capture = &part.capture;
         let ptr = simulation.gpu.allocate(stream.device, &AllocateOptions::new(bytes));
         let address = ptr.map_err(|error| simulation.code_of(error))?.get();
         MEMORY.insert(address, bytes as u64, stream.device, Kind::Graph);
@@ -111,7 +112,8 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
     simulation.before_enqueue(&stream)?;
-    if let Some(capture) = CAPTURES.of(stream.id) {
+    if let Some(part) = CAPTURES.of(stream.id) {
+        let capture = &part.capture;
         if !capture.memory.addresses.lock().contains(&address) {
             return Err(Code::INVALID_VALUE);
         }

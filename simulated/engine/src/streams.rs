@@ -1,14 +1,14 @@
 //! Streams by their raw handles.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use highwater_hal::{Backend, Completion, StreamOptions};
 use highwater_mock::simulated::Call;
 use parking_lot::RwLock;
 
-use crate::capture_state::node;
+use crate::capture_state::{CAPTURES, node};
 use crate::code::{Answer, Code};
 use crate::current::{self, with_context};
 use crate::handles::new_handles;
@@ -79,7 +79,8 @@ impl Simulation {
             let mut before = vec![self.thread_stream(stream.device)];
             let blocking = |other: &&Arc<Stream>| other.device == stream.device && other.flags & NON_BLOCKING == 0;
             before.extend(STREAMS.read().values().filter(blocking).map(|other| other.id));
-            for other in before {
+            // With AMD's rules, streams that take part in a capture do not order the legacy one.
+            for other in before.into_iter().filter(|other| CAPTURES.of(*other).is_none()) {
                 self.hooks.order(stream.id, other).map_err(|error| self.code_of(error))?;
             }
         } else if stream.flags & NON_BLOCKING == 0 {
@@ -123,7 +124,22 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     Ok(raw)
 }
 
-/// `cuStreamDestroy_v2`. Queued work is still executed, and the call does not wait for it.
+/// Returns what HIP follows from an event to the stream of its record: nothing for the legacy default stream, and the thread's
+/// own stream, which ends with the thread, for the per-thread default stream.
+pub(crate) fn followed(raw: u64, stream: &Stream) -> Option<Weak<Stream>> {
+    thread_local! {
+        static OWN: std::cell::RefCell<BTreeMap<u32, Arc<Stream>>> = const { std::cell::RefCell::new(BTreeMap::new()) };
+    }
+    if stream.is_legacy() {
+        None
+    } else if raw == PER_THREAD {
+        OWN.with_borrow_mut(|own| Some(Arc::downgrade(own.entry(stream.device).or_insert_with(|| Arc::new(*stream)))))
+    } else {
+        STREAMS.read().get(&raw).map(Arc::downgrade)
+    }
+}
+
+/// `cuStreamDestroy_v2`. Queued work is still executed. CUDA does not wait for it, and HIP does (seen with 6.4.3 and 7.2.4).
 ///
 /// # Errors
 /// 400 for a stream that was not created, the code of a lost context.
@@ -134,6 +150,10 @@ pub fn destroy(raw: u64) -> Answer<()> {
     let stream = streams.remove(&raw).ok_or_else(unknown_stream)?;
     drop(streams);
     simulation.leave_capture(&stream);
+    if vendor() == Vendor::Hip {
+        // A stream that still takes part in the capture of another one has nothing else to wait for.
+        let _ = simulation.gpu.synchronize_stream(stream.id);
+    }
     simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error))
 }
 

@@ -4,10 +4,10 @@ use std::ffi::c_void;
 
 use highwater_simulated_blas::product::Call;
 use highwater_simulated_blas::table::Product;
-use highwater_simulated_blas::types::{Compute, R_16BF, R_16F, R_32F, R_64F};
+use highwater_simulated_blas::types::{Compute, R_16BF, R_16F, R_32F, R_64F, of_hip_compute};
 
-use crate::runtime::Runtime;
-use crate::status::{INVALID_ENUM, INVALID_VALUE, NOT_SUPPORTED};
+use highwater_simulated_blas::hip_status::{INVALID_ENUM, INVALID_VALUE, NOT_SUPPORTED};
+use highwater_simulated_blas::runtime::Runtime;
 
 /// Which symbol was called, and so which numbers stand for the types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,27 +30,11 @@ fn old_type(number: u32) -> Result<u32, u32> {
     }
 }
 
-/// The number of cuBLAS for `hipblasComputeType_t`.
-fn compute_number(number: u32) -> Result<u32, u32> {
-    match number {
-        0 => Ok(64),
-        1 => Ok(65),
-        2 => Ok(68),
-        3 => Ok(69),
-        4 => Ok(74),
-        5 => Ok(75),
-        6 => Ok(77),
-        7 => Ok(70),
-        8 => Ok(71),
-        _ => Err(NOT_SUPPORTED),
-    }
-}
-
 /// Types of A, B, C, and the computation, in the numbers of CUDA.
 fn meaning(symbol: Symbol, major: u32, types: [u32; 3], compute_type: u32) -> Result<([u32; 3], u32), u32> {
     if symbol == Symbol::V2 || major >= 3 {
         // The elements' numbers are CUDA's; what they mean is checked with the computation.
-        return Ok((types, compute_number(compute_type)?));
+        return Ok((types, of_hip_compute(compute_type).ok_or(NOT_SUPPORTED)?));
     }
     let [a, b, c] = types.map(old_type);
     let compute = match old_type(compute_type)? {
@@ -84,7 +68,8 @@ pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Re
     let shape = call.shape(transpose).ok_or(INVALID_VALUE)?;
     let compute = Compute::new(compute_type).map_err(|_| NOT_SUPPORTED)?;
     compute.check(compute_type, a, b, c).map_err(|_| NOT_SUPPORTED)?;
-    if compute.tf32 && !runtime.has_tf32() {
+    // No architecture has it (seen with hipBLAS 2.4 and 3.2 on gfx942 and gfx1100).
+    if compute.tf32 {
         return Err(NOT_SUPPORTED);
     }
     if shape.is_empty() {

@@ -3,8 +3,7 @@
 use highwater_simulated_blas::product::Bound;
 use highwater_simulated_blas::slots::Slots;
 
-use crate::runtime::{Home, Runtime};
-use crate::status;
+use highwater_simulated_blas::runtime::{Home, Runtime};
 
 /// Every handle of the process.
 pub(crate) static HANDLES: Slots<State> = Slots::new(*b"hipblas\0");
@@ -28,6 +27,8 @@ pub(crate) struct State {
     pub(crate) stream: usize,
     /// Address and bytes of the bound workspace; `None` is its own.
     workspace: Option<(u64, u64)>,
+    /// `hipblasMath_t`.
+    pub(crate) math_mode: u32,
     /// `hipblasAtomicsMode_t`.
     pub(crate) atomics_mode: u32,
     /// `hipblasPointerMode_t`.
@@ -41,7 +42,7 @@ impl State {
         let bytes = OWN_BYTES.min(runtime.device_memory(home)? / OWN_PART).max(LEAST_WORKSPACE);
         let own = (runtime.allocate(bytes)?, bytes as u64);
         let atomics_mode = u32::from(runtime.major < 3);
-        Ok(Self { home, own, stream: 0, workspace: None, atomics_mode, pointer_mode: 0 })
+        Ok(Self { home, own, stream: 0, workspace: None, math_mode: 0, atomics_mode, pointer_mode: 0 })
     }
 
     /// Waits for the device, and gives the handle's memory back.
@@ -51,14 +52,9 @@ impl State {
         }
     }
 
-    /// Null and 0 bytes take the handle back to its own.
-    pub(crate) fn bind_workspace(&mut self, address: u64, bytes: u64) -> Result<(), u32> {
-        self.workspace = match (address, bytes) {
-            (0, 0) => None,
-            (0, _) => return Err(status::INVALID_VALUE),
-            bound => Some(bound),
-        };
-        Ok(())
+    /// Null takes the handle back to its own, whatever the bytes.
+    pub(crate) fn bind_workspace(&mut self, address: u64, bytes: u64) {
+        self.workspace = (address != 0).then_some((address, bytes));
     }
 
     /// What its products take from it.

@@ -22,8 +22,6 @@
 mod abi;
 mod gemm;
 mod handle;
-mod runtime;
-mod status;
 
 use std::ffi::{c_char, c_void};
 
@@ -32,7 +30,9 @@ use highwater_simulated_blas::{answer, export, export_gemm, on};
 
 use crate::gemm::{Symbol, run};
 use crate::handle::State;
-use crate::status::{HANDLE_IS_NULLPTR, INTERNAL_ERROR, INVALID_ENUM, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED};
+use highwater_simulated_blas::hip_status::{
+    HANDLE_IS_NULLPTR, INTERNAL_ERROR, INVALID_ENUM, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED,
+};
 
 /// Runs a call, whatever its name.
 fn call(_function: &str, body: impl FnOnce() -> Result<(), u32>) -> u32 {
@@ -78,15 +78,17 @@ export! {
 
     /// Since hipBLAS 3.
     fn hipblasSetWorkspace(handle: *mut c_void, workspace: *mut c_void, bytes: usize) {
-        on!(handle, |state| state.bind_workspace(workspace as u64, bytes as u64))
+        on!(handle, |state| { state.bind_workspace(workspace as u64, bytes as u64); Ok(()) })
     }
 
-    /// There is the default mode and no other.
+    /// Mode 1 (`HIPBLAS_XF32_XDL_MATH`) is accepted and has no effect (seen with hipBLAS 2.4 and 3.2).
     fn hipblasSetMathMode(handle: *mut c_void, mode: u32) {
-        on!(handle, |_| if mode == 0 { Ok(()) } else { Err(NOT_SUPPORTED) })
+        on!(handle, |state| set_switch(&mut state.math_mode, mode, NOT_SUPPORTED))
     }
 
-    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) { answer!(mode = on!(handle, |_| Ok(0))?) }
+    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) {
+        answer!(mode = on!(handle, |state| Ok(state.math_mode))?)
+    }
 
     fn hipblasSetAtomicsMode(handle: *mut c_void, mode: u32) {
         on!(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM))
@@ -118,5 +120,5 @@ export_gemm! {
 /// The vendor's `hipblasStatusToString`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hipblasStatusToString(code: u32) -> *const c_char {
-    status::name(code).as_ptr()
+    highwater_simulated_blas::hip_status::name(code).as_ptr()
 }

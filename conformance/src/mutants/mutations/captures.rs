@@ -1,6 +1,6 @@
 //! Captures: what is recorded, what takes part, and what must not disturb.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use highwater_hal::{BlasKind, Completion, ErrorKind, EventId, StreamId};
 
@@ -146,6 +146,40 @@ mutants! {
         |h| disturbed_by(h, "query_event");
     "disturbed-by-waits": "Loses captures when a thread waits for an event that was recorded outside." =>
         |h| disturbed_by(h, "synchronize_event");
+    "disturbed-by-older-events": "Loses captures when an event that a captured stream recorded before is queried." => |h| {
+        let open = captures(h);
+        let homes = Shared::<HashMap<EventId, StreamId>>::default();
+        let (recorded, asked) = (homes.clone(), open.clone());
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            recorded.with(|recorded| recorded.insert(event, stream));
+            Ok(())
+        });
+        h.backend.query_event(move |reference, event| {
+            let home = homes.with(|homes| homes.get(&event).copied());
+            if home.is_some_and(|home| asked.with(|open| open.contains(&home))) {
+                lose(reference, &open);
+            }
+            reference.query_event(event)
+        });
+    };
+    "older-events-refused": "Refuses to let a stream wait for an event that a captured stream recorded before." => |h| {
+        let open = captures(h);
+        let homes = Shared::<HashMap<EventId, (StreamId, bool)>>::default();
+        let recorded = homes.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            recorded.with(|recorded| recorded.insert(event, (stream, reference.is_recording(stream))));
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let home = homes.with(|homes| homes.get(&event).copied());
+            match home.is_some_and(|(home, inside)| !inside && open.with(|open| open.contains(&home))) {
+                true => Err(wrong(ErrorKind::Capture, "stream_wait_event")),
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
     "disturbed-by-other-streams": "Refuses to wait for streams that take no part while a capture is open." => |h| {
         let open = captures(h);
         h.backend.synchronize_stream(move |reference, stream| match open.with(|open| open.is_empty()) {

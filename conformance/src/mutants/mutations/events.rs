@@ -81,6 +81,36 @@ mutants! {
         });
     };
 
+    in "event.outlives-stream":
+    "events-complete-with-their-streams": "Reports events as complete once their stream is destroyed." => |h| {
+        let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
+        h.backend.query_event(move |reference, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
+            let completion = reference.query_event(event)?;
+            Ok(if is_gone { Completion::Complete } else { completion })
+        });
+    };
+    "events-pending-with-their-streams": "Reports events as pending for ever once their stream is destroyed." => |h| {
+        let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
+        h.backend.query_event(move |reference, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
+            let completion = reference.query_event(event)?;
+            Ok(if is_gone { Completion::Pending } else { completion })
+        });
+    };
+    "waits-end-with-their-streams": "Forgets waits for events whose stream is destroyed." => |h| {
+        let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            match home.is_some_and(|home| gone.with(|gone| gone.contains(&home))) {
+                true => looked_at(reference, stream, event),
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
+
     in "event.query-never-recorded":
     "fresh-events-pending": "Reports an event as pending before its first record." => |h| {
         let recorded = recorded_events(h);
@@ -264,6 +294,18 @@ fn recorded_events(h: &mut Hooks) -> Shared<HashMap<EventId, StreamId>> {
         Ok(())
     });
     recorded
+}
+
+/// Returns the streams that were destroyed.
+fn destroyed_streams(h: &mut Hooks) -> Shared<HashSet<StreamId>> {
+    let destroyed = Shared::<HashSet<StreamId>>::default();
+    let noted = destroyed.clone();
+    h.backend.destroy_stream(move |reference, stream| {
+        reference.destroy_stream(stream)?;
+        noted.with(|noted| noted.insert(stream));
+        Ok(())
+    });
+    destroyed
 }
 
 /// What a stream does later than it was told to.

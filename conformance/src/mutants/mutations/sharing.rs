@@ -201,6 +201,21 @@ mutants! {
             Ok(if opened.with(|opened| opened.contains(&event)) { Completion::Complete } else { completion })
         });
     };
+    "opened-events-end-after-32-waits" [by_two_processes]: "Forgets the waits for an event of another process after the 32nd." => |h| {
+        let opened = opened_events(h);
+        let waits = Shared::<HashMap<EventId, u32>>::default();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let is_opened = opened.with(|opened| opened.contains(&event));
+            let count = waits.with(|waits| *waits.entry(event).and_modify(|count| *count += 1).or_insert(1));
+            match is_opened && count > 32 {
+                true => {
+                    reference.query_stream(stream)?;
+                    reference.query_event(event).map(drop)
+                }
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
     "records-stay-at-home" [by_two_processes]: "Forgets the records of events that another process made." => |h| {
         let opened = opened_events(h);
         h.backend.record_event(move |reference, event, stream| {

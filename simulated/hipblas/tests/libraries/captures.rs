@@ -27,6 +27,13 @@ fn status(stream: Ptr) -> i32 {
     status
 }
 
+/// Makes a stream join the capture of another one.
+fn join(origin: Ptr, other: Ptr) {
+    let fork = event(2);
+    ok!(Hip.hipEventRecord(fork, origin));
+    ok!(Hip.hipStreamWaitEvent(other, fork, 0));
+}
+
 /// Whether a stream answers as one whose capture was lost.
 fn is_dead(stream: Ptr, memory: Ptr) -> bool {
     let codes = [
@@ -62,7 +69,7 @@ isolated! {
         assert_eq!(status(stream), 0);
     }
 
-    fn a_lost_capture_takes_its_streams_with_it(_) over ["rocm", "rocm6"] {
+    fn a_lost_capture_takes_its_origin_with_it_and_leaves_the_others_active(_) over ["rocm", "rocm6"] {
         let memory = allocate(16);
         type Loses = fn(Ptr, Ptr) -> i32;
         let calls: [(Loses, i32); 4] = [
@@ -74,24 +81,27 @@ isolated! {
         for (lose, expected) in calls {
             for mode in [GLOBAL, THREAD_LOCAL, RELAXED] {
                 let [origin, forked, other] = [stream(), stream(), stream()];
-                let [fork, before] = [event(2), event(2)];
-                ok!(Hip.hipEventRecord(before, origin));
+                let before = event(2);
+                ok!(Hip.hipEventRecord(before, other));
                 begin(origin, mode);
-                ok!(Hip.hipEventRecord(fork, origin));
-                ok!(Hip.hipStreamWaitEvent(forked, fork, 0));
+                join(origin, forked);
                 assert_eq!([origin, forked, other].map(status), [1, 1, 0]);
                 assert_eq!(lose(origin, memory), expected);
-                assert_eq!([origin, forked, other].map(status), [2, 2, 0]);
+                assert_eq!([origin, forked, other].map(status), [2, 1, 0]);
+                assert_eq!(end(forked), 903);
                 assert_eq!(end(origin), 901);
-                assert_eq!([origin, forked, other].map(|stream| is_dead(stream, memory)), [true, true, false]);
-                assert_eq!(end(origin), 901);
-                // Everything else goes on, also what the dead streams had been given before.
+                assert_eq!([origin, other].map(|stream| is_dead(stream, memory)), [true, false]);
+                assert_eq!((end(origin), status(forked)), (901, 1));
+                // Everything else goes on.
                 ok!(Hip.hipEventSynchronize(before));
                 ok!(Hip.hipDeviceSynchronize());
                 ok!(Hip.hipMemcpy(memory, memory, 16, 3));
                 assert_eq!(code!(Hip.hipEventRecord(before, origin)), 901);
-                assert_eq!(code!(Hip.hipStreamWaitEvent(forked, before, 0)), 901);
-                for stream in [origin, forked, other] {
+                assert_eq!(code!(Hip.hipStreamWaitEvent(origin, before, 0)), 901);
+                // The end of the origin frees the streams that joined through it.
+                ok!(Hip.hipStreamDestroy(origin));
+                assert!(!is_dead(forked, memory) && !is_dead(other, memory));
+                for stream in [forked, other] {
                     ok!(Hip.hipStreamDestroy(stream));
                 }
                 let next = stream();
@@ -157,14 +167,74 @@ isolated! {
         assert_eq!(end(stream), 0);
     }
 
-    fn a_stream_that_is_destroyed_in_its_capture_leaves_the_others_dead(_) over ["rocm", "rocm6"] {
-        let (origin, forked, fork, memory) = (stream(), stream(), event(2), allocate(16));
+    fn the_end_of_an_origin_frees_every_stream_that_joined(_) over ["rocm", "rocm6"] {
+        let ([origin, forked, late], memory) = ([stream(), stream(), stream()], allocate(16));
         begin(origin, GLOBAL);
-        ok!(Hip.hipEventRecord(fork, origin));
-        ok!(Hip.hipStreamWaitEvent(forked, fork, 0));
+        join(origin, forked);
+        join(forked, late);
+        assert_eq!([origin, forked, late].map(status), [1, 1, 1]);
         ok!(Hip.hipStreamDestroy(origin));
-        assert!(is_dead(forked, memory));
+        assert!(!is_dead(forked, memory) && !is_dead(late, memory));
         ok!(Hip.hipStreamDestroy(forked));
         ok!(Hip.hipDeviceSynchronize());
+    }
+
+    fn a_capture_that_was_not_joined_leaves_every_stream_active(_) over ["rocm", "rocm6"] {
+        let ([origin, forked], memory) = ([stream(), stream()], allocate(16));
+        begin(origin, RELAXED);
+        join(origin, forked);
+        ok!(Hip.hipMemsetAsync(memory, 0, 16, forked));
+        assert_eq!(end(origin), 904);
+        assert_eq!([origin, forked].map(status), [1, 1]);
+        ok!(Hip.hipStreamDestroy(origin));
+        assert!(!is_dead(forked, memory));
+    }
+
+    fn work_of_a_stream_that_stayed_active_goes_into_a_deleted_graph(_) over ["rocm", "rocm6"] aborts "a graph that was deleted" {
+        let ([origin, forked], memory) = ([stream(), stream()], allocate(16));
+        begin(origin, THREAD_LOCAL);
+        join(origin, forked);
+        assert_eq!(code!(Hip.hipStreamQuery(origin)), 900);
+        assert_eq!(end(origin), 901);
+        code!(Hip.hipMemsetAsync(memory, 0, 16, forked));
+    }
+
+    fn a_stream_that_waits_for_an_event_of_a_lost_capture_becomes_active(_) over ["rocm", "rocm6"] {
+        let ([origin, late], inside) = ([stream(), stream()], event(2));
+        begin(origin, THREAD_LOCAL);
+        ok!(Hip.hipEventRecord(inside, origin));
+        assert_eq!(code!(Hip.hipStreamQuery(origin)), 900);
+        assert_eq!(end(origin), 901);
+        ok!(Hip.hipEventQuery(inside));
+        ok!(Hip.hipStreamWaitEvent(late, inside, 0));
+        assert_eq!(status(late), 1);
+        // The end of the origin frees it.
+        ok!(Hip.hipStreamDestroy(origin));
+        assert_eq!(status(late), 0);
+        ok!(Hip.hipEventQuery(inside));
+        ok!(Hip.hipStreamWaitEvent(late, inside, 0));
+        assert_eq!(status(late), 0);
+    }
+
+    fn a_capture_ends_on_its_own_thread_after_it_was_refused_on_another(_) over ["rocm", "rocm6"] {
+        let (stream, memory) = (stream(), allocate(16));
+        begin(stream, THREAD_LOCAL);
+        let raw = stream as usize;
+        let elsewhere = std::thread::spawn(move || end(std::ptr::with_exposed_provenance_mut(raw))).join().unwrap();
+        assert_eq!(elsewhere, 908);
+        ok!(Hip.hipMemsetAsync(memory, 0, 16, stream));
+        assert_eq!(end(stream), 0);
+    }
+
+    fn the_legacy_stream_works_beside_a_capture_and_synchronous_copies_do_not(_) over ["rocm", "rocm6"] {
+        let (mut blocking, memory, mark) = (null_mut(), allocate(16), event(2));
+        ok!(Hip.hipStreamCreateWithFlags(&mut blocking, 0));
+        begin(blocking, RELAXED);
+        ok!(Hip.hipMemsetAsync(memory, 0, 16, null_mut()));
+        ok!(Hip.hipEventRecord(mark, null_mut()));
+        assert!([0, 600].contains(&code!(Hip.hipEventQuery(mark))));
+        assert_eq!(status(blocking), 1);
+        assert_eq!(code!(Hip.hipMemcpy(memory, memory, 16, 3)), 906);
+        assert_eq!((status(blocking), end(blocking)), (2, 901));
     }
 }

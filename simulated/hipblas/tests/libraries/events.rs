@@ -4,10 +4,35 @@ use std::ptr::null_mut;
 
 use highwater_simulated_harness::{code, isolated, ok};
 
-use crate::rig::{Hip, event, gate_on, stream};
+use crate::rig::{Hip, Ptr, event, gate_on, stream};
 
 /// `hipEventDisableTiming`.
 const UNTIMED: u32 = 2;
+
+fn begin(stream: Ptr, mode: i32) {
+    ok!(Hip.hipStreamBeginCapture(stream, mode));
+}
+
+fn end(stream: Ptr) -> i32 {
+    code!(Hip.hipStreamEndCapture(stream, &mut null_mut()))
+}
+
+/// The code of a query, once the event is reached.
+fn asked(event: Ptr) -> i32 {
+    loop {
+        match code!(Hip.hipEventQuery(event)) {
+            600 => std::thread::yield_now(),
+            code => return code,
+        }
+    }
+}
+
+/// An event that was recorded on a stream.
+fn recorded_on(stream: Ptr) -> Ptr {
+    let event = event(UNTIMED);
+    ok!(Hip.hipEventRecord(event, stream));
+    event
+}
 
 isolated! {
     fn one_that_was_never_recorded_is_nothing_to_wait_for(_) over ["rocm", "rocm6"] {
@@ -67,5 +92,102 @@ isolated! {
         assert_eq!(code!(Hip.hipStreamQuery(second)), 600);
         gate.open();
         ok!(Hip.hipStreamSynchronize(second));
+    }
+
+    fn an_event_of_an_ended_capture_is_complete_and_has_no_time(_) over ["rocm", "rocm6"] {
+        let ([stream, other], inside, mut time) = ([stream(), stream()], event(0), -1.0);
+        begin(stream, 1);
+        ok!(Hip.hipEventRecord(inside, stream));
+        assert_eq!(end(stream), 0);
+        ok!(Hip.hipEventQuery(inside));
+        ok!(Hip.hipEventSynchronize(inside));
+        ok!(Hip.hipStreamWaitEvent(other, inside, 0));
+        assert_eq!(code!(Hip.hipEventElapsedTime(&mut time, inside, inside)), 400);
+    }
+
+    fn a_query_of_an_event_of_an_open_capture_loses_it(_) over ["rocm", "rocm6"] {
+        let stream = stream();
+        begin(stream, 2);
+        assert_eq!(code!(Hip.hipEventQuery(recorded_on(stream))), 907);
+        assert_eq!(end(stream), 901);
+    }
+
+    fn an_event_from_before_a_capture_is_asked_in_7(7) over ["rocm"] {
+        let [stream, other] = [stream(), stream()];
+        let before = recorded_on(stream);
+        begin(stream, 2);
+        let mut mode = 2;
+        ok!(Hip.hipThreadExchangeStreamCaptureMode(&mut mode));
+        assert_eq!(asked(before), 0);
+        ok!(Hip.hipEventSynchronize(before));
+        assert_eq!(code!(Hip.hipStreamWaitEvent(other, before, 0)), 905);
+        assert_eq!(end(stream), 0);
+        ok!(Hip.hipStreamWaitEvent(other, before, 0));
+    }
+
+    fn an_event_from_before_a_capture_loses_it_in_6(6) over ["rocm6"] {
+        for mode in [0, 1, 2] {
+            let [stream, other] = [stream(), stream()];
+            let before = recorded_on(stream);
+            begin(stream, mode);
+            assert_eq!(code!(Hip.hipStreamWaitEvent(other, before, 0)), 905);
+            let mut relaxed = 2;
+            ok!(Hip.hipThreadExchangeStreamCaptureMode(&mut relaxed));
+            assert_eq!(code!(Hip.hipEventQuery(before)), 907);
+            ok!(Hip.hipThreadExchangeStreamCaptureMode(&mut relaxed));
+            assert_eq!(end(stream), 901);
+        }
+    }
+
+    fn a_capturing_stream_records_nothing_for_an_outside_event(_) over ["rocm", "rocm6"] {
+        let [stream, other] = [stream(), stream()];
+        let outside = recorded_on(other);
+        begin(stream, 0);
+        ok!(Hip.hipStreamWaitEvent(stream, outside, 0));
+        assert_eq!(end(stream), 0);
+    }
+
+    fn a_query_beside_a_global_capture_is_refused_in_7(7) over ["rocm"] {
+        let [stream, other] = [stream(), stream()];
+        let outside = recorded_on(other);
+        begin(stream, 0);
+        assert_eq!((code!(Hip.hipEventQuery(outside)), end(stream)), (900, 901));
+    }
+
+    fn a_query_beside_a_global_capture_is_answered_in_6(6) over ["rocm6"] {
+        let [stream, other] = [stream(), stream()];
+        let outside = recorded_on(other);
+        begin(stream, 0);
+        assert_eq!(asked(outside), 0);
+        assert_eq!(end(stream), 0);
+    }
+
+    fn an_event_that_outlives_its_stream_is_a_use_after_free_in_7(7) over ["rocm"] aborts "a use after free" {
+        let gone = stream();
+        let event = recorded_on(gone);
+        ok!(Hip.hipStreamDestroy(gone));
+        // A wait checks the stream.
+        ok!(Hip.hipStreamWaitEvent(stream(), event, 0));
+        code!(Hip.hipEventQuery(event));
+    }
+
+    fn an_event_that_outlives_its_stream_answers_907_in_6(6) over ["rocm6"] {
+        let gone = stream();
+        let event = recorded_on(gone);
+        ok!(Hip.hipStreamDestroy(gone));
+        ok!(Hip.hipStreamWaitEvent(stream(), event, 0));
+        assert_eq!([code!(Hip.hipEventQuery(event)), code!(Hip.hipEventSynchronize(event))], [907, 907]);
+    }
+
+    fn an_event_of_a_threads_own_stream_ends_with_the_thread_in_6(6) over ["rocm6"] {
+        let event = event(UNTIMED);
+        let raw = event as usize;
+        let record = move || {
+            let own = std::ptr::without_provenance_mut(2);
+            ok!(Hip.hipEventRecord(std::ptr::with_exposed_provenance_mut(raw), own));
+            code!(Hip.hipEventQuery(std::ptr::with_exposed_provenance_mut(raw)))
+        };
+        assert!([0, 600].contains(&std::thread::spawn(record).join().unwrap()));
+        assert_eq!(code!(Hip.hipEventQuery(event)), 907);
     }
 }

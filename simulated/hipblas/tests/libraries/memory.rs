@@ -143,18 +143,32 @@ isolated! {
         assert_eq!(code!(Hip.hipMemGetAddressRange(&mut base, &mut bytes, own)), 500);
     }
 
-    fn host_memory_is_uncached_by_devices_unless_it_is_asked_for(_) over ["rocm", "rocm6"] {
-        let kind = |wanted| {
-            let mut flags = 0;
-            ok!(Hip.hipHostGetFlags(&mut flags, pinned(PAGE, wanted)));
-            flags & (COHERENT | NON_COHERENT)
+    fn flags_of_host_memory_are_told_as_they_were_passed(_) over ["rocm", "rocm6"] {
+        let told = |memory| {
+            let mut flags = 9;
+            ok!(Hip.hipHostGetFlags(&mut flags, memory));
+            flags
         };
-        assert_eq!([0, 3, 7, COHERENT].map(kind), [COHERENT; 4]);
-        assert_eq!([NON_COHERENT, NON_COHERENT | 3].map(kind), [NON_COHERENT; 2]);
         // What it does not know it takes.
-        assert_eq!(kind(0x0800_0000), COHERENT);
+        for flags in [0, 3, 7, COHERENT, NON_COHERENT, NON_COHERENT | 3, 0x0800_0000] {
+            assert_eq!(told(pinned(PAGE, flags)), flags);
+        }
+        let own = host(1);
+        ok!(Hip.hipHostRegister(own, PAGE, 3));
+        assert_eq!(code!(Hip.hipHostGetFlags(&mut 0, own)), 1);
+        ok!(Hip.hipHostUnregister(own));
         assert_eq!(code!(Hip.hipHostMalloc(&mut null_mut(), PAGE, COHERENT | NON_COHERENT)), 1);
         assert_eq!(code!(Hip.hipHostGetFlags(&mut 0, host(1))), 1);
+    }
+
+    fn uncached_memory_is_registered_in_7(7) over ["rocm"] {
+        let own = host(1);
+        ok!(Hip.hipHostRegister(own, PAGE, NON_COHERENT));
+        ok!(Hip.hipHostUnregister(own));
+    }
+
+    fn uncached_memory_is_not_registered_in_6(6) over ["rocm6"] {
+        assert_eq!(code!(Hip.hipHostRegister(host(1), PAGE, NON_COHERENT)), 1);
     }
 
     fn what_is_registered_twice_is_unregistered_once(_) over ["rocm", "rocm6"] {

@@ -40,13 +40,14 @@ fn misuse_says_how_it_is_used() {
 
 #[test]
 fn each_variant_lacks_what_its_name_says() {
-    assert_eq!(files("rocm"), ["libamdhip64.so.7", "libhipblas.so.3", "rocblas"]);
-    assert_eq!(files("rocm6"), ["libamdhip64.so.6", "libhipblas.so.2", "rocblas"]);
+    assert_eq!(files("rocm"), ["libamdhip64.so.7", "libhipblas.so.3", "libhipblaslt.so.1", "rocblas"]);
+    assert_eq!(files("rocm6"), ["libamdhip64.so.6", "libhipblas.so.2", "libhipblaslt.so.0", "rocblas"]);
     assert_eq!(files("rocm:no-hipblas"), ["libamdhip64.so.7"]);
-    assert_eq!(files("rocm:wrong-major"), ["libamdhip64.so.7", "libhipblas.so.2", "rocblas"]);
-    assert_eq!(files("rocm6:wrong-major"), ["libamdhip64.so.6", "libhipblas.so.3", "rocblas"]);
+    assert_eq!(files("rocm:no-hipblaslt"), ["libamdhip64.so.7", "libhipblas.so.3", "rocblas"]);
+    assert_eq!(files("rocm:wrong-major"), ["libamdhip64.so.7", "libhipblas.so.2", "libhipblaslt.so.1", "rocblas"]);
+    assert_eq!(files("rocm6:wrong-major"), ["libamdhip64.so.6", "libhipblas.so.3", "libhipblaslt.so.0", "rocblas"]);
     assert_eq!(files("rocm:hip-5"), ["libamdhip64.so.5"]);
-    assert_eq!(files("rocm:no-kernels"), ["libamdhip64.so.7", "libhipblas.so.3", "rocblas"]);
+    assert_eq!(files("rocm:no-kernels"), ["libamdhip64.so.7", "libhipblas.so.3", "libhipblaslt.so.1", "rocblas"]);
     for (vendor, kernels) in [("rocm", vec!["TensileLibrary_lazy_gfx942.dat"]), ("rocm:no-kernels", vec![])] {
         let entries = std::fs::read_dir(folder(vendor).join("rocblas/library")).unwrap();
         let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
@@ -57,6 +58,7 @@ fn each_variant_lacks_what_its_name_says() {
         ("rocm", "libamdhip64.so.7"),
         ("rocm6", "libamdhip64.so.6"),
         ("rocm6", "libhipblas.so.2"),
+        ("rocm6", "libhipblaslt.so.0"),
         ("rocm:hip-5", "libamdhip64.so.5"),
     ] {
         let library = std::fs::read(folder(vendor).join(file)).unwrap();
@@ -68,6 +70,9 @@ fn each_variant_lacks_what_its_name_says() {
     assert_eq!(symbols("rocm6", "libamdhip64.so.6", &names), names[..4]);
     assert_eq!(symbols("rocm:two-symbols", "libamdhip64.so.7", &names), names[..2]);
     assert_eq!(symbols("rocm6:no-symbol", "libamdhip64.so.6", &names), [names[0], names[1], names[3]]);
+    let names = ["hipblasLtCreate", "hipblasLtMatmulAlgoGetHeuristic", "hipblasLtMatmul"];
+    assert_eq!(symbols("rocm", "libhipblaslt.so.1", &names), names);
+    assert_eq!(symbols("rocm:old-lt", "libhipblaslt.so.1", &names), [names[0], names[2]]);
     // SAFETY: a file that is no library is not run.
     assert!(unsafe { Library::new(folder("rocm:junk").join("libamdhip64.so.7")) }.is_err());
 }

@@ -57,13 +57,18 @@ isolated! {
         assert_eq!(unsafe { word.cast::<u32>().read() }, 0x0202_0202);
     }
 
-    fn what_is_queued_is_executed_when_the_stream_is_gone(_) over ["rocm", "rocm6"] {
+    fn what_is_queued_is_executed_before_the_stream_is_gone(_) over ["rocm", "rocm6"] {
         let (stream, word) = (stream(), pinned(4, 0));
         let gate = gate_on(stream);
         ok!(Hip.hipMemsetAsync(word, 3, 4, stream));
-        ok!(Hip.hipStreamDestroy(stream));
-        gate.open();
-        ok!(Hip.hipDeviceSynchronize());
+        // The call waits for the work.
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+                gate.open();
+            });
+            ok!(Hip.hipStreamDestroy(stream));
+        });
         // SAFETY: the work on the memory is done.
         assert_eq!(unsafe { word.cast::<u32>().read() }, 0x0303_0303);
     }

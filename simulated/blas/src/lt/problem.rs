@@ -3,23 +3,20 @@
 use std::ffi::c_void;
 use std::hash::{Hash, Hasher};
 
-use highwater_simulated_blas::driver::{Driver, Home};
-use highwater_simulated_blas::product::is_transposed;
-use highwater_simulated_blas::status::{INVALID_VALUE, NOT_SUPPORTED};
-use highwater_simulated_blas::table::Product;
-use highwater_simulated_blas::types::{Compute, R_32F, R_64F, scale};
+use super::Fault;
+use super::attributes::{Description, Layout};
+use crate::product::is_transposed;
+use crate::table::Product;
+use crate::types::{Compute, R_32F, R_64F, scale};
 
-use crate::algorithm::Algorithm;
-use crate::attributes::{Description, Layout};
-
-/// `CUBLASLT_EPILOGUE_DEFAULT`.
+/// No epilogue, for both vendors.
 const NO_EPILOGUE: u32 = 1;
 /// The alignment of a workspace address that is accepted.
 const WORKSPACE_ALIGNMENT: u64 = 16;
 
 /// A product whose descriptors were checked.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Problem {
+pub struct Problem {
     /// The product without addresses and scales.
     product: Product,
     /// The value for `product.bias`.
@@ -28,26 +25,42 @@ pub(crate) struct Problem {
 
 /// The arguments of a call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Operands {
-    pub(crate) alpha: *const c_void,
-    pub(crate) beta: *const c_void,
-    pub(crate) a: u64,
-    pub(crate) b: u64,
-    pub(crate) c: u64,
-    pub(crate) d: u64,
-    pub(crate) workspace: u64,
-    pub(crate) workspace_bytes: u64,
-    pub(crate) stream: *mut c_void,
+pub struct Operands {
+    /// Alpha.
+    pub alpha: *const c_void,
+    /// Beta.
+    pub beta: *const c_void,
+    /// The address of A.
+    pub a: u64,
+    /// The address of B.
+    pub b: u64,
+    /// The address of C.
+    pub c: u64,
+    /// The address of D.
+    pub d: u64,
+    /// The address of the workspace.
+    pub workspace: u64,
+    /// The bytes of the workspace.
+    pub workspace_bytes: u64,
+    /// The stream.
+    pub stream: *mut c_void,
 }
 
 impl Problem {
+    /// Returns the problem of a call. `compute_type` is the number of cuBLAS, and operations count from `plain`.
+    ///
     /// # Errors
-    /// `INVALID_VALUE` for descriptors that contradict each other, `NOT_SUPPORTED` for products that the kernels cannot
-    /// compute.
-    pub(crate) fn new(description: &Description, layouts: [Layout; 4]) -> Result<Self, u32> {
+    /// `Invalid` for descriptors that contradict each other, `Unsupported` for products that the kernels cannot compute.
+    pub fn new(
+        description: &Description,
+        layouts: [Layout; 4],
+        compute_type: Option<u32>,
+        plain: u32,
+    ) -> Result<Self, Fault> {
         let [a, b, c, d] = layouts;
-        let compute = Compute::new(description.compute_type)?;
-        let transposed = |operation| is_transposed(operation, 0).ok_or(INVALID_VALUE);
+        let compute_type = compute_type.ok_or(Fault::Unsupported)?;
+        let compute = Compute::new(compute_type).map_err(|_| Fault::Unsupported)?;
+        let transposed = |operation| is_transposed(operation, plain).ok_or(Fault::Invalid);
         let (transpose_a, transpose_b) = (transposed(description.transpose_a)?, transposed(description.transpose_b)?);
         let op = |layout: &Layout, transposed| {
             if transposed { (layout.columns, layout.rows) } else { (layout.rows, layout.columns) }
@@ -59,7 +72,7 @@ impl Problem {
             layout.batch >= 1 && layout.batch == d.batch && layout.stride >= 0 && (tight || layout.order != 0)
         };
         if !fits || !layouts.iter().all(usual) {
-            return Err(INVALID_VALUE);
+            return Err(Fault::Invalid);
         }
         let has_bias = description.epilogue & 4 != 0;
         let special = description.is_special
@@ -71,12 +84,12 @@ impl Problem {
         // A bias has the type of D. The manual lists 32 bits beside halves for some types only, but it is harmless.
         let bias_fits = !has_bias || bias_type == d.data_type || (bias_type == R_32F && d.data_type != R_64F);
         if special || description.scale_type != compute.scale || c.data_type != d.data_type || !bias_fits {
-            return Err(NOT_SUPPORTED);
+            return Err(Fault::Unsupported);
         }
-        compute.check(description.compute_type, a.data_type, b.data_type, d.data_type)?;
+        compute.check(compute_type, a.data_type, b.data_type, d.data_type).map_err(|_| Fault::Unsupported)?;
         // An empty product has no algorithm.
         if [m, n, k].contains(&0) {
-            return Err(INVALID_VALUE);
+            return Err(Fault::Invalid);
         }
         // The check above excludes negative numbers.
         let number = |value: i64| value.unsigned_abs();
@@ -120,12 +133,14 @@ impl Problem {
     }
 
     /// Returns the bytes of all intermediate results together.
-    pub(crate) fn intermediate_bytes(&self) -> u64 {
+    #[must_use]
+    pub fn intermediate_bytes(&self) -> u64 {
         self.product.intermediate_bytes()
     }
 
     /// Returns a number that differs between problems, except by accident.
-    pub(crate) fn fingerprint(&self) -> u64 {
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
         let p = &self.product;
         let mut hasher = std::hash::DefaultHasher::new();
         [p.input, p.output, p.bias_type, p.scale_type, p.epilogue, p.transpose_a, p.transpose_b, p.tf32, p.batched]
@@ -135,20 +150,33 @@ impl Problem {
         hasher.finish()
     }
 
-    /// Enqueues the product.
+    /// Returns the compute type's precision of factors: whether they are rounded to TF32.
+    #[must_use]
+    pub fn rounds_to_tf32(&self) -> bool {
+        self.product.tf32 != 0
+    }
+
+    /// Returns the product of a call on `device` that uses `needed` bytes of workspace.
+    ///
+    /// # Errors
+    /// `Invalid` for arguments that a call must not have.
     ///
     /// # Safety
-    /// Alpha and beta must be null or valid, on the host or the device as the description states. The stream must belong to the
-    /// driver.
-    pub(crate) unsafe fn run(&self, home: Home, algorithm: &Algorithm, operands: &Operands) -> Result<(), u32> {
+    /// Alpha and beta must be null or valid, on the host or the device as the description states.
+    pub unsafe fn product(
+        &self,
+        device: u32,
+        needed: u64,
+        operands: &Operands,
+        without_factors: WithoutFactors,
+    ) -> Result<Product, Fault> {
         let &Operands { alpha, beta, a, b, c, d, workspace, workspace_bytes, stream } = operands;
-        let needed = algorithm.workspace_for(self).ok_or(INVALID_VALUE)?;
         let has_room = workspace_bytes >= needed
             && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
             && (needed == 0 || workspace != 0);
         let has_bias = self.product.epilogue & 4 != 0;
         if alpha.is_null() || beta.is_null() || !has_room || (has_bias && self.bias == 0) {
-            return Err(INVALID_VALUE);
+            return Err(Fault::Invalid);
         }
         let mut product = self.product;
         let on_device = product.device_scales != 0;
@@ -156,18 +184,25 @@ impl Problem {
         let [alpha, beta] = [alpha, beta].map(|place| unsafe { scale(place, product.scale_type, on_device) });
         let reads_c = on_device || f64::from_bits(beta) != 0.0;
         let in_place = c == d && (product.ldc, product.stride_c) != (product.ldd, product.stride_d);
-        if (reads_c && (c == 0 || in_place)) || d == 0 || a == 0 || b == 0 || !algorithm.takes([a, b, c, d]) {
-            return Err(INVALID_VALUE);
+        if (reads_c && (c == 0 || in_place)) || d == 0 || a == 0 || b == 0 {
+            return Err(Fault::Invalid);
         }
-        product.device = home.device;
+        product.device = device;
         (product.stream, product.a, product.b, product.c, product.d) = (stream, a, b, c, d);
         (product.bias, product.alpha, product.beta) = (self.bias, alpha, beta);
-        // As in the library: with an alpha of 0 on the host there is no epilogue.
-        if !on_device && f64::from_bits(alpha) == 0.0 {
+        if without_factors == WithoutFactors::OmitsEpilogue && !on_device && f64::from_bits(alpha) == 0.0 {
             product.epilogue = NO_EPILOGUE;
         }
         (product.workspace, product.workspace_bytes) = (workspace, needed);
-        // SAFETY: The caller upholds the contract.
-        unsafe { Driver::get()?.launch(&product) }
+        Ok(product)
     }
+}
+
+/// What a library does for an alpha of 0 on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WithoutFactors {
+    /// It omits the epilogue (cuBLASLt).
+    OmitsEpilogue,
+    /// Nothing special.
+    Computes,
 }

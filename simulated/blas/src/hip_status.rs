@@ -3,21 +3,21 @@
 use std::ffi::CStr;
 
 /// It worked.
-pub(crate) const SUCCESS: u32 = 0;
+pub const SUCCESS: u32 = 0;
 /// No handle.
-pub(crate) const NOT_INITIALIZED: u32 = 1;
+pub const NOT_INITIALIZED: u32 = 1;
 /// No memory.
-pub(crate) const ALLOC_FAILED: u32 = 2;
+pub const ALLOC_FAILED: u32 = 2;
 /// A value that no call takes.
-pub(crate) const INVALID_VALUE: u32 = 3;
+pub const INVALID_VALUE: u32 = 3;
 /// An error inside the library, among them that there is no device.
-pub(crate) const INTERNAL_ERROR: u32 = 6;
+pub const INTERNAL_ERROR: u32 = 6;
 /// What the library does not compute.
-pub(crate) const NOT_SUPPORTED: u32 = 7;
+pub const NOT_SUPPORTED: u32 = 7;
 /// No place for a handle.
-pub(crate) const HANDLE_IS_NULLPTR: u32 = 9;
+pub const HANDLE_IS_NULLPTR: u32 = 9;
 /// A number that is no constant of the argument's type.
-pub(crate) const INVALID_ENUM: u32 = 10;
+pub const INVALID_ENUM: u32 = 10;
 
 const NAMES: [&CStr; 12] = [
     c"HIPBLAS_STATUS_SUCCESS",
@@ -35,12 +35,14 @@ const NAMES: [&CStr; 12] = [
 ];
 
 /// The name of a code.
-pub(crate) fn name(code: u32) -> &'static CStr {
+#[must_use]
+pub fn name(code: u32) -> &'static CStr {
     NAMES.get(code as usize).copied().unwrap_or(c"<undefined hipblasStatus_t value>")
 }
 
 /// The code for what the runtime answered when work was enqueued.
-pub(crate) const fn of_runtime(code: i32) -> u32 {
+#[must_use]
+pub const fn of_runtime(code: i32) -> u32 {
     match code {
         0 => SUCCESS,
         1 => INVALID_VALUE,

@@ -3,17 +3,20 @@
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
 
-use highwater_simulated_blas::table::{self, GetTable, Product, Table};
 use libloading::Library;
 
-use crate::status;
+use crate::hip_status as status;
+use crate::table::{self, GetTable, Product, Table};
+
+/// The variable that makes hipBLASLt find no algorithm.
+pub const LACKS_ALGORITHMS: &str = "HIGHWATER_SIMULATED_HIPBLASLT_EMPTY";
 
 /// The names of the runtime.
 const NAMES: [&str; 2] = ["libamdhip64.so.7", "libamdhip64.so.6"];
 
 /// The runtime's functions, and its settings of hipBLAS.
 #[derive(Debug)]
-pub(crate) struct Runtime {
+pub struct Runtime {
     get_device: unsafe extern "C" fn(*mut i32) -> i32,
     set_device: unsafe extern "C" fn(i32) -> i32,
     device_memory: unsafe extern "C" fn(*mut usize, i32) -> i32,
@@ -22,7 +25,9 @@ pub(crate) struct Runtime {
     free: unsafe extern "C" fn(*mut c_void) -> i32,
     table: Table,
     /// The major version of hipBLAS.
-    pub(crate) major: u32,
+    pub major: u32,
+    /// Whether hipBLASLt finds no algorithm for any problem.
+    pub lacks_algorithms: bool,
     /// Whether rocBLAS has kernels for the devices.
     has_kernels: bool,
     /// The architecture without its features.
@@ -31,9 +36,9 @@ pub(crate) struct Runtime {
 
 /// The device of a handle.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Home {
+pub struct Home {
     /// Its number in the table.
-    pub(crate) device: u32,
+    pub device: u32,
     /// Its ordinal in the runtime.
     ordinal: i32,
 }
@@ -43,7 +48,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `INTERNAL_ERROR` if no simulated runtime is found.
-    pub(crate) fn get() -> Result<&'static Self, u32> {
+    pub fn get() -> Result<&'static Self, u32> {
         static RUNTIME: OnceLock<Runtime> = OnceLock::new();
         if let Some(runtime) = RUNTIME.get() {
             return Ok(runtime);
@@ -79,6 +84,7 @@ impl Runtime {
                 free: *library.get(b"hipFree\0").ok()?,
                 table,
                 major,
+                lacks_algorithms: std::env::var_os(LACKS_ALGORITHMS).is_some(),
                 has_kernels: has_kernels != 0,
                 arch,
             }
@@ -91,7 +97,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `INTERNAL_ERROR` if there is none.
-    pub(crate) fn home(&self) -> Result<Home, u32> {
+    pub fn home(&self) -> Result<Home, u32> {
         let (mut ordinal, mut device) = (0, 0);
         // SAFETY: both take a place for their answer. The first starts the runtime, and gives the thread a device.
         match unsafe { ((self.get_device)(&mut ordinal), (self.table.current_device)(&mut device)) } {
@@ -104,7 +110,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `INTERNAL_ERROR`.
-    pub(crate) fn device_memory(&self, home: Home) -> Result<usize, u32> {
+    pub fn device_memory(&self, home: Home) -> Result<usize, u32> {
         let mut bytes = 0;
         // SAFETY: it takes a place for its answer.
         match unsafe { (self.device_memory)(&mut bytes, home.ordinal) } {
@@ -117,7 +123,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `ALLOC_FAILED` if memory is exhausted, else `INTERNAL_ERROR`.
-    pub(crate) fn allocate(&self, bytes: usize) -> Result<u64, u32> {
+    pub fn allocate(&self, bytes: usize) -> Result<u64, u32> {
         let mut address = std::ptr::null_mut();
         // SAFETY: it takes a place for its answer.
         match unsafe { (self.allocate)(&mut address, bytes) } {
@@ -128,7 +134,7 @@ impl Runtime {
 
     /// Waits for the device and frees memory of `allocate`. The runtime's codes are ignored, because a handle may be destroyed
     /// while the runtime shuts down.
-    pub(crate) fn wait_and_free(&self, home: Home, address: u64) {
+    pub fn wait_and_free(&self, home: Home, address: u64) {
         let mut before = 0;
         // SAFETY: the address came from `allocate`, and the thread's device is put back.
         unsafe {
@@ -140,11 +146,6 @@ impl Runtime {
         }
     }
 
-    /// Returns whether the devices multiply in TF32.
-    pub(crate) fn has_tf32(&self) -> bool {
-        self.arch.starts_with("gfx94")
-    }
-
     /// Enqueues a product. Without kernels for the devices, ends the process.
     ///
     /// # Errors
@@ -152,7 +153,7 @@ impl Runtime {
     ///
     /// # Safety
     /// The caller must pass a stream of the runtime and matrices of the product's sizes.
-    pub(crate) unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
+    pub unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
         if !self.has_kernels {
             eprintln!(
                 "\nrocBLAS error: Cannot read rocblas/library/TensileLibrary.dat: No such file or directory for GPU arch : \
