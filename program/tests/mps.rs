@@ -158,7 +158,8 @@ impl Machine {
 
     /// Processes of this machine's services.
     fn daemons(&self) -> Vec<Process> {
-        let of_service = format!("CUDA_MPS_PIPE_DIRECTORY={}", self.home.display());
+        // With the slash: the folder of the tenth machine begins like that of the first.
+        let of_service = format!("CUDA_MPS_PIPE_DIRECTORY={}/", self.home.display());
         let processes =
             fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
         let is_daemon = |process: &Process| {
