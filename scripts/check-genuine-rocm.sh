@@ -3,7 +3,7 @@
 # Usage: scripts/check-genuine-rocm.sh [--as-is] [FOLDER]
 #
 #   --as-is  checks what an earlier run unpacked, without asking the mirror
-#   FOLDER   where the packages go (target/genuine-rocm): about 1.4 GB to fetch, 3 GB on disk
+#   FOLDER   where the packages go (target/genuine-rocm): about 1.8 GB to fetch, 4 GB on disk
 #
 # Debian builds these libraries. They are fetched by an apt with a state of its own, which checks signatures and hashes, and
 # unpacked with the C library they need: nothing is installed and no root is needed. What runs over them runs through that
@@ -97,7 +97,7 @@ unpack() { # version, arguments of apt-get install
     package=$(echo "$folder/apt/cache/archives/${name}_${number//:/%3a}_"*.deb)
     # Left out is what no loader looks at; rocBLAS's kernels are most of it.
     dpkg-deb --fsys-tarfile "$package" | tar -x -C "$into" --exclude=./usr/share --exclude=./usr/include \
-      --exclude=./usr/lib/x86_64-linux-gnu/rocblas --exclude=./usr/lib/x86_64-linux-gnu/gconv
+      --exclude=./usr/lib/x86_64-linux-gnu/rocblas --exclude=./usr/lib/x86_64-linux-gnu/gconv --exclude=./usr/lib/x86_64-linux-gnu/hipblaslt
   done <"$folder/apt/list"
   # Last: it says that the rest is whole.
   cp "$folder/apt/list" "$into/packages"
@@ -106,8 +106,8 @@ unpack() { # version, arguments of apt-get install
 
 if [ -z "$as_is" ]; then
   prepare_apt
-  unpack 6 libamdhip64-6 libhipblas2
-  unpack 7 -t experimental libamdhip64-7 libhipblas3
+  unpack 6 libamdhip64-6 libhipblas2 libhipblaslt1
+  unpack 7 -t experimental libamdhip64-7 libhipblas3 libhipblaslt1
 fi
 for version in 6 7; do
   [ -e "$folder/$version/packages" ] || fail "$folder/$version is not there: run this without --as-is"
@@ -142,6 +142,13 @@ part() { # version, folder, part, arguments
   [ "$status" -ne 1 ] || status=0
   said=$(head -c 200 "$scratch/said" | tr '\n' ' ')
   fact "$1" "$3: the process ends well and prints nothing" "0, nothing" "$status, ${said:-nothing}"
+}
+# hipBLASLt has no device memory here, and ends the process for that.
+lt_create() { # version, folder
+  local status=0 said
+  through_loader "$1" "$2" "$target/release/examples/genuine" "$1" lt-create 2>"$scratch/said" || status=$?
+  said=$(head -c 200 "$scratch/said" | tr '\n' ' ' | sed "s/ at .*//")
+  fact "$1" "hipblasLtCreate: how the process ends" "1, Hip error: 'no ROCm-capable device is detected'(100)" "$status, ${said:-nothing}"
 }
 # What the backend says of itself: the outcome, and whether a word stands in the reason or in what the loader said.
 doctor() { # version, fact, folder, expected outcome, expected word
@@ -179,6 +186,8 @@ without() { # version, library
     part "$version" "$whole" calls
     part "$version" "$whole" init
     part "$version" "$whole" blas
+    part "$version" "$whole" lt
+    lt_create "$version" "$whole"
     part "$version" "$whole" symbols
     hsa=libhsa-runtime64.so.1
     part "$version" "$(without "$version" "$hsa")" missing "$hsa"

@@ -45,6 +45,7 @@ pub(crate) static CUBLAS_LT: LtCodes = LtCodes {
         bias_gelu: Epilogue::CUBLASLT_EPILOGUE_GELU_BIAS as u32,
     },
     algorithm_bytes: size_of::<sys::cublasLtMatmulAlgo_t>(),
+    needs_free_bytes: 0,
 };
 
 // The order of the fields that the driver reads: the algorithm, the bytes of workspace, the status.

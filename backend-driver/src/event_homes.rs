@@ -11,6 +11,8 @@
 //!   queries.
 //! - A stream *pauses* before it takes part in a capture: a helper stream, which never captures, waits for the stream's
 //!   work and records an event. Until the capture ends, that event stands for every event that the stream recorded before.
+//! - A wait of a capturing stream for an event from outside is refused. The vendor would leave it out of the graph, in
+//!   silence.
 //! - Foreign code that knows an event keeps the vendor's rules for it: its streams are unknown here.
 //! - The default stream of a thread ends with the thread, unnoticed. Its events are recorded by a relay, a stream that
 //!   waits for it.
@@ -19,12 +21,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::calls::capture_status;
 use super::hazards::{Asking, Hazard};
-use super::objects::{Held, Home, Link, Removed};
+use super::objects::{BEHIND_DEFAULT, Held, Home, Link, Removed};
 use super::platform::Platform;
 use super::raw::{RawEvent, RawStream};
 use super::state::{DriverState, EXPOSED, FOREIGN, HeldStream, RECORDING};
 use super::thread_records;
-use highwater_hal::{Completion, EventId, Result, StreamId, StreamPriority};
+use highwater_hal::{Completion, Error, ErrorKind, EventId, Result, StreamId, StreamPriority};
 
 /// A stream that takes part in a capture, or is about to.
 #[derive(Debug)]
@@ -133,7 +135,7 @@ impl<P: Platform> DriverState<P> {
             // SAFETY: The event is held, and the relay lives as long as the state.
             let code = unsafe { (calls.event_record)(mark.raw(), relay) };
             if code == 0 {
-                mark.set_link(0);
+                mark.set_link(BEHIND_DEFAULT);
                 mark.set_number(0);
             }
             mark.set_flag(RECORDING, false);
@@ -265,9 +267,35 @@ impl<P: Platform> DriverState<P> {
         {
             return Ok(Wait::Joins);
         }
+        if self.waits_for_outside(operation, &held, &mark, raw)? {
+            let message =
+                "a stream that takes part in a capture would wait for an event that was recorded outside of it";
+            return Err(Error::new(ErrorKind::Capture, operation, message)
+                .with_hint("wait before the capture begins, or record the event in the capture"));
+        }
         // SAFETY: Both are held, or outlive this question.
         self.check(operation, unsafe { (self.platform.calls().stream_wait_event)(held.raw(), raw, 0) })?;
         Ok(Wait::Done)
+    }
+
+    /// Returns whether a stream of a capture would wait, by the event `raw`, for work outside of the capture. The vendor would
+    /// accept the wait and leave it out of the graph.
+    fn waits_for_outside(
+        &self,
+        operation: &'static str,
+        stream: &HeldStream<'_>,
+        mark: &Held<'_, EventId>,
+        raw: RawEvent,
+    ) -> Result<bool> {
+        let is_outside = mark.number() == 0 && mark.link() != 0 && mark.flags() & (FOREIGN | EXPOSED) == 0;
+        if !is_outside && raw == mark.raw() || !self.takes_part(operation, stream)? {
+            return Ok(false);
+        }
+        match self.home_of(mark) {
+            // The captures of foreign code are unknown here.
+            Home::Live(home) if raw == mark.raw() && self.has_foreign() => Ok(!self.is_capturing(operation, home)?),
+            _ => Ok(true),
+        }
     }
 
     /// Returns what stands for an event that `home` recorded before it paused; `None` if the event stands for itself.

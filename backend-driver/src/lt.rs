@@ -166,6 +166,20 @@ impl<P: Platform> LtBlas<P> {
     pub(super) fn create(state: &Arc<DriverState<P>>, device: u32) -> Result<Self> {
         const OPERATION: &str = "create_blas_handle";
         let lt = library(OPERATION, state)?;
+        if lt.codes.needs_free_bytes > 0 {
+            let (mut free, mut total) = (0, 0);
+            // SAFETY: The call writes two numbers, which outlive it.
+            state.check(OPERATION, unsafe { (state.platform().calls().mem_get_info)(&mut free, &mut total) })?;
+            if free < lt.codes.needs_free_bytes {
+                let message = format!(
+                    "the device has {free} bytes of free memory, expected at least {} for a handle of {}, which ends the process if \
+                     it gets too few",
+                    lt.codes.needs_free_bytes, lt.codes.name
+                );
+                return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
+                    .with_hint("free memory of the device, or create the handle before the device is full"));
+            }
+        }
         let mut raw = RawLt::NULL;
         // SAFETY: The call writes one number, which outlives it.
         lt.codes.codes.check(OPERATION, unsafe { (lt.calls.create)(&mut raw) })?;

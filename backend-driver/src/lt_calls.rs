@@ -112,6 +112,9 @@ pub struct LtCodes {
     pub epilogues: Epilogues,
     /// The bytes of an algorithm, at most 64.
     pub algorithm_bytes: usize,
+    /// The bytes of device memory that must be free before a handle is created, because the library ends the process if it gets
+    /// too few; 0 if it reports the failure.
+    pub needs_free_bytes: usize,
 }
 
 /// Attributes of a product.

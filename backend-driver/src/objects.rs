@@ -35,10 +35,13 @@ pub(super) struct Slot {
 /// the upper half. 0 for none.
 pub(super) type Link = u64;
 
+/// The link of an event whose last record was behind a default stream, which never ends.
+pub(super) const BEHIND_DEFAULT: Link = 1 << 32;
+
 /// What became of the handle of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Home {
-    /// There is no link.
+    /// The event was never recorded, or behind a default stream.
     None,
     /// It is in the table.
     Live(RawStream),

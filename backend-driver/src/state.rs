@@ -14,7 +14,7 @@ use super::codes::Codes;
 use super::event_homes::Paused;
 use super::hazards::Asking;
 use super::mapped_memory::{MappedMemory, PhysicalMemory};
-use super::objects::{Held, Link, Objects, Removed};
+use super::objects::{BEHIND_DEFAULT, Held, Link, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::{
@@ -153,7 +153,7 @@ impl HeldStream<'_> {
 
     /// Returns the vendor's handle and the link of events that it records. A default stream has no link.
     pub(super) fn raw_and_link(&self, id: StreamId) -> (RawStream, Link) {
-        let Some(held) = &self.held else { return (self.raw, 0) };
+        let Some(held) = &self.held else { return (self.raw, BEHIND_DEFAULT) };
         let (raw, number) = held.raw_and_number();
         (raw, Objects::link_of(id, number))
     }

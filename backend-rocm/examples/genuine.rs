@@ -8,6 +8,8 @@
 //!   calls      the runtime's calls, without hipInit before them
 //!   init       the same after hipInit
 //!   blas       hipBLAS
+//!   lt         hipBLASLt
+//!   lt-create  its handle, whose creation ends the process
 //!   symbols    which of them exist
 //!   missing    the runtime does not open; the next argument is the library that the loader names
 //!   majors     HIP of another major version does not open beside this one; the next two arguments are their paths
@@ -257,6 +259,49 @@ const BLAS: &[(&str, &[u32])] = &[
     ("hipblasGetInt8Datatype", &[]),
 ];
 
+/// hipBLASLt: Debian builds this version for HIP 6 and 7.
+const LT_NAME: &str = "libhipblaslt.so.1";
+
+/// The symbols of hipBLASLt that the backend calls, and others that show its version.
+const LT: &[&str] = &[
+    "hipblasLtCreate",
+    "hipblasLtDestroy",
+    "hipblasLtGetVersion",
+    "hipblasLtMatmulDescCreate",
+    "hipblasLtMatmulDescDestroy",
+    "hipblasLtMatmulDescSetAttribute",
+    "hipblasLtMatmulDescGetAttribute",
+    "hipblasLtMatrixLayoutCreate",
+    "hipblasLtMatrixLayoutDestroy",
+    "hipblasLtMatrixLayoutSetAttribute",
+    "hipblasLtMatrixLayoutGetAttribute",
+    "hipblasLtMatmulPreferenceCreate",
+    "hipblasLtMatmulPreferenceDestroy",
+    "hipblasLtMatmulPreferenceSetAttribute",
+    "hipblasLtMatmulPreferenceGetAttribute",
+    "hipblasLtMatmulAlgoGetHeuristic",
+    "hipblasLtMatmul",
+];
+
+/// A kind of object of hipBLASLt.
+struct LtObject {
+    /// Its name in the functions.
+    kind: &'static str,
+    /// The arguments by which one is created, after the first.
+    words: &'static [Word],
+    /// The numbers of attributes, with their bytes.
+    attributes: &'static [(usize, usize)],
+}
+
+const LT_OBJECTS: &[LtObject] = &[
+    // Products of f32. Both transposes, the epilogue, the bias's address and its type.
+    LtObject { kind: "MatmulDesc", words: &[N(2), N(0)], attributes: &[(0, 4), (1, 4), (2, 4), (3, 8), (4, 4)] },
+    // 4 by 4 elements of f32. The number of matrices and their distance.
+    LtObject { kind: "MatrixLayout", words: &[N(0), N(4), N(4), N(4)], attributes: &[(0, 4), (1, 8)] },
+    // The bytes of workspace.
+    LtObject { kind: "MatmulPreference", words: &[], attributes: &[(1, 8)] },
+];
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -266,6 +311,8 @@ fn main() -> ExitCode {
         ("calls", []) => facts.calls(false),
         ("init", []) => facts.calls(true),
         ("blas", []) => facts.blas(),
+        ("lt", []) => facts.lt(),
+        ("lt-create", []) => facts.lt_create(),
         ("symbols", []) => facts.symbols(),
         ("missing", [named]) => facts.missing(named),
         ("majors", [first, second]) => facts.majors(first, second),
@@ -275,7 +322,7 @@ fn main() -> ExitCode {
 }
 
 fn usage() -> ExitCode {
-    eprintln!("usage: genuine 6|7 calls|init|blas|symbols|missing LIBRARY|majors PATH PATH");
+    eprintln!("usage: genuine 6|7 calls|init|blas|lt|lt-create|symbols|missing LIBRARY|majors PATH PATH");
     ExitCode::from(2)
 }
 
@@ -378,6 +425,43 @@ impl Facts {
         self.fact("hipblasCreate again", "6, nothing written", library.call("hipblasCreate", &[Out]));
     }
 
+    /// hipBLASLt ends the process where it gets no device memory.
+    fn lt_create(&mut self) {
+        let library = self.open(LT_NAME);
+        let answer = library.call("hipblasLtCreate", &[Out]);
+        self.fact("hipblasLtCreate", "the process ends", &answer);
+    }
+
+    fn lt(&mut self) {
+        let library = self.open(LT_NAME);
+        self.fact("hipblasLtCreate(NULL)", 3, library.call("hipblasLtCreate", &[N(0)]).code);
+        self.fact("hipblasLtDestroy(NULL)", 3, library.call("hipblasLtDestroy", &[N(0)]).code);
+        for LtObject { kind, words, attributes } in LT_OBJECTS {
+            let [create, destroy, set, get] =
+                ["Create", "Destroy", "SetAttribute", "GetAttribute"].map(|end| format!("hipblasLt{kind}{end}"));
+            let answer = library.call(&create, &[&[Out], *words].concat());
+            self.fact(&create, "0, 8 bytes written", &answer);
+            let Some(object) = answer.room.0.first_chunk().map(|bytes| usize::from_ne_bytes(*bytes)) else { return };
+            if answer.code != 0 {
+                continue;
+            }
+            for &(attribute, bytes) in *attributes {
+                // The value is in the slot of its argument, which is filled with one byte.
+                let code = library.call(&set, &[N(object), N(attribute), Out, N(bytes)]).code;
+                self.fact(&format!("{set}({attribute}, {bytes} bytes)"), 0, code);
+                let answer = library.call(&get, &[N(object), N(attribute), Out, N(bytes), Out]);
+                self.fact(&format!("{get}({attribute}, {bytes} bytes)"), "0, 8 bytes written", &answer);
+                let code = library.call(&set, &[N(object), N(attribute), Out, N(bytes - 1)]).code;
+                // A preference does not check its bytes.
+                let expected = if *kind == "MatmulPreference" { 0 } else { 3 };
+                self.fact(&format!("{set}({attribute}, a byte less)"), expected, code);
+            }
+            let code = library.call(&set, &[N(object), N(99), Out, N(8)]).code;
+            self.fact(&format!("{set}(99, 8 bytes)"), 3, code);
+            self.fact(&destroy, 0, library.call(&destroy, &[N(object)]).code);
+        }
+    }
+
     fn symbols(&mut self) {
         let here = |versions: &[u32], major| if versions.contains(&major) { "present" } else { "absent" };
         let runtime = self.open(self.runtime_name());
@@ -408,6 +492,10 @@ impl Facts {
         let blas = self.open(self.blas_name());
         for (name, versions) in BLAS {
             self.fact(name, here(versions, self.major), blas.presence(name, "libhipblas.so"));
+        }
+        let lt = self.open(LT_NAME);
+        for name in LT {
+            self.fact(name, "present", lt.presence(name, "libhipblaslt.so"));
         }
         let seen = blas.presence("rocblas_get_version_string", "librocblas.so");
         self.fact("rocblas_get_version_string, in rocBLAS", "present", seen);

@@ -21,8 +21,8 @@
 //!
 //! # Captures
 //!
-//! A stream of HIP stays unusable after a lost capture. The backend replaces it, and every stream that had joined,
-//! under the same ids. A BLAS handle cannot be created during a capture.
+//! A stream of HIP stays unusable after a lost capture. The backend replaces it under the same id, which frees the
+//! streams that had joined. A BLAS handle cannot be created during a capture.
 //!
 //! `docs/driver-mapping.md` in the repository maps each trait method to its calls. `docs/rocm.md` lists the tests.
 

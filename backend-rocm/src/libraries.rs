@@ -28,7 +28,8 @@ pub(crate) const HIPBLAS: VendorLibrary = VendorLibrary {
 pub(crate) const HIPBLASLT: VendorLibrary = VendorLibrary {
     what: "hipBLASLt",
     path_variable: "HIGHWATER_HIPBLASLT_LIBRARY",
-    names: &[LibraryName::of_major("libhipblaslt.so.1", 7), LibraryName::of_major("libhipblaslt.so.0", 6)],
+    // Debian builds version 1 for HIP 6 too.
+    names: &[LibraryName::of_major("libhipblaslt.so.0", 6), LibraryName::of_any("libhipblaslt.so.1")],
     too_old: &[],
     required_symbols: &["hipblasLtCreate"],
 };

@@ -24,6 +24,8 @@ pub(crate) static HIPBLAS_LT: LtCodes = LtCodes {
     epilogues: Epilogues { none: 1, relu: 2, bias: 4, bias_relu: 6, gelu: 32, bias_gelu: 36 },
     // 16 opaque bytes, and the largest workspace.
     algorithm_bytes: 24,
+    // Twice the memory of a handle, because other threads and processes allocate meanwhile.
+    needs_free_bytes: 50 << 20,
 };
 
 /// Returns hipBLASLt's symbol for a name in the tables.
@@ -53,7 +55,7 @@ pub(crate) unsafe fn open(
     let library = &libraries::HIPBLASLT;
     let given = paths(library.path_variable);
     // SAFETY: As the caller promises.
-    let found = unsafe { search.open(library, given.as_deref(), |name| name.major == Some(major)) };
+    let found = unsafe { search.open(library, given.as_deref(), |name| name.major.is_none_or(|of| of == major)) };
     let loaded = found.and_then(|found| {
         // SAFETY: The library has this name, or a variable names it. It exports its own symbols.
         unsafe { LtCalls::load(&found.library, lt_symbol) }

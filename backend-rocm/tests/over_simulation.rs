@@ -333,6 +333,35 @@ fn r2_6_libraries_of_two_releases_are_refused() {
 }
 
 #[test]
+fn r2_8_a_workspace_without_memory_is_accepted_and_the_handle_still_multiplies() {
+    const TEST: &str = "r2_8_a_workspace_without_memory_is_accepted_and_the_handle_still_multiplies";
+    let Some(backend) = open(TEST) else { return };
+    let mut handle = blas(&*backend);
+    if major() >= 7 {
+        // SAFETY: The vendor's function, with its arguments, and a handle that is alive.
+        unsafe {
+            let set =
+                of_library::<unsafe extern "C" fn(u64, u64, usize) -> i32>("libhipblas.so", "hipblasSetWorkspace");
+            assert_eq!(set(handle.raw(), 0, 5), 0);
+        }
+    }
+    // SAFETY: No memory is bound.
+    unsafe { handle.set_workspace(None) }.unwrap();
+    let stream = stream(&*backend);
+    handle.set_stream(stream).unwrap();
+    let block = allocate(&*backend, 4096);
+    fill(&*backend, block, 0, 4096, stream);
+    let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), block, block.offset(256), block.offset(512));
+    // SAFETY: The matrices are inside the block.
+    unsafe { handle.gemm(&gemm) }.unwrap();
+    assert!(bytes_of(&*backend, block, 4096, stream).iter().all(|byte| *byte == 0));
+    handle.destroy().unwrap();
+    free(&*backend, block);
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
 fn r2_7_a_code_that_no_header_knows_is_an_error_with_its_number() {
     const TEST: &str = "r2_7_a_code_that_no_header_knows_is_an_error_with_its_number";
     if !inside_with(TEST, &[("HIGHWATER_SIMULATED_HIP", "unknown-code=hipMalloc")]) {
@@ -1143,6 +1172,225 @@ fn r3_22_memory_is_shared_beside_a_capture() {
 }
 
 #[test]
+fn r3_24_a_stream_that_joins_an_invalidated_capture_is_freed_with_it() {
+    let Some(backend) = open("r3_24_a_stream_that_joins_an_invalidated_capture_is_freed_with_it") else { return };
+    let block = allocate(&*backend, 4096);
+    let [captured, late] = [(); 2].map(|()| stream(&*backend));
+    for round in 1..4 {
+        backend.begin_capture(captured, CaptureMode::ThreadLocal).unwrap();
+        let event = recorded_on(&*backend, captured);
+        lose(&*backend, captured);
+        // HIP lets the stream join a capture that has no end any more.
+        backend.stream_wait_event(late, event).unwrap();
+        assert!(backend.is_capturing(late).unwrap());
+        // SAFETY: This test began it.
+        let error = unsafe { backend.end_capture(captured) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Capture, "{error}");
+        for stream in [late, captured] {
+            assert!(!backend.is_capturing(stream).unwrap());
+            fill(&*backend, block, round, 4096, stream);
+            assert!(bytes_of(&*backend, block, 4096, stream).iter().all(|byte| *byte == round));
+        }
+        backend.destroy_event(event).unwrap();
+    }
+    free(&*backend, block);
+    for stream in [captured, late] {
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_25_a_wait_in_a_capture_for_work_outside_is_refused() {
+    let Some(backend) = open("r3_25_a_wait_in_a_capture_for_work_outside_is_refused") else { return };
+    let [captured, joined, other, gone] = [(); 4].map(|()| stream(&*backend));
+    let tag = backend.identity().tag;
+    let outside = [
+        recorded_on(&*backend, captured),
+        recorded_on(&*backend, joined),
+        recorded_on(&*backend, other),
+        recorded_on(&*backend, StreamId::legacy_default(tag, 0)),
+        recorded_on(&*backend, StreamId::per_thread_default(tag, 0)),
+    ];
+    let complete = [recorded_on(&*backend, gone), backend.create_event(0, &EventOptions::new()).unwrap()];
+    backend.destroy_stream(gone).unwrap();
+    for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        backend.begin_capture(captured, mode).unwrap();
+        join(&*backend, captured, joined);
+        let late = recorded_on(&*backend, other);
+        for stream in [captured, joined] {
+            for event in outside.into_iter().chain([late]) {
+                let error = backend.stream_wait_event(stream, event).unwrap_err();
+                assert_eq!((error.kind(), error.code()), (ErrorKind::Capture, None), "{error}");
+                assert!(error.hint().contains("before the capture begins"), "{error}");
+            }
+            // Nothing is left out of the graph for these.
+            for event in complete {
+                backend.stream_wait_event(stream, event).unwrap();
+            }
+        }
+        join(&*backend, joined, captured);
+        replay(&*backend, captured);
+        for event in outside.into_iter().chain([late]) {
+            backend.stream_wait_event(captured, event).unwrap();
+        }
+        backend.destroy_event(late).unwrap();
+    }
+    // The harm: HIP accepts the wait and forgets it.
+    backend.begin_capture(captured, CaptureMode::Global).unwrap();
+    let (waits, on) = (backend.raw_stream(captured).unwrap(), backend.raw_stream(other).unwrap());
+    let mut event = 0_u64;
+    // SAFETY: The vendor's functions, with their arguments; the event and the streams are alive.
+    unsafe {
+        let create = hip::<unsafe extern "C" fn(*mut u64, u32) -> i32>("hipEventCreateWithFlags");
+        let record = hip::<unsafe extern "C" fn(u64, u64) -> i32>("hipEventRecord");
+        let wait = hip::<unsafe extern "C" fn(u64, u64, u32) -> i32>("hipStreamWaitEvent");
+        let destroy = hip::<unsafe extern "C" fn(u64) -> i32>("hipEventDestroy");
+        assert_eq!([create(&mut event, 2), record(event, on), wait(waits, event, 0)], [0; 3]);
+        assert_eq!(destroy(event), 0);
+    }
+    replay(&*backend, captured);
+    outside.into_iter().chain(complete).for_each(|event| backend.destroy_event(event).unwrap());
+    for stream in [captured, joined, other] {
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_26_a_capture_survives_an_end_by_another_thread_or_stream() {
+    let Some(backend) = open("r3_26_a_capture_survives_an_end_by_another_thread_or_stream") else { return };
+    let [captured, joined] = [(); 2].map(|()| stream(&*backend));
+    for mode in [CaptureMode::Global, CaptureMode::ThreadLocal] {
+        backend.begin_capture(captured, mode).unwrap();
+        join(&*backend, captured, joined);
+        // SAFETY: This test began the capture, and none of these calls ends it.
+        let refused = unsafe {
+            let elsewhere = std::thread::scope(|scope| scope.spawn(|| backend.end_capture(captured)).join().unwrap());
+            [elsewhere.err(), backend.end_capture(joined).err()]
+        };
+        for error in refused {
+            assert_eq!(error.unwrap().kind(), ErrorKind::Capture);
+        }
+        // HIP's own calls lose nothing either.
+        // SAFETY: The vendor's function, with its arguments; the streams are alive.
+        let codes = unsafe {
+            let [first, other] = [captured, joined].map(|stream| backend.raw_stream(stream).unwrap());
+            let end = hip::<unsafe extern "C" fn(u64, *mut u64) -> i32>("hipStreamEndCapture");
+            let elsewhere = std::thread::scope(|scope| scope.spawn(|| end(first, &mut 0)).join().unwrap());
+            (elsewhere, end(other, &mut 0))
+        };
+        assert_eq!(codes, (908, 903));
+        join(&*backend, joined, captured);
+        replay(&*backend, captured);
+    }
+    for stream in [captured, joined] {
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_27_the_legacy_default_stream_works_beside_the_capture_of_a_blocking_stream() {
+    const TEST: &str = "r3_27_the_legacy_default_stream_works_beside_the_capture_of_a_blocking_stream";
+    let Some(backend) = open(TEST) else { return };
+    let block = allocate(&*backend, 4096);
+    let legacy = StreamId::legacy_default(backend.identity().tag, 0);
+    let mut blocking = 0_u64;
+    // SAFETY: The vendor's functions, with their arguments; the stream is alive, and the block has the bytes.
+    unsafe {
+        let create = hip::<unsafe extern "C" fn(*mut u64, u32) -> i32>("hipStreamCreateWithFlags");
+        let begin = hip::<unsafe extern "C" fn(u64, u32) -> i32>("hipStreamBeginCapture");
+        let end = hip::<unsafe extern "C" fn(u64, *mut u64) -> i32>("hipStreamEndCapture");
+        let copy = hip::<unsafe extern "C" fn(u64, u64, usize, i32) -> i32>("hipMemcpy");
+        let destroy = hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamDestroy");
+        let forget = hip::<unsafe extern "C" fn(u64) -> i32>("hipGraphDestroy");
+        assert_eq!(create(&mut blocking, 0), 0);
+        assert_eq!(begin(blocking, 0), 0);
+        fill(&*backend, block, 7, 4096, legacy);
+        let event = recorded_on(&*backend, legacy);
+        backend.synchronize_event(event).unwrap();
+        assert_eq!(backend.query_event(event).unwrap(), Completion::Complete);
+        backend.destroy_event(event).unwrap();
+        let mut graph = 0;
+        assert_eq!(end(blocking, &mut graph), 0);
+        assert_eq!(forget(graph), 0);
+        // The harm is in synchronous calls, which the backend does not make.
+        assert_eq!(
+            [begin(blocking, 0), copy(block.get(), block.get(), 16, 3), end(blocking, &mut graph)],
+            [0, 906, 901]
+        );
+        assert_eq!(destroy(blocking), 0);
+    }
+    let reader = stream(&*backend);
+    assert!(bytes_of(&*backend, block, 4096, reader).iter().all(|byte| *byte == 7));
+    backend.destroy_stream(reader).unwrap();
+    free(&*backend, block);
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_28_events_outside_are_queried_beside_a_capture_of_the_global_mode() {
+    const TEST: &str = "r3_28_events_outside_are_queried_beside_a_capture_of_the_global_mode";
+    let Some(backend) = open(TEST) else { return };
+    let [captured, other] = [(); 2].map(|()| stream(&*backend));
+    let event = recorded_on(&*backend, other);
+    backend.begin_capture(captured, CaptureMode::Global).unwrap();
+    let ask = || {
+        backend.query_event(event).unwrap();
+        backend.synchronize_event(event).unwrap();
+    };
+    ask();
+    std::thread::scope(|scope| scope.spawn(ask).join().unwrap());
+    replay(&*backend, captured);
+    // The harm: HIP 7 refuses the query and loses the capture.
+    backend.begin_capture(captured, CaptureMode::Global).unwrap();
+    let on = backend.raw_stream(other).unwrap();
+    let mut raw = 0_u64;
+    // SAFETY: The vendor's functions, with their arguments; the event and the stream are alive.
+    unsafe {
+        let create = hip::<unsafe extern "C" fn(*mut u64, u32) -> i32>("hipEventCreateWithFlags");
+        let record = hip::<unsafe extern "C" fn(u64, u64) -> i32>("hipEventRecord");
+        let query = hip::<unsafe extern "C" fn(u64) -> i32>("hipEventQuery");
+        let destroy = hip::<unsafe extern "C" fn(u64) -> i32>("hipEventDestroy");
+        assert_eq!([create(&mut raw, 2), record(raw, on)], [0; 2]);
+        assert_eq!(query(raw) == 900, major() >= 7);
+        match backend.end_capture(captured) {
+            Ok(graph) => backend.destroy_graph(graph).unwrap(),
+            Err(error) => assert!(major() >= 7, "{error}"),
+        }
+        backend.synchronize_stream(other).unwrap();
+        assert_eq!(destroy(raw), 0);
+    }
+    backend.destroy_event(event).unwrap();
+    for stream in [captured, other] {
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_29_processes_agree_on_devices_without_serial_numbers() {
+    const TEST: &str = "r3_29_processes_agree_on_devices_without_serial_numbers";
+    if !inside_with(TEST, &[("HIGHWATER_SIMULATED_HIP", "serial=none")]) {
+        return;
+    }
+    let backend = highwater_rocm::open().unwrap();
+    let uuid_of = |device| format!("{:02x?}", backend.device_info(device).unwrap().uuid);
+    if let Ok(expected) = std::env::var(GIVEN) {
+        assert_eq!((backend.device_count(), uuid_of(0)), (1, expected));
+        return;
+    }
+    let uuids = [0, 1].map(uuid_of);
+    assert_ne!(uuids[0], uuids[1]);
+    // "XX", which HIP reports.
+    assert!(uuids.iter().all(|uuid| !uuid.starts_with("[58, 58, 00")));
+    for (device, uuid) in ["0", "1"].into_iter().zip(&uuids) {
+        import(TEST, uuid, &[("HIP_VISIBLE_DEVICES", device)]);
+    }
+}
+
+#[test]
 fn b6_1_page_locked_memory_is_cached_by_the_device() {
     let Some(backend) = open("b6_1_page_locked_memory_is_cached_by_the_device") else { return };
     assert!(backend.capabilities(0).unwrap().pinned_cached_by_device);
@@ -1448,6 +1696,43 @@ fn r4_4_the_size_of_lt_workspaces_follows_amds_variable() {
     // The number counts units of 1024 bytes. hipBLAS 2 gives no handle a workspace.
     let expected = if major() == 6 { 0 } else { 2 * (4096 << 10) };
     assert_eq!((runtime.statistics().workspace_bytes, default), (expected, 80 << 20));
+}
+
+#[test]
+fn r4_5_a_handle_for_plans_is_refused_before_hipblaslt_ends_the_process() {
+    const TEST: &str = "r4_5_a_handle_for_plans_is_refused_before_hipblaslt_ends_the_process";
+    let Some(backend) = open(TEST) else { return };
+    let make = || backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt));
+    // The library is in use, and a handle holds device memory.
+    let before = backend.memory_info(0).unwrap().free;
+    let mut handle = make().unwrap();
+    assert!(backend.memory_info(0).unwrap().free <= before - (25 << 20));
+    handle.destroy().unwrap();
+    let mut blocks = Vec::new();
+    for bytes in [1 << 30, 16 << 20] {
+        while let Ok(block) = backend.allocate(0, &AllocateOptions::new(bytes)) {
+            blocks.push(block);
+        }
+    }
+    let error = make().err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+    assert!(error.message().contains("expected at least 52428800"), "{error}");
+    if std::env::var_os(GIVEN).is_some() {
+        let mut raw = 0_u64;
+        // SAFETY: The vendor's function, with its argument.
+        unsafe { of_library::<unsafe extern "C" fn(*mut u64) -> i32>("libhipblaslt.so", "hipblasLtCreate")(&mut raw) };
+        return;
+    }
+    // The harm.
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    let output = other.args(["--exact", TEST, "--nocapture"]).env(GIVEN, "1").output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("Hip error: 'out of memory'"));
+    for block in blocks {
+        free(&*backend, block);
+    }
+    make().unwrap().destroy().unwrap();
+    nothing_is_left(&*backend);
 }
 
 /// Runs products on two streams in turn, from one thread, without a wait in between. Returns the number of wrong ones.

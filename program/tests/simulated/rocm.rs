@@ -1,6 +1,6 @@
 //! ROCm, of both major versions.
 
-use super::Simulated;
+use super::{Simulated, is_installed};
 
 const ROCM_7: Simulated = Simulated { libraries: "rocm", backend: "rocm" };
 const ROCM_6: Simulated = Simulated { libraries: "rocm6", backend: "rocm" };
@@ -25,6 +25,25 @@ fn installations_are_told_apart() {
         ),
     ]);
     ROCM_6.are_told_apart(&[("", "usable", "AMD ROCm, 1 device", "", &[])]);
+}
+
+#[test]
+fn doctor_says_that_there_are_no_lt_plans_without_hipblaslt() {
+    for rocm in [ROCM_6, ROCM_7] {
+        for (variant, words) in [
+            ("", "opened"),
+            ("no-hipblaslt", "none, so there are no Lt plans: hipBLASLt could not be opened"),
+            ("old-lt", "lacks hipblasLt"),
+        ] {
+            if variant == "no-hipblaslt" && ["libhipblaslt.so.0", "libhipblaslt.so.1"].into_iter().any(is_installed) {
+                continue;
+            }
+            let object = rocm.run(variant, &[], &["doctor", "--json"]).ended(0).object();
+            let mut backends = object["backends"].as_array().unwrap().iter();
+            let said = &backends.find(|backend| backend["name"] == "rocm").unwrap()["versions"]["hipBLASLt"];
+            assert!(said.as_str().unwrap().contains(words), "{variant}: {said}");
+        }
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use highwater_hal::{Backend, Capabilities};
 use crate::code::{Answer, Code};
 use crate::current::{self, with_context};
 use crate::process::{Simulation, simulation};
-use crate::variants::{Vendor, vendor};
+use crate::variants::{Vendor, variants, vendor};
 
 impl Simulation {
     /// Returns the mock's capabilities.
@@ -59,13 +59,16 @@ pub fn name(ordinal: i32) -> Answer<String> {
     get(ordinal).map(|device| format!("Highwater simulated {vendor} device {device}"))
 }
 
-/// `cuDeviceGetUuid_v2`: the same in every process.
+/// `cuDeviceGetUuid_v2`: the same in every process. HIP: "XX" and zeros for a device without a serial number.
 ///
 /// # Errors
 /// 101 if no such device exists.
 pub fn uuid(ordinal: i32) -> Answer<[u8; 16]> {
     let device = get(ordinal)?;
     let simulation = simulation()?;
+    if vendor() == Vendor::Hip && !variants()?.hip.has_serials {
+        return Ok(*b"XX\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+    }
     simulation.gpu.device_info(device).map(|info| info.uuid).map_err(|error| simulation.code_of(error))
 }
 

@@ -105,12 +105,14 @@ pub struct HipVariants {
     pub has_kernels: bool,
     /// Whether registered host memory has another address on the device than on the host.
     pub moves_registered: bool,
+    /// Whether the devices have serial numbers, from which HIP makes their UUIDs.
+    pub has_serials: bool,
 }
 
 impl Default for HipVariants {
     fn default() -> Self {
         let arch = String::from("gfx942:sramecc+:xnack-");
-        Self { version: (7, 2), hipblas: None, arch, has_kernels: true, moves_registered: true }
+        Self { version: (7, 2), hipblas: None, arch, has_kernels: true, moves_registered: true, has_serials: true }
     }
 }
 
@@ -153,6 +155,8 @@ impl HipVariants {
             ("kernels", "none") => self.has_kernels = false,
             ("kernels", _) => return Some(Err("`none`")),
             ("registered-address", "same" | "other") => self.moves_registered = value == "other",
+            ("serial", "none") => self.has_serials = false,
+            ("serial", _) => return Some(Err("`none`")),
             ("registered-address", _) => return Some(Err("`same` or `other`")),
             _ => return None,
         }
@@ -202,7 +206,9 @@ impl Variants {
                     None => {
                         let (variable, own) = match vendor {
                             Vendor::Cuda => (vendor.variable(), "driver-version, library"),
-                            Vendor::Hip => (vendor.variable(), "version, hipblas, arch, kernels, registered-address"),
+                            Vendor::Hip => {
+                                (vendor.variable(), "version, hipblas, arch, kernels, registered-address, serial")
+                            }
                         };
                         return Err(format!(
                             "`{key}` is no key of {variable}, expected {own}, devices, unknown-code or lose-context"

@@ -6,6 +6,7 @@
 //!
 //! - A preference has a search mode and a workspace, and nothing about alignments or the order of sums.
 //! - A call uses no more workspace than its algorithm was found for.
+//! - A handle holds 25 MiB of device memory. If there is too little, its creation ends the process with status 1.
 //! - No algorithm rounds factors to TF32 (unproven: no device was seen to).
 //! - The handle's flags of Stream-K belong to one stream at a time (pytorch#156495): a handle that is used on a second stream ends
 //!   the process here.
@@ -38,10 +39,14 @@ use crate::algorithm::{Algorithm, HeuristicResult};
 /// `HIPBLAS_OP_N`.
 const PLAIN: u32 = 111;
 
-/// A handle: its device, and the stream of its first product.
+/// The bytes of device memory that a handle takes.
+const HANDLE_BYTES: usize = 25 << 20;
+
+/// A handle: its device, its memory, and the stream of its first product.
 #[derive(Debug, Clone, Copy)]
 struct State {
     home: Home,
+    memory: u64,
     stream: Option<usize>,
 }
 
@@ -121,12 +126,23 @@ export! {
     call -> u32;
 
     fn hipblasLtCreate(handle: *mut *mut c_void) {
-        create!(handle in HANDLES, State { home: Runtime::get()?.home()?, stream: None })
+        if handle.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let runtime = Runtime::get()?;
+        // The first call that needs memory ends the process if it fails, also without a device.
+        let memory = runtime.allocate(HANDLE_BYTES).unwrap_or_else(|_| {
+            eprintln!("Hip error: 'out of memory'(2) at hipblaslt.cpp:147");
+            std::process::exit(1)
+        });
+        create!(handle in HANDLES, State { home: runtime.home()?, memory, stream: None })
     }
 
     fn hipblasLtDestroy(handle: *mut c_void) {
         // SAFETY: The handle is null or came from `hipblasLtCreate`.
-        unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
+        let state = unsafe { HANDLES.remove(handle) }.ok_or(NOT_INITIALIZED)?;
+        Runtime::get()?.wait_and_free(state.home, state.memory);
+        Ok(())
     }
 
     /// 10000 * major + 100 * minor + patch.
