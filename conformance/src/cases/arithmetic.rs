@@ -64,10 +64,10 @@ fn seed() -> Result<u64, Failure> {
 }
 
 /// Runs products that are drawn from the seed of the run, which a failure names.
-fn with_seed(salt: u64, prove: impl FnOnce(&mut Random) -> CaseResult) -> CaseResult {
+pub(super) fn with_seed(salt: u64, prove: impl FnOnce(&mut Random) -> CaseResult) -> CaseResult {
     let seed = seed()?;
     prove(&mut Random::new(seed ^ salt))
-        .map_err(|failure| failure.with_details(&format!("{SEED_VARIABLE}={seed} draws this product again")))
+        .map_err(|failure| failure.with_details(&format!("{SEED_VARIABLE}={seed} draws the same again")))
 }
 
 fn below(random: &mut Random, limit: usize) -> usize {

@@ -3,6 +3,7 @@
 mod arithmetic;
 mod blas;
 mod capture;
+mod cells;
 mod concurrency;
 mod copies;
 mod events;
@@ -41,6 +42,7 @@ const GROUPS: &[&[Case]] = &[
     plans::CASES,
     mapped::CASES,
     capture::CASES,
+    cells::CASES,
     sharing::CASES,
     concurrency::CASES,
     lacking::CASES,
