@@ -102,7 +102,10 @@ mod validation;
 pub use case::{Case, Need};
 pub use cases::{cases, clauses_without_case};
 pub use highwater_hal::{Clause, clauses};
-pub use mutants::{Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, mutants, run_mutants};
+pub use mutants::{
+    Class, Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, generated_mutants, mutants,
+    run_mutants,
+};
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use raw_calls::{RawCalls, RawHandle};

@@ -151,7 +151,7 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "TEXT")]
     pub(super) filter: Option<String>,
 
-    /// List the cases and the clauses that they prove, or with --saboteurs the mutants, and run none
+    /// List the cases and the clauses that they prove, or with --saboteurs or --mutants the mutants, and run none
     #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "races"])]
     pub(super) list: bool,
 
@@ -179,11 +179,15 @@ pub(super) struct ConformanceArguments {
     #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"], group = "sampled")]
     pub(super) saboteurs: bool,
 
+    /// Run the suite against mutants by construction: each generic mistake, in each operation, under each condition
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "saboteurs"], group = "sampled")]
+    pub(super) mutants: bool,
+
     /// Run the mock's race finder on known mistakes and on their corrections
-    #[arg(long, conflicts_with_all = ["backend", "plugin", "filter", "repeat", "shuffle", "certificate", "fault_sweep", "saboteurs"])]
+    #[arg(long, conflicts_with_all = ["backend", "plugin", "filter", "repeat", "shuffle", "certificate", "fault_sweep", "saboteurs", "mutants"])]
     pub(super) races: bool,
 
-    /// Take only every N-th refused call of --fault-sweep, or every N-th mutant of --saboteurs
+    /// Take only every N-th refused call of --fault-sweep, or every N-th mutant of --saboteurs or --mutants
     #[arg(long, value_name = "N", default_value = "1", requires = "sampled", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 

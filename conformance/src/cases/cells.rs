@@ -41,7 +41,8 @@ cases! {
 /// The rows of the square matrices of f32 that all work reads and writes.
 const SIZE: usize = 16;
 const ELEMENTS: usize = SIZE * SIZE;
-const BYTES: usize = ELEMENTS * 4;
+/// The elements of large operands: more than a mebibyte, and no multiple of a page.
+const LARGE_ELEMENTS: usize = (1 << 18) + 100;
 
 /// The kinds of work. Each makes an output from an input and, if it adds, from the old output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +89,7 @@ impl Work {
     /// Returns the output. Products are `ALPHA * input * identity + old`.
     fn expected(self, input: &[f32], old: &[f32]) -> Vec<f32> {
         match self {
-            Self::Fill => vec![FILLED; ELEMENTS],
+            Self::Fill => vec![FILLED; input.len()],
             work if work.multiplies().is_some() => input.iter().zip(old).map(|(a, c)| ALPHA * a + c).collect(),
             _ => input.to_vec(),
         }
@@ -165,6 +166,8 @@ struct Cell {
     route: Route,
     observer: Observer,
     memory: MemoryKind,
+    /// Whether the operands are larger than a mebibyte.
+    is_large: bool,
 }
 
 /// The number of cells that are drawn.
@@ -179,6 +182,7 @@ struct Axes {
     routes: Vec<Route>,
     observers: Vec<Observer>,
     memory: Vec<MemoryKind>,
+    sizes: Vec<bool>,
 }
 
 impl Axes {
@@ -226,6 +230,8 @@ impl Axes {
                 (records, Route::Chain),
             ]),
             observers: observers.to_vec(),
+            // The products of `limits` are large.
+            sizes: there([(true, false), (work.multiplies().is_none(), true)]),
             memory,
         })
     }
@@ -234,7 +240,7 @@ impl Axes {
         self.cell(|_| 0)
     }
 
-    /// Returns the cell with these indices: those of devices, streams, threads, routes, observers, memory.
+    /// Returns the cell with these indices: those of devices, streams, threads, routes, observers, memory, sizes.
     fn cell(&self, mut index: impl FnMut(usize) -> usize) -> Cell {
         Cell {
             device: self.devices[index(self.devices.len())],
@@ -243,6 +249,7 @@ impl Axes {
             route: self.routes[index(self.routes.len())],
             observer: self.observers[index(self.observers.len())],
             memory: self.memory[index(self.memory.len())],
+            is_large: self.sizes[index(self.sizes.len())],
         }
     }
 
@@ -256,6 +263,7 @@ impl Axes {
         cells.extend(self.routes[1..].iter().map(|&route| Cell { route, ..plain }));
         cells.extend(self.observers[1..].iter().map(|&observer| Cell { observer, ..plain }));
         cells.extend(self.memory[1..].iter().map(|&memory| Cell { memory, ..plain }));
+        cells.extend(self.sizes[1..].iter().map(|&is_large| Cell { is_large, ..plain }));
         cells
     }
 }
@@ -266,6 +274,14 @@ fn there<T, const N: usize>(values: [(bool, T); N]) -> Vec<T> {
 }
 
 impl Cell {
+    fn elements(self) -> usize {
+        if self.is_large { LARGE_ELEMENTS } else { ELEMENTS }
+    }
+
+    fn bytes(self) -> usize {
+        4 * self.elements()
+    }
+
     /// Returns the cell with what does not go together replaced by plain values.
     fn possible(mut self) -> Self {
         if matches!(self.stream, StreamKind::Legacy | StreamKind::PerThread) {
@@ -321,10 +337,10 @@ enum Place<'b> {
 }
 
 impl<'b> Place<'b> {
-    fn all(&self) -> Span<'_> {
+    fn first(&self, bytes: usize) -> Span<'_> {
         match self {
-            Self::Device(block) => block.span(0..BYTES),
-            Self::Host(pinned) => pinned.span(0..BYTES),
+            Self::Device(block) => block.span(0..bytes),
+            Self::Host(pinned) => pinned.span(0..bytes),
         }
     }
 
@@ -374,16 +390,16 @@ struct Made<'b> {
 }
 
 /// Returns elements that are small integers, so that products are exact.
-fn content(seed: usize) -> Vec<f32> {
-    (0..ELEMENTS).map(|index| ((index * 7 + seed * 31) % 97) as f32 - 40.0).collect()
+fn content(seed: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|index| ((index * 7 + seed * 31) % 97) as f32 - 40.0).collect()
 }
 
-fn fresh(round: usize) -> Vec<f32> {
-    content(1 + round)
+fn fresh(round: usize, count: usize) -> Vec<f32> {
+    content(1 + round, count)
 }
 
-fn old(round: usize) -> Vec<f32> {
-    content(11 + round)
+fn old(round: usize, count: usize) -> Vec<f32> {
+    content(11 + round, count)
 }
 
 fn bytes_of(elements: &[f32]) -> Vec<u8> {
@@ -392,7 +408,7 @@ fn bytes_of(elements: &[f32]) -> Vec<u8> {
 
 impl<'b> Made<'b> {
     fn new(backend: &'b dyn Backend, work: Work, cell: Cell) -> Result<(Self, Stream<'b>)> {
-        let device = cell.device;
+        let (device, count, size) = (cell.device, cell.elements(), cell.bytes());
         let other = (device + 1) % backend.device_count();
         let tag = backend.identity().tag;
         let mut kept = Vec::new();
@@ -420,14 +436,14 @@ impl<'b> Made<'b> {
         let apart = if input_device == output_device { device } else { other };
         let mut block = |device: u32| match cell.memory {
             // The peer of a copy between devices is plain.
-            _ if device != cell.device => Block::on(backend, device, BYTES),
-            MemoryKind::Plain => Block::on(backend, device, BYTES),
+            _ if device != cell.device => Block::on(backend, device, size),
+            MemoryKind::Plain => Block::on(backend, device, size),
             MemoryKind::Shareable(transport) => {
-                Block::with_kind(backend, device, BYTES, DeviceMemoryKind::Shareable(transport))
+                Block::with_kind(backend, device, size, DeviceMemoryKind::Shareable(transport))
             }
             MemoryKind::StreamOrdered => {
                 let order = Stream::on(backend, device)?;
-                let block = Block::with_kind(backend, device, BYTES, DeviceMemoryKind::StreamOrdered(order.id()))?;
+                let block = Block::with_kind(backend, device, size, DeviceMemoryKind::StreamOrdered(order.id()))?;
                 // From here on, every stream may use it.
                 order.synchronize()?;
                 kept.push(order);
@@ -435,10 +451,10 @@ impl<'b> Made<'b> {
             }
             MemoryKind::Mapped => {
                 let page = backend.capabilities(device)?.mapped_memory_granularity;
-                Block::mapped(backend, device, &[BYTES.next_multiple_of(page)])
+                Block::mapped(backend, device, &[size.next_multiple_of(page)])
             }
         };
-        let stale = bytes_of(&content(99));
+        let stale = bytes_of(&content(99, count));
         let mut place = |device: u32, is_host: bool| -> Result<Place<'b>> {
             if is_host {
                 return Ok(Place::Host(Pinned::holding(backend, &stale)?));
@@ -450,13 +466,13 @@ impl<'b> Made<'b> {
         let input = place(input_device, work == Work::ToDevice)?;
         let output = place(output_device, work == Work::ToHost)?;
         let holding = |device: u32, elements: &[f32]| -> Result<Block<'b>> {
-            let block = Block::on(backend, device, BYTES)?;
+            let block = Block::on(backend, device, size)?;
             block.write(0, &bytes_of(elements))?;
             Ok(block)
         };
         let rows = work.rows();
         let unit = |index: usize| f32::from(u8::from(index < rows * rows && index.is_multiple_of(rows + 1)));
-        let identity: Vec<f32> = (0..ELEMENTS).map(unit).collect();
+        let identity: Vec<f32> = (0..count).map(unit).collect();
         let devices = [device, device, device, apart, apart, apart];
         let events = devices.into_iter().cycle().take(4 * devices.len()).map(|device| Event::on(backend, device));
         let made = Self {
@@ -468,8 +484,8 @@ impl<'b> Made<'b> {
             events: events.collect::<Result<_>>()?,
             input,
             output,
-            fresh: [holding(input_device, &fresh(0))?, holding(input_device, &fresh(1))?],
-            old: [holding(output_device, &old(0))?, holding(output_device, &old(1))?],
+            fresh: [holding(input_device, &fresh(0, count))?, holding(input_device, &fresh(1, count))?],
+            old: [holding(output_device, &old(0, count))?, holding(output_device, &old(1, count))?],
             identity: holding(device, &identity)?,
             result: Pinned::holding(backend, &stale)?,
             load: (Block::on(backend, device, LOAD_BYTES)?, Pinned::new(backend, LOAD_BYTES)?),
@@ -499,8 +515,8 @@ impl<'b> Made<'b> {
         let stream = self.target(stream);
         let Some(handle) = handle else {
             match self.work {
-                Work::Fill => stream.fill(self.output.all(), FillPattern::U32(FILLED.to_bits()))?,
-                _ => stream.copy(self.output.all(), self.input.all())?,
+                Work::Fill => stream.fill(self.output.first(self.cell.bytes()), FillPattern::U32(FILLED.to_bits()))?,
+                _ => stream.copy(self.output.first(self.cell.bytes()), self.input.first(self.cell.bytes()))?,
             }
             return Ok(());
         };
@@ -540,7 +556,7 @@ impl<'b> Made<'b> {
                 before.into_iter().zip([self.work == Work::FromOther, self.work == Work::ToOther])
             {
                 let on = if is_apart { &self.apart[0] } else { main };
-                on.copy(place.all(), block.all())?;
+                on.copy(place.first(self.cell.bytes()), block.all())?;
                 if is_apart {
                     self.order(on, main, &mut events)?;
                 }
@@ -549,8 +565,9 @@ impl<'b> Made<'b> {
                 Some(executable) => executable.launch(main)?,
                 None => self.enqueue(main, handle.as_mut(), plan)?,
             }
+            let count = self.cell.elements();
             let seen = self.observe(&mut stream, round + 1 == ROUNDS, &mut events)?;
-            let expected = bytes_of(&self.work.expected(&fresh(round), &old(round)));
+            let expected = bytes_of(&self.work.expected(&fresh(round, count), &old(round, count)));
             check!(seen == expected, "round {round} gave other bytes than the work alone would");
         }
         Ok(())
@@ -602,7 +619,7 @@ impl<'b> Made<'b> {
             _ => (main, [&self.members[0], &self.members[1]]),
         };
         let fetch = |stream: &Stream<'_>| match &self.output {
-            Place::Device(block) => stream.copy(self.result.all(), block.span(0..BYTES)),
+            Place::Device(block) => stream.copy(self.result.all(), block.span(0..self.cell.bytes())),
             Place::Host(_) => Ok(()),
         };
         let device = on.id().device();

@@ -442,7 +442,7 @@ fn destroyed_events_are_stale(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Creates and destroys objects, which take the place of a stream that was destroyed.
+/// Creates and destroys objects, which may reuse the memory of a stream that was destroyed.
 fn replace_objects(backend: &dyn Backend) -> CaseResult {
     let streams = (0..3).map(|_| Stream::new(backend)).collect::<Result<Vec<_>, _>>()?;
     for stream in &streams {
@@ -486,7 +486,7 @@ fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
             producer.record(&event)?;
             let start = Instant::now();
             producer.destroy()?;
-            // Some vendors wait for the work here.
+            // On some vendors, the destruction waits for the work.
             let waited = start.elapsed() >= StreamLoad::TIME * load as u32;
             // SAFETY: this is called once the backend has said that the copy is complete.
             let shows = || unsafe { target.read_now() } == [NEW; BYTES];
@@ -502,7 +502,7 @@ fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
                 check!(start.elapsed() < Duration::from_secs(20), "an event whose stream was destroyed stays pending");
             }
             check!(shows(), "an event whose stream was destroyed was complete before the work");
-            // A further record is answered like the first.
+            // The event works again after a new record.
             let successor = Stream::new(backend)?;
             successor.record(&event)?;
             event.synchronize()?;

@@ -16,6 +16,7 @@ cases! {
     blocks_keep_their_bytes: ["memory.disjoint"];
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
+    more_than_there_is_is_refused_for_every_kind: ["memory.exhausted"];
     freed_bytes_come_back: ["memory.free-returns"];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
@@ -23,6 +24,8 @@ cases! {
     stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
+    stream_ordered_free_keeps_work_that_its_stream_waited_for: ["memory.free-returns", "memory.disjoint", "event.wait-orders"]
+        needs [has::stream_ordered_memory];
 }
 
 /// Sizes around the usual borders of allocators.
@@ -85,6 +88,35 @@ fn zero_bytes_are_refused(backend: &dyn Backend) -> CaseResult {
         check_error!(backend.allocate(DEVICE, &options), InvalidArgument, "allocate of 0 bytes in stream order");
     }
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
+    Ok(())
+}
+
+/// Refuses each kind on each device, many times.
+fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let can = backend.capabilities(device)?;
+        let stream = Stream::on(backend, device)?;
+        let mut kinds = vec![DeviceMemoryKind::Plain];
+        if can.stream_ordered_memory {
+            kinds.push(DeviceMemoryKind::StreamOrdered(stream.id()));
+        }
+        if can.shareable_memory {
+            kinds.extend(transports(backend)?.into_iter().map(DeviceMemoryKind::Shareable));
+        }
+        let total = usize::try_from(backend.memory_info(device)?.total).unwrap_or(usize::MAX);
+        for kind in kinds {
+            let before = backend.live_objects();
+            for bytes in [total.saturating_add(1 << 20), total.saturating_mul(16), isize::MAX as usize].repeat(10) {
+                let options = AllocateOptions::new(bytes).with_kind(kind);
+                check_error!(backend.allocate(device, &options), OutOfMemory, "allocate of {bytes} bytes of {kind:?}");
+            }
+            check_eq!(backend.live_objects(), before, "live objects after refused calls for {kind:?}");
+            let block = Block::with_kind(backend, device, 4096, kind)?;
+            stream.set(block.all(), 5)?;
+            stream.synchronize()?;
+            check!(block.read()? == [5; 4096], "{kind:?} memory that was allocated after a refused call does not work");
+        }
+    }
     Ok(())
 }
 
@@ -264,6 +296,38 @@ fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult
         let pending = before.is_pending()?;
         stream.synchronize()?;
         check!(result.read()? == [1; BYTES], "a block was given to somebody else before the work before its free");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+/// A free in stream order comes after all that its stream waited for, also on other streams.
+fn stream_ordered_free_keeps_work_that_its_stream_waited_for(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |load| {
+        let result = Block::filled(backend, BYTES, 0)?;
+        let (stream, reader) = (Stream::new(backend)?, Stream::new(backend)?);
+        let (written, read) = (Event::new(backend)?, Event::new(backend)?);
+        let first = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.set(first.all(), 1)?;
+        stream.record(&written)?;
+        reader.wait(&written)?;
+        busy.enqueue(&reader, load)?;
+        reader.copy(result.all(), first.all())?;
+        reader.record(&read)?;
+        stream.wait(&read)?;
+        first.free_in_order()?;
+        // It may get the bytes of the first block, but only after the copy of the other stream.
+        let second = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.set(second.all(), 2)?;
+        second.free_in_order()?;
+        let pending = read.is_pending()?;
+        reader.synchronize()?;
+        stream.synchronize()?;
+        check!(
+            result.read()? == [1; BYTES],
+            "a block was given to somebody else before the work that its free waited for"
+        );
         Ok(Attempt::seen(pending))
     })
 }

@@ -14,6 +14,7 @@ mod host;
 mod identity;
 mod ids;
 mod lacking;
+mod limits;
 mod mapped;
 mod memory;
 mod plans;
@@ -40,6 +41,7 @@ const GROUPS: &[&[Case]] = &[
     arithmetic::CASES,
     blas::CASES,
     plans::CASES,
+    limits::CASES,
     mapped::CASES,
     capture::CASES,
     cells::CASES,

@@ -23,6 +23,9 @@ cases! {
     mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [has::shareable_memory];
     the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"] needs [has::shareable_memory];
     several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [has::shareable_memory];
+    large_blocks_of_one_size_stay_apart: ["ipc.shared-bytes", "memory.disjoint", "fill.exact"] needs [has::shareable_memory];
+    handles_name_the_device_of_their_memory: ["ipc.shared-bytes", "ipc.open-checked"]
+        needs [TWO_DEVICES, has::shareable_memory];
     several_importers_share_one_block: ["ipc.shared-bytes"] needs [has::shareable_memory];
     processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [has::shareable_memory];
     importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"] needs [has::shareable_memory];
@@ -193,6 +196,57 @@ fn the_last_byte_is_shared_and_nothing_beside(backend: &dyn Backend, launcher: &
         }
         Ok(())
     })
+}
+
+/// Blocks of one size, larger than a mebibyte: the first, the middle and the last bytes of each, after fills of either process.
+fn large_blocks_of_one_size_stay_apart(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    const BLOCKS: usize = 4;
+    const BYTES: usize = 3 << 20;
+    const PIECE: usize = 4096;
+    with_each_transport(backend, launcher, |transport, peer| {
+        let mut shared = Vec::new();
+        for index in 0..BLOCKS {
+            let block = shareable(backend, BYTES, transport)?;
+            block.write(0, &vec![1 + index as u8; BYTES])?;
+            let opened = peer.open(&block.export(transport)?)??;
+            shared.push((block, opened));
+        }
+        for (index, (_, opened)) in shared.iter().enumerate() {
+            for at in [0, BYTES / 2, BYTES - PIECE] {
+                let got = peer.read(opened.offset(at), PIECE)??;
+                check!(got == [1 + index as u8; PIECE], "block {index} of {BLOCKS} has other bytes from {at} on");
+            }
+            peer.fill(*opened, BYTES, 100 + index as u8)??;
+        }
+        peer.synchronize_stream()??;
+        for (index, (block, opened)) in shared.iter().enumerate() {
+            let right = block.read()?.iter().all(|&byte| byte == 100 + index as u8);
+            check!(right, "a fill of {BYTES} bytes of block {index} of {BLOCKS} in the importer did not arrive there");
+            peer.close(*opened)??;
+        }
+        Ok(())
+    })
+}
+
+fn handles_name_the_device_of_their_memory(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let uuid = backend.device_info(device)?.uuid;
+        for transport in transports(backend)? {
+            let block = Block::with_kind(backend, device, BYTES, DeviceMemoryKind::Shareable(transport))?;
+            block.write(0, &[10 + device as u8; BYTES])?;
+            let handle = block.export(transport)?;
+            check!(handle.device_uuid == uuid, "a handle of memory of device {device} has the UUID of another device");
+            let mut peer = Peer::start(launcher, backend, device)?;
+            let opened = peer.open(&handle)??;
+            check!(
+                peer.read(opened, BYTES)?? == [10 + device as u8; BYTES],
+                "an importer of memory of device {device} sees other bytes"
+            );
+            peer.close(opened)??;
+            peer.end()?;
+        }
+    }
+    Ok(())
 }
 
 fn several_blocks_stay_apart(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
@@ -744,7 +798,7 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
 }
 
 fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
-    // More than the 32 records that one event of some vendors has.
+    // Some vendors order only the first 32 records of an event.
     const ROUNDS: u8 = 40;
     let transport = transports(backend)?[0];
     let (stream, ping) = (Stream::new(backend)?, Event::interprocess(backend)?);

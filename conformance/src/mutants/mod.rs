@@ -10,6 +10,8 @@
 //!
 //! - `mutations`: tables of mutants, one file for each part of the traits; `state`: values that hooks share
 //!
+//! - `generated`: mutants by construction, for each operation alike
+//!
 //! - `run`: gives mutants to the suite, with a time limit for each case
 //!
 //! # Adding a mutant
@@ -18,6 +20,7 @@
 //! No two mutants break the same method in the same way. A mutant must not corrupt memory if the backend checks its
 //! arguments, as the mock does. `highwater conformance --saboteurs --list` prints all mutants.
 
+mod generated;
 mod hooks;
 mod mutations;
 mod reference;
@@ -33,8 +36,9 @@ use std::sync::atomic::AtomicBool;
 
 use highwater_hal::{Backend, Error, ErrorKind, Result, display_foreign};
 
-pub use run::{MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, run_mutants};
+pub use run::{Class, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, run_mutants};
 
+use generated::{Applied, Mutation};
 use hooks::Hooks;
 use wrapper::Wrapper;
 
@@ -52,12 +56,38 @@ pub struct Mutant {
     pub needs_launcher: bool,
     /// Why no case can notice the mutant, if so.
     pub survives: Option<&'static str>,
-    act: fn(&mut Hooks),
+    /// Clauses that the mutant breaks too.
+    also: &'static [&'static str],
+    act: Act,
+}
+
+/// What a mutant changes.
+#[derive(Clone, Copy)]
+enum Act {
+    /// Sets hooks.
+    Written(fn(&mut Hooks)),
+    /// Changes one operation, as every other.
+    Generated(Mutation),
 }
 
 impl Mutant {
     const fn new(name: &'static str, clause: &'static str, what: &'static str, act: fn(&mut Hooks)) -> Self {
-        Self { name, clause, what, needs_launcher: false, survives: None, act }
+        Self { name, clause, what, needs_launcher: false, survives: None, also: &[], act: Act::Written(act) }
+    }
+
+    /// Returns the class of a generated mutant: its mistake and its condition.
+    #[must_use]
+    pub fn class(&self) -> Option<(&'static str, &'static str)> {
+        match self.act {
+            Act::Written(_) => None,
+            Act::Generated(mutation) => Some((mutation.mistake.name(), mutation.condition.name())),
+        }
+    }
+
+    /// Returns whether the mutant breaks this clause.
+    #[must_use]
+    pub fn breaks(&self, clause: &str) -> bool {
+        self.clause == clause || self.also.contains(&clause)
     }
 
     const fn by_two_processes(mut self) -> Self {
@@ -85,8 +115,15 @@ impl Mutant {
     /// Returns the mutant of a backend. Once `stopped` is set, calls fail, except those that give something back.
     fn wrap_until(&self, backend: Arc<dyn Backend>, stopped: Arc<AtomicBool>) -> Arc<dyn Backend> {
         let mut hooks = Hooks::default();
-        (self.act)(&mut hooks);
-        Arc::new(Wrapper::new(backend, hooks, stopped))
+        let mut applied = None;
+        match self.act {
+            Act::Written(act) => act(&mut hooks),
+            Act::Generated(mutation) => {
+                hooks.settles = mutation.operation.starts_with("synchronize");
+                applied = Some(Applied::new(mutation));
+            }
+        }
+        Arc::new(Wrapper::new(backend, hooks, applied, stopped))
     }
 }
 
@@ -96,7 +133,13 @@ impl fmt::Debug for Mutant {
     }
 }
 
-/// Returns every mutant, in the order of a run.
+/// Returns the mutants by construction, in the order of a run.
+#[must_use]
+pub fn generated_mutants() -> &'static [Mutant] {
+    generated::generated()
+}
+
+/// Returns every written mutant, in the order of a run.
 pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
     mutations::LISTS.iter().copied().flatten()
 }
@@ -107,7 +150,7 @@ const VARIABLE: &str = "HIGHWATER_CONFORMANCE_MUTANT";
 /// Applies the mutant of the first process, if any, to the backend of a second process.
 pub(crate) fn as_in_the_first_process(backend: Arc<dyn Backend>) -> Result<Arc<dyn Backend>> {
     let Some(name) = std::env::var_os(VARIABLE) else { return Ok(backend) };
-    match mutants().find(|mutant| *mutant.name == *name) {
+    match mutants().chain(generated_mutants()).find(|mutant| *mutant.name == *name) {
         Some(mutant) => Ok(mutant.wrap_until(backend, Arc::default())),
         None => Err(Error::new(
             ErrorKind::InvalidArgument,

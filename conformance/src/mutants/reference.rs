@@ -183,6 +183,23 @@ impl ReferenceHandle {
         self.stream.map_or(Ok(()), |stream| self.backend.wait_for(stream))
     }
 
+    /// Acts on a new stream and waits for it. The work overtakes everything that is enqueued.
+    pub(super) fn ahead<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let (stream, workspace) = (self.stream, self.workspace);
+        let Some(bound) = stream else { return act(self) };
+        let backend = self.backend.clone();
+        let mut answer = None;
+        backend.on_own_stream(bound.device(), |own| {
+            self.set_stream(own)?;
+            self.set_workspace(workspace)?;
+            answer = Some(act(self));
+            backend.synchronize_stream(own)?;
+            self.set_stream(bound)?;
+            self.set_workspace(workspace)
+        })?;
+        answer.unwrap_or_else(|| Err(wrong(ErrorKind::InvalidState, "ahead")))
+    }
+
     /// Multiplies at once, on a new stream.
     pub(super) fn gemm_on_own_stream(&self, gemm: &Gemm) -> Result<()> {
         let backend = &self.backend;

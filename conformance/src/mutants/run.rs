@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, Result};
 
-use super::{Mutant, VARIABLE, mutants};
+use super::{Mutant, VARIABLE, generated_mutants, mutants};
 use crate::case::Case;
 use crate::cases::cases;
 use crate::options::Options;
@@ -22,6 +22,8 @@ use crate::run::run;
 pub struct MutantOptions {
     /// Runs the mutants whose name contains this text, or that break the clause with this id. `None` runs all.
     pub filter: Option<String>,
+    /// Selects the mutants by construction instead of the written ones.
+    pub generated: bool,
     /// Runs every N-th mutant, beginning with the first; 1 runs all.
     pub every: usize,
     /// Starts a second process with the same backend, for the cases and mutants that need one.
@@ -40,13 +42,20 @@ impl MutantOptions {
     /// Selects every mutant, without a second process and with 20 seconds for a case.
     #[must_use]
     pub fn new() -> Self {
-        Self { filter: None, every: 1, launcher: None, case_limit: Duration::from_secs(20) }
+        Self { filter: None, generated: false, every: 1, launcher: None, case_limit: Duration::from_secs(20) }
     }
 
     /// Sets the filter: a part of a mutant's name, or the id of a clause.
     #[must_use]
     pub fn with_filter(mut self, filter: impl Into<String>) -> Self {
         self.filter = Some(filter.into());
+        self
+    }
+
+    /// Selects the mutants by construction.
+    #[must_use]
+    pub fn with_generated(mut self) -> Self {
+        self.generated = true;
         self
     }
 
@@ -77,9 +86,11 @@ impl MutantOptions {
     pub fn mutants(&self) -> Vec<&'static Mutant> {
         let chosen = |mutant: &&Mutant| match self.filter.as_deref() {
             None => true,
-            Some(text) => mutant.name.contains(text) || mutant.clause == text,
+            Some(text) => mutant.name.contains(text) || mutant.breaks(text),
         };
-        mutants().filter(chosen).step_by(self.every.max(1)).collect()
+        let generated: &[Mutant] = if self.generated { generated_mutants() } else { &[] };
+        let written = mutants().filter(|_| !self.generated);
+        written.chain(generated).filter(chosen).step_by(self.every.max(1)).collect()
     }
 }
 
@@ -148,6 +159,20 @@ pub enum MutantProgress<'a> {
     },
 }
 
+/// The counts of one class of mutants by construction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Class {
+    /// Caught by a case.
+    pub caught: usize,
+    /// Not caught, although a case could catch it.
+    pub missed: usize,
+    /// No case can catch it.
+    pub equivalent: usize,
+    /// Not tried.
+    pub skipped: usize,
+}
+
 /// The score of a run of mutants.
 #[derive(Debug, Clone, Default)]
 pub struct Score {
@@ -182,6 +207,35 @@ impl Score {
         self.count(|outcome| matches!(outcome, Outcome::Caught { by_its_clause: true, .. }))
     }
 
+    /// Returns the number of mutants that no case can catch, and that none has caught.
+    #[must_use]
+    pub fn equivalent(&self) -> usize {
+        self.survivors().iter().filter(|survivor| survivor.reason.is_some()).count()
+    }
+
+    /// Returns the counts of each class of mutants by construction: of each mistake, then of each condition.
+    #[must_use]
+    pub fn classes(&self) -> Vec<(&'static str, Class)> {
+        let mut classes: Vec<(&'static str, Class)> = Vec::new();
+        let of = |verdict: &Verdict| verdict.mutant.class();
+        let mistakes = self.verdicts.iter().filter_map(|verdict| Some((of(verdict)?.0, verdict)));
+        let conditions = self.verdicts.iter().filter_map(|verdict| Some((of(verdict)?.1, verdict)));
+        for (name, verdict) in mistakes.chain(conditions) {
+            let place = classes.iter().position(|(known, _)| *known == name).unwrap_or_else(|| {
+                classes.push((name, Class::default()));
+                classes.len() - 1
+            });
+            let class = &mut classes[place].1;
+            *match (&verdict.outcome, verdict.mutant.survives) {
+                (Outcome::Caught { .. }, _) => &mut class.caught,
+                (Outcome::Survived, None) => &mut class.missed,
+                (Outcome::Survived, Some(_)) => &mut class.equivalent,
+                (Outcome::Skipped(_), _) => &mut class.skipped,
+            } += 1;
+        }
+        classes
+    }
+
     /// Returns the number of mutants that were skipped.
     #[must_use]
     pub fn skipped(&self) -> usize {
@@ -202,10 +256,12 @@ impl Score {
         caught.map(|verdict| verdict.mutant).filter(|mutant| mutant.survives.is_some()).collect()
     }
 
-    /// Returns the percentage of mutants that were caught; 0 if none was tried.
+    /// Returns the percentage of mutants that were caught; 0 if none was tried. Mutants by construction that are equivalent do not
+    /// count.
     #[must_use]
     pub fn percent(&self) -> f64 {
-        match self.mutants() {
+        let equivalent = if self.is_generated() { self.equivalent() } else { 0 };
+        match self.mutants() - equivalent {
             0 => 0.0,
             tried => 100.0 * self.caught() as f64 / tried as f64,
         }
@@ -214,8 +270,12 @@ impl Score {
     /// Returns whether enough mutants were caught, and every survivor has a reason.
     #[must_use]
     pub fn is_success(&self) -> bool {
-        let known = self.survivors().iter().all(|survivor| survivor.reason.is_some());
+        let known = self.is_generated() || self.survivors().iter().all(|survivor| survivor.reason.is_some());
         self.percent() >= Self::LEAST_PERCENT && known && self.caught_unexpectedly().is_empty()
+    }
+
+    fn is_generated(&self) -> bool {
+        self.verdicts.iter().any(|verdict| verdict.mutant.class().is_some())
     }
 
     fn count(&self, which: impl Fn(&Outcome) -> bool) -> usize {
@@ -235,7 +295,13 @@ impl fmt::Display for Score {
             self.caught_by_their_clause(),
             self.skipped()
         )?;
+        for (name, Class { caught, missed, equivalent, skipped }) in self.classes() {
+            write!(f, "\n{name}: {caught} caught, {missed} missed, {equivalent} equivalent, {skipped} skipped")?;
+        }
         for Verdict { mutant, outcome, .. } in &self.verdicts {
+            if self.is_generated() && mutant.survives.is_some() && matches!(outcome, Outcome::Survived) {
+                continue;
+            }
             let Mutant { name, clause, what, survives, .. } = mutant;
             match (outcome, survives) {
                 (Outcome::Survived, Some(reason)) => write!(f, "\n{name} [{clause}] survives, as expected: {reason}")?,
@@ -309,7 +375,7 @@ impl<'o> Trial<'o> {
         if self.mutant.needs_launcher && self.launcher.is_none() {
             return Outcome::Skipped("no launcher for a second process was given".to_owned());
         }
-        let names_it = |case: &&Case| case.clauses.contains(&self.mutant.clause);
+        let names_it = |case: &&Case| case.clauses.iter().any(|clause| self.mutant.breaks(clause));
         let mut reason = None;
         for case in cases().filter(names_it) {
             match self.run_case(case) {
@@ -323,8 +389,9 @@ impl<'o> Trial<'o> {
         if let Some(Err(why)) = reason {
             return Outcome::Skipped(format!("no case of its clause runs here: {why}"));
         }
-        let others = || cases().filter(|case| !names_it(case));
-        for case in others() {
+        // Many mutants by construction are equivalent. That no other case notices one is in its proof.
+        let is_proved = self.mutant.class().is_some() && self.mutant.survives.is_some();
+        for case in cases().filter(|case| !is_proved && !names_it(case)) {
             if let Status::Failed(failure) = self.run_case(case) {
                 return Outcome::Caught { case, by_its_clause: false, failure };
             }

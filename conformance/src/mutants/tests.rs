@@ -21,7 +21,7 @@ fn mock(options: MockOptions) -> Arc<dyn Backend> {
 fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
     let mut hooks = Hooks::default();
     set(&mut hooks);
-    Wrapper::new(mock(options), hooks, Arc::default())
+    Wrapper::new(mock(options), hooks, None, Arc::default())
 }
 
 /// The mutant of this name, over the mock.
@@ -192,7 +192,7 @@ fn a_wrapper_that_was_stopped_gives_back_and_does_nothing_else() {
     let stopped = Arc::<AtomicBool>::default();
     let mut hooks = Hooks::default();
     hooks.backend.destroy_stream(|_, _| panic!("a hook of a wrapper that was stopped"));
-    let backend = Wrapper::new(mock(MockOptions::new()), hooks, Arc::clone(&stopped));
+    let backend = Wrapper::new(mock(MockOptions::new()), hooks, None, Arc::clone(&stopped));
     let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
     let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     stopped.store(true, std::sync::atomic::Ordering::Relaxed);

@@ -4,13 +4,15 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, ThreadId};
 
 use highwater_hal::{
-    AtomicsMode, Backend, BlasHandle, BlasKind, Call, CaptureMode, DevicePtr, ErrorKind, EventId, GraphExecId, GraphId,
-    HostAllocator, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PhysicalMemoryId, PlanId, Result, StreamId,
-    Transport, Workspace, for_each_operation,
+    Answer, AtomicsMode, Backend, BlasHandle, BlasKind, Call, CaptureMode, DevicePtr, ErrorKind, EventId, GraphExecId,
+    GraphId, HostAllocator, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PhysicalMemoryId, PlanId, Result,
+    StreamId, Transport, Workspace, for_each_operation,
 };
 
+use super::generated::{Applied, Lend as _, Mistake, Probe, Treat as _, nothing};
 use super::hooks::Hooks;
 use super::reference::{Reference, ReferenceHandle, ReferenceHost, ReferenceSharing, wrong};
 
@@ -18,6 +20,8 @@ use super::reference::{Reference, ReferenceHandle, ReferenceHost, ReferenceShari
 struct Core {
     below: Reference,
     hooks: Hooks,
+    /// The mistake of a mutant by construction.
+    applied: Option<Applied>,
     /// The identity that the backend reports while streams are alive, if a hook changes it.
     other_identity: Option<Identity>,
     /// Set when the run has stopped waiting for the case that uses the backend.
@@ -68,11 +72,43 @@ impl Core {
             return Err(wrong(ErrorKind::DeviceLost, operation));
         }
         if (stopped || self.hooks.settles)
+            // A free in the order of a stream needs no wait.
+            && stream.is_none()
+            && !self.applied.as_ref().is_some_and(Applied::captures)
             && matches!(operation, "free" | "host_free" | "host_unregister" | "close_memory" | "unmap_memory")
         {
             self.below.settle();
         }
+        if let Some(applied) = &self.applied {
+            applied.enter(&self.below, operation)?;
+        }
         self.hook(&self.hooks.before).map_or(Ok(()), |before| before(&self.below, operation, stream))
+    }
+
+    /// Returns the mistake that a mutant by construction makes in this call, if any.
+    fn mistake(
+        &self,
+        call: &Call,
+        bound: Option<StreamId>,
+        maker: Option<ThreadId>,
+        probe: Probe,
+    ) -> Option<(&Applied, Mistake)> {
+        let applied = self.applied.as_ref().filter(|_| !self.is_stopped())?;
+        applied.is_due(&self.below, call, bound, maker, probe).then_some((applied, applied.mutation.mistake))
+    }
+
+    /// Notes what a call has made or destroyed, and releases what waits for it.
+    fn leave<T: Answer>(&self, call: &Call, bound: Option<StreamId>, answer: &Result<T>, probe: Probe) -> Result<()> {
+        let Some(applied) = &self.applied else { return Ok(()) };
+        if call.operation == "end_capture" || answer.is_ok() {
+            applied.count_capture(call.operation);
+        }
+        let Ok(value) = answer else { return Ok(()) };
+        applied.made(call.operation, value.issued(), probe);
+        if matches!(call.operation, "destroy_stream" | "destroy_event") {
+            applied.gone(call.ids().next());
+        }
+        applied.leave(&self.below, call.operation, call.stream().or(bound))
     }
 }
 
@@ -116,9 +152,41 @@ macro_rules! wrappers {
     (self unique) => { &mut Self };
     (borrow shared $below:expr) => { &$below };
     (borrow unique $below:expr) => { &mut $below };
+    (early backend $method:ident $self:ident $call:ident $($arg:ident)*) => {{
+        let below = &$self.below;
+        match ($call.stream(), nothing()) {
+            (Some(stream), Some(nothing)) => below
+                .on_own_stream(stream.device(), |_own| {
+                    $(let $arg = $arg.on(_own);)*
+                    below.$method($($arg),*).map(drop)
+                })
+                .map(|()| nothing),
+            _ => below.$method($($arg),*),
+        }
+    }};
+    (early handle $method:ident $self:ident $call:ident $($arg:ident)*) => {
+        $self.below.ahead(|below| below.$method($($arg),*))
+    };
+    (early $hooks:ident $method:ident $self:ident $call:ident $($arg:ident)*) => { $self.below.$method($($arg),*) };
+    (defer backend $method:ident $self:ident $call:ident $applied:ident $($arg:ident)*) => {{
+        let below = &$self.below;
+        match ($call.stream(), nothing()) {
+            // What is refused is refused at once.
+            (Some(stream), Some(nothing)) if below.is_recording(stream) || below.query_stream(stream).is_ok() => {
+                $(let $arg = $arg.keep();)*
+                $applied.deferred.defer(stream, move |reference| reference.$method($($arg.lend()),*).map(drop));
+                Ok(nothing)
+            }
+            _ => below.$method($($arg),*),
+        }
+    }};
+    (defer $hooks:ident $method:ident $self:ident $call:ident $applied:ident $($arg:ident)*) => {
+        $self.below.$method($($arg),*)
+    };
     (finish create_blas_handle $core:ident $below:expr, $answer:expr) => {{
         let below = ReferenceHandle::new($below.clone(), $answer?);
-        Ok(Box::new(WrappedHandle { core: $core, below: ManuallyDrop::new(below) }))
+        let maker = thread::current().id();
+        Ok(Box::new(WrappedHandle { core: $core, maker, below: ManuallyDrop::new(below) }))
     }};
     (finish $method:ident $core:ident $below:expr, $answer:expr) => { $answer };
     (operations $hooks:ident $access:tt $prefix:literal {
@@ -129,10 +197,34 @@ macro_rules! wrappers {
             $(let $arg = $arg.translated(&core.hooks);)*
             let call = Call::new(concat!($prefix, stringify!($method)), &[$(&$arg),*]);
             core.enter(call.operation, self.bound().or(call.stream()))?;
-            let answer = match core.hook(&core.hooks.$hooks.$method) {
-                Some(hook) => hook(wrappers!(borrow $access self.below) $(, $arg)*),
-                None => self.below.$method($($arg),*),
+            let probe = Probe::default()$(.with($arg.probe()))*;
+            let bound = self.bound();
+            let mistake = core.mistake(&call, bound, self.maker(), probe);
+            let is_deferred = matches!(mistake, Some((_, Mistake::Delay | Mistake::Swap)));
+            let answer: Result<$answer> = match (core.hook(&core.hooks.$hooks.$method), mistake) {
+                (_, Some((_, Mistake::Drop))) => match nothing() {
+                    Some(nothing) => Ok(nothing),
+                    None => self.below.$method($($arg),*),
+                },
+                (_, Some((_, Mistake::Repeat))) => {
+                    let first = self.below.$method($($arg),*);
+                    // A refusal changes nothing.
+                    let _ = self.below.$method($($arg),*);
+                    first
+                }
+                (_, Some((_applied, Mistake::Neighbor))) => {
+                    let _has_stream = call.stream().is_some();
+                    $(let $arg = $arg.neighbor(_applied, _has_stream);)*
+                    self.below.$method($($arg),*)
+                }
+                (_, Some((_, Mistake::Early))) => wrappers!(early $hooks $method self call $($arg)*),
+                (_, Some((_applied, _))) => wrappers!(defer $hooks $method self call _applied $($arg)*),
+                (Some(hook), None) => hook(wrappers!(borrow $access self.below) $(, $arg)*),
+                (None, None) => self.below.$method($($arg),*),
             };
+            if !is_deferred {
+                core.leave(&call, bound, &answer, probe)?;
+            }
             wrappers!(finish $method core self.below, answer)
         })*
     };
@@ -218,14 +310,24 @@ pub(super) struct Wrapper {
 
 impl Wrapper {
     /// Wraps a backend. Once `stopped` is set, calls fail, except those that give something back.
-    pub(super) fn new(backend: Arc<dyn Backend>, hooks: Hooks, stopped: Arc<AtomicBool>) -> Self {
+    pub(super) fn new(
+        backend: Arc<dyn Backend>,
+        hooks: Hooks,
+        applied: Option<Applied>,
+        stopped: Arc<AtomicBool>,
+    ) -> Self {
         let other_identity = hooks.identity.map(|change| change(backend.identity()));
         let below = Reference::new(backend);
-        let core = Core { below: below.clone(), hooks, other_identity, stopped, allocators: AtomicU64::new(0) };
+        let core =
+            Core { below: below.clone(), hooks, applied, other_identity, stopped, allocators: AtomicU64::new(0) };
         Self { core: Arc::new(core), below }
     }
 
     fn bound(&self) -> Option<StreamId> {
+        None
+    }
+
+    fn maker(&self) -> Option<ThreadId> {
         None
     }
 }
@@ -234,12 +336,18 @@ impl Wrapper {
 #[derive(Debug)]
 struct WrappedHandle {
     core: Arc<Core>,
+    /// The thread that created it.
+    maker: ThreadId,
     below: ManuallyDrop<ReferenceHandle>,
 }
 
 impl WrappedHandle {
     fn bound(&self) -> Option<StreamId> {
         self.below.stream
+    }
+
+    fn maker(&self) -> Option<ThreadId> {
+        Some(self.maker)
     }
 }
 
@@ -263,6 +371,10 @@ impl WrappedHost {
     fn bound(&self) -> Option<StreamId> {
         None
     }
+
+    fn maker(&self) -> Option<ThreadId> {
+        None
+    }
 }
 
 /// The sharing of a mutant.
@@ -274,6 +386,10 @@ struct WrappedSharing {
 
 impl WrappedSharing {
     fn bound(&self) -> Option<StreamId> {
+        None
+    }
+
+    fn maker(&self) -> Option<ThreadId> {
         None
     }
 }

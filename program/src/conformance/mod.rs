@@ -46,7 +46,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     if arguments.races {
         return races::command(json);
     }
-    if arguments.saboteurs {
+    if arguments.saboteurs || arguments.mutants {
         return saboteurs::command(arguments, &choice, json);
     }
     let options = options(arguments, choice.name())?;

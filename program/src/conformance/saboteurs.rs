@@ -1,4 +1,4 @@
-//! `highwater conformance --saboteurs`: mutants, which are backends that break one promise each. The suite must catch them.
+//! `highwater conformance --saboteurs` and `--mutants`: backends that break one promise each. The suite must catch them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,7 +20,7 @@ use super::choice::Choice;
 
 pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
     if arguments.list {
-        list(arguments.filter.as_deref(), json)?;
+        list(arguments, json)?;
         return Ok(Verdict::Good);
     }
     // Opened once, so that a plugin is probed, and a backend that does not open is reported.
@@ -33,6 +33,9 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     let launcher = choice.launcher()?;
     let launcher = if two_devices { launcher.with_environment(MOCK, "devices=2") } else { launcher };
     let mut options = MutantOptions::new().with_every(arguments.sample as usize).with_launcher(launcher);
+    if arguments.mutants {
+        options = options.with_generated();
+    }
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
@@ -58,7 +61,9 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
         let message = format!("no mutant matches `{filter}`");
         return Err(Failure::new(highwater::ErrorKind::InvalidArgument, message, hint).into());
     }
-    if json {
+    if json && arguments.mutants {
+        output::object(&by_construction_to_json(&score))?;
+    } else if json {
         output::object(&to_json(&score, arguments.sample, begun.elapsed().as_secs_f64()))?;
     } else {
         output::result(&score)?;
@@ -67,9 +72,10 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
 }
 
 /// Prints the mutants that the filter selects, with their clauses.
-fn list(filter: Option<&str>, json: bool) -> Result<()> {
+fn list(arguments: &ConformanceArguments, json: bool) -> Result<()> {
     let mut options = MutantOptions::new();
-    options.filter = filter.map(str::to_owned);
+    options.filter.clone_from(&arguments.filter);
+    options.generated = arguments.mutants;
     let listed = options.mutants();
     if json {
         let entry = |one: &&Mutant| json!({ "name": one.name, "clause": one.clause, "what": one.what, "survives": one.survives });
@@ -82,6 +88,27 @@ fn list(filter: Option<&str>, json: bool) -> Result<()> {
     }
     output::result(format_args!("\n{} mutants", listed.len()))?;
     Ok(())
+}
+
+fn by_construction_to_json(score: &Score) -> Value {
+    let missed = score.survivors().into_iter().filter(|survivor| survivor.reason.is_none());
+    let entry = |one: &Mutant| json!({ "name": one.name, "clause": one.clause, "what": one.what });
+    let classes = score.classes().into_iter().map(|(name, class)| {
+        let counts = json!({
+            "caught": class.caught, "missed": class.missed, "equivalent": class.equivalent, "skipped": class.skipped,
+        });
+        (name.to_owned(), counts)
+    });
+    json!({
+        "generated": score.verdicts().len(),
+        "caught": score.caught(),
+        "caught_by_their_clause": score.caught_by_their_clause(),
+        "equivalent": score.equivalent(),
+        "skipped": score.skipped(),
+        "missed": missed.map(|survivor| entry(survivor.mutant)).collect::<Vec<_>>(),
+        "percent": score.percent(),
+        "classes": classes.collect::<serde_json::Map<_, _>>(),
+    })
 }
 
 fn to_json(score: &Score, sample: u32, seconds: f64) -> Value {

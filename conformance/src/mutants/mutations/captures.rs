@@ -146,7 +146,7 @@ mutants! {
         |h| disturbed_by(h, "query_event");
     "disturbed-by-waits": "Loses captures when a thread waits for an event that was recorded outside." =>
         |h| disturbed_by(h, "synchronize_event");
-    "disturbed-by-older-events": "Loses captures when an event that a captured stream recorded before is queried." => |h| {
+    "disturbed-by-older-events": "Loses captures when an event from before the capture of its stream is queried." => |h| {
         let open = captures(h);
         let homes = Shared::<HashMap<EventId, StreamId>>::default();
         let (recorded, asked) = (homes.clone(), open.clone());
@@ -163,7 +163,7 @@ mutants! {
             reference.query_event(event)
         });
     };
-    "older-events-refused": "Refuses to let a stream wait for an event that a captured stream recorded before." => |h| {
+    "older-events-refused": "Refuses to let a stream wait for an event from before the capture of its stream." => |h| {
         let open = captures(h);
         let homes = Shared::<HashMap<EventId, (StreamId, bool)>>::default();
         let recorded = homes.clone();

@@ -91,7 +91,7 @@ mutants! {
             Ok(if is_gone { Completion::Complete } else { completion })
         });
     };
-    "events-pending-with-their-streams": "Reports events as pending for ever once their stream is destroyed." => |h| {
+    "events-pending-with-their-streams": "Reports events as pending forever once their stream is destroyed." => |h| {
         let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
         h.backend.query_event(move |reference, event| {
             let home = recorded.with(|recorded| recorded.get(&event).copied());

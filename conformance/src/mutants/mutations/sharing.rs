@@ -201,7 +201,7 @@ mutants! {
             Ok(if opened.with(|opened| opened.contains(&event)) { Completion::Complete } else { completion })
         });
     };
-    "opened-events-end-after-32-waits" [by_two_processes]: "Forgets the waits for an event of another process after the 32nd." => |h| {
+    "opened-events-end-after-32-waits" [by_two_processes]: "Ignores waits for an event of another process after the 32nd wait." => |h| {
         let opened = opened_events(h);
         let waits = Shared::<HashMap<EventId, u32>>::default();
         h.backend.stream_wait_event(move |reference, stream, event| {
