@@ -200,7 +200,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         if state.events_follow() {
             let held = state.stream(OPERATION, stream)?;
-            // The end of its id waits for its work, which a capture forbids.
+            // The end of a foreign stream's id waits for the stream's work, which a capture forbids.
             if held.flags() & (FOREIGN | CAPTURES) == FOREIGN | CAPTURES {
                 state.refuse_in_capture(OPERATION, &held)?;
             }
@@ -218,7 +218,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.refuse_in_capture(OPERATION, &held)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // A default stream has no hazard pointer, so no fence publishes the query.
-        let _relaxed = state.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
+        let _relaxed = state.relaxed_if_capturing(Some(&asking).filter(|_| !held.is_default()));
         // SAFETY: The stream is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().stream_query)(held.raw()) })
     }
@@ -373,7 +373,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let asking = thread_records::ask();
         let mark = state.events.hold(OPERATION, event)?;
-        let _relaxed = state.relaxed_if_capturing(asking.as_ref());
+        let _relaxed = state.relaxed_if_capturing(Some(&asking));
         // SAFETY: The event is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().event_query)(mark.raw()) })
     }

@@ -1,21 +1,24 @@
 //! Events on a vendor that follows each event to the stream of its last record.
 //!
-//! On such a vendor, a query of an event, and a wait for it, read the state of that stream. After the end of the stream
+//! On such a vendor, a query of an event, and a wait for it, read the state of that stream. After the stream is destroyed,
 //! they use freed memory. While the stream takes part in a capture, they are refused or lose the capture, even if the
-//! event was recorded before. The contract has neither rule, so this module stands between:
+//! event was recorded before. The contract has neither restriction, so this module hides both:
 //!
-//! - An event keeps a link to the stream of its last record. The end of a stream waits for the stream's work, so from then
+//! - The *end* of a stream is its destruction, or for a foreign stream that of its id.
+//! - An event keeps a link to the stream of its last record. The end of a stream waits for the stream's work. From then
 //!   on the event is complete, and no call is made.
 //! - A call that follows events is a *question* (`hazards.rs`). The end of a stream waits for the questions that began
-//!   before it. Later ones find the stream leaving. Questions are short, so a wait of the host for an event is a series of
-//!   queries.
-//! - A stream *pauses* before it takes part in a capture: a helper stream, which never captures, waits for the stream's
-//!   work and records an event. Until the capture ends, that event stands for every event that the stream recorded before.
-//! - A wait of a capturing stream for an event from outside is refused. The vendor would leave it out of the graph, in
-//!   silence.
-//! - Foreign code that knows an event keeps the vendor's rules for it: its streams are unknown here.
-//! - The default stream of a thread ends with the thread, unnoticed. Its events are recorded by a relay, a stream that
-//!   waits for it.
+//!   before. Later questions find that the stream is leaving. Questions are short, so a wait of the host for an event is a
+//!   series of queries.
+//! - A stream *pauses* before it takes part in a capture. A *helper*, a stream that never takes part in a capture, waits
+//!   for the stream's work and records an event. Until the capture ends, that event replaces every event that the stream
+//!   recorded before.
+//! - A captured stream cannot wait for an event that was recorded outside the capture. The vendor would accept the wait
+//!   and leave it out of the graph.
+//! - The link of an event that foreign code knows is not used, because foreign code may record the event on any stream.
+//!   The vendor's rules apply to such an event.
+//! - The default stream of a thread ends with the thread, and no call reports that. A *relay*, a stream that waits for the
+//!   default stream, records its events.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,27 +34,27 @@ use highwater_hal::{Completion, Error, ErrorKind, EventId, Result, StreamId, Str
 /// A stream that takes part in a capture, or is about to.
 #[derive(Debug)]
 pub(super) struct Paused {
-    /// Unique in the process. Events that are recorded in the capture have it too.
+    /// The number of the pause, unique in the process. Events that are recorded in the capture store it.
     number: u64,
     stream: StreamId,
     raw: RawStream,
     helper: RawStream,
     /// Reached when the work from before the capture is done.
     before: RawEvent,
-    /// Whether the stream takes part already. Until then, nothing is recorded on it.
+    /// Whether the stream takes part in the capture. Until then, no event is recorded on the stream.
     is_open: bool,
 }
 
-/// What stands for an event that was recorded before its stream paused.
+/// The replacement of an event that was recorded before its stream paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Before {
-    /// The stream is about to take part in a capture.
+    /// None yet, because the stream is about to take part in a capture.
     Soon,
     Event(RawEvent),
 }
 
-/// A call that the end of a stream waits for.
-type Question = (Option<Asking>, Hazard);
+/// An open question.
+type Question = (Asking, Hazard);
 
 impl<P: Platform> DriverState<P> {
     /// Returns whether the vendor follows events to their streams.
@@ -78,7 +81,7 @@ impl<P: Platform> DriverState<P> {
                 self.let_streams_leave(operation);
                 continue;
             }
-            // Calls that record one event take turns, as in the vendor, so that the link is that of the last record.
+            // One call at a time records an event, as in the vendor, so the link is that of the last record.
             if mark.set_flag(RECORDING, true) {
                 drop((asking, held, mark));
                 std::thread::yield_now();
@@ -103,7 +106,7 @@ impl<P: Platform> DriverState<P> {
         }
     }
 
-    /// Records an event behind the work of this thread's default stream.
+    /// Records an event after the work of this thread's default stream, on the relay.
     fn record_by_relay(&self, operation: &'static str, event: EventId, stream: StreamId) -> Result<()> {
         let calls = self.platform.calls();
         let device = stream.device();
@@ -152,14 +155,14 @@ impl<P: Platform> DriverState<P> {
         let made = self.make_stream(operation, device, StreamPriority::Normal)?;
         let relay = *state.relay.get_or_init(|| made);
         if relay != made {
-            // Another thread was faster.
+            // Another thread made the relay first.
             self.helpers.lock().push((device, made));
         }
         Ok(relay)
     }
 
-    /// Returns the stream of an event's last record. Foreign code may record an event that it knows, so such an event has no
-    /// known stream.
+    /// Returns the stream of an event's last record. The stream is unknown if foreign code knows the event, because foreign
+    /// code may record it.
     fn home_of(&self, mark: &Held<'_, EventId>) -> Home {
         if mark.flags() & (FOREIGN | EXPOSED) == 0 { self.streams.home(mark.link()) } else { Home::None }
     }
@@ -184,12 +187,12 @@ impl<P: Platform> DriverState<P> {
             },
             Home::None => mark.raw(),
         };
-        let _relaxed = self.relaxed_if_capturing(asking.as_ref());
+        let _relaxed = self.relaxed_if_capturing(Some(&asking));
         // SAFETY: The event is held, or outlives this question.
         self.answer(operation, unsafe { (self.platform.calls().event_query)(raw) })
     }
 
-    /// Waits for an event. A call of the vendor that waits would not be short, so this one asks again and again.
+    /// Waits for an event. Repeats a short query, because the vendor's waiting call would delay the end of the stream.
     pub(super) fn wait_for_followed(&self, operation: &'static str, event: EventId) -> Result<()> {
         let mut asked = 0_u32;
         while self.query_followed(operation, event)? != Completion::Complete {
@@ -203,7 +206,7 @@ impl<P: Platform> DriverState<P> {
         Ok(())
     }
 
-    /// Makes a stream wait for an event, by which it may join a capture.
+    /// Makes a stream wait for an event. The wait may make the stream join a capture.
     pub(super) fn stream_waits_for_followed(
         &self,
         operation: &'static str,
@@ -257,7 +260,7 @@ impl<P: Platform> DriverState<P> {
             },
             Home::None => mark.raw(),
         };
-        // Only a wait for an event of a capture joins it.
+        // A stream joins a capture only by a wait for an event of that capture.
         if may_join
             && !is_paused
             && raw == mark.raw()
@@ -278,8 +281,8 @@ impl<P: Platform> DriverState<P> {
         Ok(Wait::Done)
     }
 
-    /// Returns whether a stream of a capture would wait, by the event `raw`, for work outside of the capture. The vendor would
-    /// accept the wait and leave it out of the graph.
+    /// Returns whether a wait for the event `raw` would make a captured stream wait for work outside the capture. The vendor
+    /// would accept the wait and leave it out of the graph.
     fn waits_for_outside(
         &self,
         operation: &'static str,
@@ -298,7 +301,7 @@ impl<P: Platform> DriverState<P> {
         }
     }
 
-    /// Returns what stands for an event that `home` recorded before it paused; `None` if the event stands for itself.
+    /// Returns the replacement of an event that `home` recorded before it paused; `None` if the event needs none.
     fn before(&self, home: RawStream, mark: &Held<'_, EventId>) -> Option<Before> {
         if !self.may_capture() {
             return None;
@@ -318,7 +321,7 @@ impl<P: Platform> DriverState<P> {
         paused.iter().find(|entry| entry.raw == raw).map(|entry| entry.is_open.then_some(entry.number))
     }
 
-    /// Lets the streams end whose end was postponed. The caller asks nothing.
+    /// Destroys streams whose end was postponed, and yields. The caller must hold no question.
     fn let_streams_leave(&self, operation: &'static str) {
         self.streams.sweep(|stream| self.destroy_raw_stream(operation, stream));
         std::thread::yield_now();
@@ -340,7 +343,7 @@ impl<P: Platform> DriverState<P> {
 
     // ------------------------------------------------------------------ pauses
 
-    /// Prepares a stream to take part in a capture. The caller asks nothing.
+    /// Prepares a stream to take part in a capture. The caller must hold no question.
     #[cold]
     pub(super) fn pause(&self, operation: &'static str, stream: StreamId) -> Result<u64> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -348,7 +351,7 @@ impl<P: Platform> DriverState<P> {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let (raw, helper, before) = (held.raw(), RawStream::NULL, RawEvent::NULL);
         self.paused.lock().push(Paused { number, stream, raw, helper, before, is_open: false });
-        // Queries of the stream's events and records on it that began before are over.
+        // Afterwards, no call that missed the entry queries an event of the stream or records on the stream.
         thread_records::wait_for_questions();
         let point = self.record_point(operation, &held, stream.device(), number);
         if point.is_err() {
@@ -357,7 +360,7 @@ impl<P: Platform> DriverState<P> {
         point.map(|()| number)
     }
 
-    /// Records the point before the capture on a helper.
+    /// Makes a helper wait for the stream's work from before the capture and record an event.
     fn record_point(&self, operation: &'static str, held: &HeldStream<'_>, device: u32, number: u64) -> Result<()> {
         let calls = self.platform.calls();
         let helper = self.take_helper(operation, device)?;
@@ -402,7 +405,7 @@ impl<P: Platform> DriverState<P> {
         if ended.is_empty() {
             return;
         }
-        // Questions that may use the event are over.
+        // Afterwards, no question uses the event.
         thread_records::wait_for_questions();
         for entry in ended {
             if entry.before != RawEvent::NULL {
@@ -437,7 +440,7 @@ impl<P: Platform> DriverState<P> {
             self.helpers.lock().extract_if(.., |(of, _)| *of == device).collect();
         let idle = {
             let _relaxed = self.relaxed();
-            // SAFETY: The helpers live as long as the state, and no other call has these.
+            // SAFETY: The helpers live as long as the state, and no other call uses these candidates.
             candidates.iter().position(|(_, helper)| unsafe { (self.platform.calls().stream_query)(*helper) } == 0)
         };
         let idle = idle.map(|index| candidates.swap_remove(index).1);
@@ -459,7 +462,7 @@ impl<P: Platform> DriverState<P> {
 
     fn destroy_plain_event(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
-        // SAFETY: Only this backend knows the event, and forgets it here. The streams that recorded it are alive.
+        // SAFETY: Only this backend knows the event and does not use it after this. The streams that recorded it are alive.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
         if code != 0 {
             tracing::warn!("an event was leaked: {}", self.platform.codes().error("destroy_event", code));
@@ -468,8 +471,8 @@ impl<P: Platform> DriverState<P> {
 
     // ------------------------------------------------------------------ ends of streams
 
-    /// Destroys a stream that no call uses, after the questions that may have found it alive. The vendor's call waits for
-    /// the stream's work. So does the end of a foreign stream's id, because its owner may destroy it from then on.
+    /// Ends a stream that no call uses. Waits for the questions that may have found it alive, then for the stream's work. A
+    /// foreign stream is not destroyed, but its work is waited for, because the owner may destroy the stream afterwards.
     pub(super) fn destroy_followed_stream(&self, operation: &'static str, stream: &Removed<RawStream>) -> Result<()> {
         thread_records::wait_for_questions();
         let outcome = if stream.flags & FOREIGN == 0 {
@@ -483,13 +486,13 @@ impl<P: Platform> DriverState<P> {
         outcome
     }
 
-    /// Waits for the work of a foreign stream. If the stream takes part in a capture, waits for the work from before it, if
-    /// this backend knows it.
+    /// Waits for the work of a foreign stream. If the stream takes part in a capture, waits for the work from before the
+    /// capture if the stream was paused, and otherwise not at all.
     fn wait_for_foreign_stream(&self, operation: &'static str, raw: RawStream) -> Result<()> {
         let _relaxed = self.relaxed();
         let calls = self.platform.calls();
         if !self.is_capturing(operation, raw)? {
-            // SAFETY: The owner of a foreign stream destroys it after this.
+            // SAFETY: The owner must not destroy a foreign stream before this call returns.
             return self.check(operation, unsafe { (calls.stream_synchronize)(raw) });
         }
         loop {
@@ -504,7 +507,7 @@ impl<P: Platform> DriverState<P> {
         }
     }
 
-    /// Destroys all helpers, when no call uses the state.
+    /// Destroys all helpers and relays. No call uses the state.
     pub(super) fn forget_helpers(&self) {
         let paused = std::mem::take(&mut *self.paused.lock());
         let mut streams: Vec<RawStream> =
@@ -524,7 +527,7 @@ impl<P: Platform> DriverState<P> {
 
 #[cfg(test)]
 impl<P: Platform> DriverState<P> {
-    /// Returns the number of streams that end with the state.
+    /// Returns the number of helpers and relays, which are destroyed with the state.
     pub(super) fn own_streams(&self) -> usize {
         let relays = self.devices.iter().filter(|device| device.relay.get().is_some()).count();
         self.helpers.lock().len() + relays
@@ -535,8 +538,8 @@ impl<P: Platform> DriverState<P> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wait {
     Done,
-    /// The stream of the event is leaving, or about to take part in a capture.
+    /// The stream of the event is leaving or about to take part in a capture. Try again.
     Leaving,
-    /// The stream may join a capture, and must pause before.
+    /// The stream may join a capture and must pause first.
     Joins,
 }

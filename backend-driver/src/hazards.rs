@@ -18,7 +18,7 @@ const PER_RECORD: usize = 4;
 pub(crate) struct Record {
     taken: AtomicBool,
     cells: [AtomicPtr<()>; PER_RECORD],
-    /// Whether the thread makes a query that a capture in global mode forbids.
+    /// Whether the thread has an open question ([`Asking`]).
     asks: AtomicBool,
     next: AtomicPtr<Record>,
 }
@@ -50,18 +50,36 @@ pub(crate) struct Hazard {
     own_thread: PhantomData<*const ()>,
 }
 
-/// A query that a capture in global mode forbids to every thread. Dropping it, in the same thread, ends it.
+/// A question: a query that a capture in global mode forbids to every thread, or a call that follows an event to a stream
+/// (`event_homes.rs`). Dropping it, in the same thread, ends it.
 #[derive(Debug)]
 pub(crate) struct Asking {
     record: &'static Record,
+    /// What the end does to the record.
+    end: End,
     own_thread: PhantomData<*const ()>,
+}
+
+/// What the end of a question does to its record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Clears,
+    /// The question was asked inside another one, which goes on.
+    Nothing,
+    /// The record was taken for this question.
+    GivesBack,
 }
 
 impl Drop for Asking {
     #[inline]
     fn drop(&mut self) {
-        // Release: the query comes before its end.
-        self.record.asks.store(false, Ordering::Release);
+        if self.end != End::Nothing {
+            // Release: the query comes before its end.
+            self.record.asks.store(false, Ordering::Release);
+        }
+        if self.end == End::GivesBack {
+            self.record.give_back();
+        }
     }
 }
 
@@ -141,12 +159,14 @@ impl Record {
         (Hazard::new(cell), Self::announce_in(other, second))
     }
 
-    /// Marks that this thread is about to make a query. The mark takes effect with the next hazard pointer, whose fence
+    /// Marks that this thread is about to ask a question. The mark takes effect with the next hazard pointer, whose fence
     /// it shares. The caller checks for open captures after that.
     #[inline]
     pub(crate) fn ask(&'static self) -> Asking {
+        // Relaxed: only this thread writes it.
+        let end = if self.asks.load(Ordering::Relaxed) { End::Nothing } else { End::Clears };
         self.asks.store(true, Ordering::Relaxed);
-        Asking { record: self, own_thread: PhantomData }
+        Asking { record: self, end, own_thread: PhantomData }
     }
 
     /// Returns the record to the registry. All its cells must be empty.
@@ -171,6 +191,14 @@ impl Registry {
             }
         }
         self.add(std::ptr::null_mut())
+    }
+
+    /// Begins a question in a record of its own, for a thread whose record is gone.
+    #[cold]
+    pub(crate) fn ask_apart(&self) -> Asking {
+        let mut asking = self.take().ask();
+        asking.end = End::GivesBack;
+        asking
     }
 
     /// Adds a record whose first cell holds `object`. The caller fences after this call, or before it checks for stale
@@ -218,8 +246,8 @@ impl Registry {
         })
     }
 
-    /// Waits for each query whose thread may have found no capture open. The caller must have published the capture
-    /// before.
+    /// Waits for each question whose thread may have found no capture open, or a stream alive. The caller must have
+    /// published the capture, or the end of the stream, before.
     pub(crate) fn wait_for_questions(&self, pause: impl Fn()) {
         // Pairs with the fence in `announce`.
         heavy_fence();

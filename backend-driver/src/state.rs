@@ -34,7 +34,7 @@ pub(super) const INTERPROCESS: u64 = 8;
 /// Stream flags: low priority, and high priority.
 pub(super) const LOW: u64 = 16;
 pub(super) const HIGH: u64 = 32;
-/// Event flag: a call records the event.
+/// Event flag: a call is recording the event.
 pub(super) const RECORDING: u64 = 64;
 /// Event flag: foreign code knows the vendor's handle.
 pub(super) const EXPOSED: u64 = 128;
@@ -83,7 +83,7 @@ pub(super) struct DeviceState {
     pub(super) capabilities: Capabilities,
     /// The pool of stream-ordered memory, once it is set up.
     pub(super) pool: OnceLock<Option<RawMemPool>>,
-    /// The stream that records the events of the threads' own default streams, once one is recorded.
+    /// The relay (`event_homes.rs`), once an event was recorded on a thread's own default stream.
     pub(super) relay: OnceLock<RawStream>,
 }
 
@@ -111,9 +111,9 @@ pub struct DriverState<P: Platform> {
     handles: AtomicU64,
     /// The captures that are open in the vendor's library.
     pub(super) captures: Arc<Captures>,
-    /// The streams that take part in a capture, for a vendor that follows events to their streams.
+    /// The streams that take part in a capture or are about to, on a vendor that follows events to their streams.
     pub(super) paused: Mutex<Vec<Paused>>,
-    /// Streams that never take part in a capture, with their devices.
+    /// Streams that never take part in a capture, with their devices. No pause uses these.
     pub(super) helpers: Mutex<Vec<(u32, RawStream)>>,
     /// Whether a foreign stream was wrapped. Its captures are unknown here.
     foreign: AtomicBool,
@@ -151,7 +151,7 @@ impl HeldStream<'_> {
         self.held.is_none()
     }
 
-    /// Returns the vendor's handle and the link of events that it records. A default stream has no link.
+    /// Returns the vendor's handle and the link of events that are recorded on it; [`BEHIND_DEFAULT`] for a default stream.
     pub(super) fn raw_and_link(&self, id: StreamId) -> (RawStream, Link) {
         let Some(held) = &self.held else { return (self.raw, BEHIND_DEFAULT) };
         let (raw, number) = held.raw_and_number();
@@ -476,7 +476,7 @@ impl<P: Platform> DriverState<P> {
     }
 
     /// Puts this thread into the relaxed mode for a query, if a capture may be open. Relaxing every query would take a
-    /// third of its time. A capture that begins meanwhile waits for the query. Without a thread record to wait for, the
+    /// third of its time. A capture that begins meanwhile waits for the query. Without a question to wait for, the
     /// query is always relaxed.
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {

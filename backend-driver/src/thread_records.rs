@@ -62,14 +62,17 @@ fn first() -> Option<&'static Record> {
     .ok()
 }
 
-/// Marks that this thread is about to make a query that a capture in global mode forbids. Returns `None` in an ending
-/// thread. The caller must then publish a hazard pointer, and check for captures after that.
+/// Marks that this thread is about to ask a question ([`Asking`]). The caller must then publish a hazard pointer, and check for
+/// captures after that. An ending thread takes a record for the question.
 #[inline]
-pub(super) fn ask() -> Option<Asking> {
-    own().map(Record::ask)
+pub(super) fn ask() -> Asking {
+    match own() {
+        Some(record) => record.ask(),
+        None => registry().ask_apart(),
+    }
 }
 
-/// Waits for the queries of threads that may have found no capture open.
+/// Waits for the questions of threads that may have found no capture open, or a stream alive that is ending.
 pub(super) fn wait_for_questions() {
     registry().wait_for_questions(std::thread::yield_now);
 }
@@ -148,5 +151,57 @@ mod tests {
         .join()
         .unwrap();
         assert!(!is_announced_now(std::ptr::without_provenance_mut(address)));
+    }
+
+    #[test]
+    fn a_question_of_an_ending_thread_is_waited_for() {
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicU32, Ordering};
+
+        /// 0: begins; 1: the question is open; 2: it may end.
+        struct Late(Arc<AtomicU32>);
+        impl Drop for Late {
+            fn drop(&mut self) {
+                assert!(own().is_none());
+                let asking = ask();
+                drop(ask());
+                let hazard = announce(Arc::as_ptr(&self.0).cast_mut().cast());
+                self.0.store(1, Ordering::SeqCst);
+                while self.0.load(Ordering::SeqCst) == 1 {
+                    std::thread::yield_now();
+                }
+                drop((asking, hazard));
+            }
+        }
+        thread_local! {
+            static LATE: Cell<Option<Late>> = const { Cell::new(None) };
+        }
+        let state = Arc::new(AtomicU32::new(0));
+        let late = Late(Arc::clone(&state));
+        let ends = std::thread::spawn(move || {
+            // Created before the record and therefore dropped after it.
+            LATE.set(Some(late));
+            drop(announce(std::ptr::dangling_mut::<u8>().cast()));
+        });
+        while state.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        let waits = std::thread::spawn(wait_for_questions);
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!waits.is_finished());
+        state.store(2, Ordering::SeqCst);
+        waits.join().unwrap();
+        ends.join().unwrap();
+    }
+
+    #[test]
+    fn a_question_inside_another_does_not_end_it() {
+        let outer = ask();
+        drop(ask());
+        let waits = std::thread::spawn(wait_for_questions);
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!waits.is_finished());
+        drop(outer);
+        waits.join().unwrap();
     }
 }
