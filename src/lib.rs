@@ -55,7 +55,7 @@
 //!
 //! # What safe code can rely on
 //! - A copy between pinned memory and the device cannot race with the CPU: the buffer remembers its streams.
-//! - Dropping a buffer, stream, event, graph or lease never waits, and never frees memory that enqueued work uses. The end of
+//! - Dropping a buffer, stream, event, graph or lease never waits (a stream on ROCm does), and never frees memory that enqueued work uses. The end of
 //!   the runtime waits for the devices.
 //! - A lease stays in its thread and ends before its stream. The compiler checks both.
 //! - A killed process frees nothing early and makes no other process leak.

@@ -2,9 +2,9 @@
 //!
 //! The contract says that a stream works as before after its capture was lost, and keeps its id. On some vendors, the
 //! stream on which a lost capture began stays unusable, and the streams that joined go on recording into a deleted graph.
-//! The end of the first stream frees the others. So when a capture is lost on such a vendor, the stream on which it began
-//! is destroyed first, and a new stream takes its id. The vendor's call waits for the stream's earlier work, so that later
-//! work still comes after it. BLAS handles notice the new vendor handle and bind again.
+//! The destruction of the first stream frees the others. After a lost capture on such a vendor, a new stream takes the id of
+//! the first stream, which is destroyed. The vendor's call waits for the earlier work of that stream. `end_capture` returns
+//! after the call, so later work still comes after earlier work. BLAS handles notice the new vendor handle and bind again.
 
 use super::platform::Platform;
 use super::raw::RawStream;
@@ -41,14 +41,14 @@ impl<P: Platform> DriverState<P> {
         self.platform.quirks().streams_die_after.contains(&code)
     }
 
-    /// Puts a new stream under the id of one that died with its capture. The caller does not use the stream.
+    /// Puts a new stream under the id of one that died with its capture. The caller must not hold the stream.
     #[cold]
     pub(super) fn replace_dead(&self, operation: &'static str, stream: StreamId) -> Result<()> {
         let flags = self.stream(operation, stream)?.flags();
         if flags & FOREIGN != 0 {
             let message = format!("{stream:?} died with its capture, and foreign code owns it");
             return Err(Error::new(ErrorKind::InvalidState, operation, message).with_hint(
-                "destroy the id, then replace the stream in the code that created it; its end frees the streams that joined",
+                "destroy the id, then replace the stream in the code that created it; destroying it frees the streams that joined",
             ));
         }
         let priority = match (flags & LOW != 0, flags & HIGH != 0) {
@@ -67,7 +67,7 @@ impl<P: Platform> DriverState<P> {
             let message = format!("{stream:?} died with its capture and could not be replaced: {}", error.message());
             Error::new(ErrorKind::InvalidState, operation, message)
                 .with_code(error.code().unwrap_or(0))
-                .with_hint("destroy the stream before the streams that joined are used, and create another")
+                .with_hint("destroy the stream before you use the streams that joined, then create another")
         })
     }
 }

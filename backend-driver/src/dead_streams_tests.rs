@@ -152,7 +152,7 @@ fn a_stream_of_other_code_cannot_be_replaced_and_says_so() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
     let foreign = fake.foreign();
-    // SAFETY: The stream is alive until it is given back.
+    // SAFETY: The stream is alive until the test destroys it.
     let id = unsafe { backend.stream_from_raw(0, foreign) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     fake.lose(foreign);
@@ -255,7 +255,7 @@ fn a_capture_that_fails_to_begin_or_whose_stream_is_destroyed_leaves_nothing() {
         fake.answer(failing, INVALID);
         assert!(backend.begin_capture(origin, CaptureMode::Global).is_err(), "{failing}");
         backend.synchronize_device(0).unwrap();
-        // A helper stays for the next capture.
+        // A helper is kept for the next capture.
         assert!([2, 3].contains(&fake.alive()), "{failing}: {}", fake.alive());
     }
     backend.begin_capture(origin, CaptureMode::Relaxed).unwrap();
@@ -281,7 +281,7 @@ fn an_event_outlives_its_stream() {
     backend.synchronize_event(event).unwrap();
     backend.stream_wait_event(other, event).unwrap();
     assert_eq!((fake.calls("event_query").len(), fake.calls("stream_wait_event").len()), (asked, 0));
-    // The next record ends that.
+    // After the next record, queries call the vendor again.
     backend.record_event(event, other).unwrap();
     assert_eq!(backend.query_event(event).unwrap(), Completion::Complete);
     assert_eq!(fake.calls("event_query").len(), asked + 1);
@@ -336,7 +336,7 @@ fn the_id_of_a_foreign_stream_ends_after_its_work_and_not_in_a_capture() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
     let foreign = fake.foreign();
-    // SAFETY: The stream is alive until it is given back.
+    // SAFETY: The stream is alive until `destroy_foreign`.
     let id = unsafe { backend.stream_from_raw(0, foreign) }.unwrap();
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     backend.record_event(event, id).unwrap();
@@ -367,12 +367,12 @@ fn an_event_from_before_a_capture_is_answered_by_the_point_before_it() {
         backend.synchronize_event(event).unwrap();
         backend.stream_wait_event(other, event).unwrap();
     }
-    // The waits are for events of helpers, which were recorded behind the streams.
+    // The waits are for events that helpers recorded after the streams' work.
     let homes: Vec<_> = fake.waits_of(raw(&fake, other)).into_iter().map(|event| fake.recorded_on(event)).collect();
     assert!(homes.iter().all(|home| *home != Some(raw(&fake, captured)) && *home != Some(raw(&fake, joined))));
     // SAFETY: This test began it.
     backend.destroy_graph(unsafe { backend.end_capture(captured) }.unwrap()).unwrap();
-    // Afterwards, the events are asked themselves.
+    // After the capture, queries use the events themselves.
     let asked = fake.calls("event_query").len();
     assert_eq!(backend.query_event(first).unwrap(), Completion::Complete);
     assert_eq!(fake.calls("event_query").len(), asked + 1);

@@ -312,7 +312,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             .with_hint("create the event with `EventOptions::with_interprocess`"));
         }
         let device = state.device(OPERATION, event.device())?;
-        // Foreign code may have made an interprocess event on a device whose events do not order work between processes.
+        // Foreign code may have created an interprocess event on a device that lacks the capability.
         if !device.capabilities.interprocess_events {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         }

@@ -1,6 +1,6 @@
 //! Plans over a vendor's Lt library: products whose kernel is chosen once, with their epilogues.
 //!
-//! The libraries of both vendors have the same calls with the same arguments. What differs is data: [`LtCodes`].
+//! The libraries of both vendors have the same calls with the same arguments. The differences are data: [`LtCodes`].
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use super::lt_calls::{Lt, LtCodes, RawLt, RawMatmulDesc, RawMatmulPreference, Ra
 use super::platform::Platform;
 use super::state::{DriverState, HandleCount};
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
-    PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode,
+    PlanArguments, PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
 };
 
-/// An algorithm in the vendor's own format, in the first bytes.
+/// An algorithm in the vendor's own format, which fills the first bytes.
 type Algorithm = [u64; 8];
 
-/// The words of a result of the heuristic with the longest algorithm.
+/// The words of a result of the heuristic, for the longest algorithm.
 const RESULT_WORDS: usize = 12;
 
 /// A description, a layout or a preference of an Lt library, destroyed when dropped. These objects exist on the host only.
@@ -172,8 +172,8 @@ impl<P: Platform> LtBlas<P> {
             state.check(OPERATION, unsafe { (state.platform().calls().mem_get_info)(&mut free, &mut total) })?;
             if free < lt.codes.needs_free_bytes {
                 let message = format!(
-                    "the device has {free} bytes of free memory, expected at least {} for a handle of {}, which ends the process if \
-                     it gets too few",
+                    "the device has {free} bytes of free memory, expected at least {} for a handle: {} ends the process if it gets \
+                     too few",
                     lt.codes.needs_free_bytes, lt.codes.name
                 );
                 return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
@@ -337,7 +337,7 @@ impl<P: Platform> LtBlas<P> {
             preference.set(operation, which, &alignment)?;
         }
         if let Some(ways) = codes.reductions {
-            // The other ways add partial sums in the result's type, which costs halves most of their digits.
+            // The other schemes add partial sums in the result's type, which costs types of 16 bits most of their digits.
             let may_reorder =
                 options.atomics_mode == AtomicsMode::Allowed && matches!(shape.output, DataType::F32 | DataType::F64);
             let allowed = ways.in_order | if may_reorder { ways.in_place } else { 0 };
@@ -361,9 +361,15 @@ impl<P: Platform> LtBlas<P> {
         };
         codes.codes.check(operation, code)?;
         if found < 1 {
-            let message = format!("{} has no kernel for {options:?}", codes.name);
+            let GemmShape { data_type, output, m, n, k, .. } = options.shape;
+            let message = format!(
+                "{} has no kernel for m {m}, n {n}, k {k}, factors {data_type:?}, output {output:?}, epilogue {:?}, an alignment of \
+                 {} bytes and a workspace of {} bytes",
+                codes.name, options.epilogue, options.alignment, options.workspace_bytes
+            );
             return Err(Error::new(ErrorKind::Unsupported, operation, message)
-                .with_hint("pass more workspace or a larger alignment, or use a BLAS handle"));
+                .with_hint("set a larger workspace (`RuntimeOptions::with_lt_workspace_bytes`), align the operands to 16 bytes, or multiply \
+                     without a plan and apply the epilogue in a kernel"));
         }
         // The algorithm, the bytes of workspace, the status, and fields that are not needed.
         let words = codes.algorithm_bytes / 8;
@@ -569,7 +575,7 @@ impl<P: Platform> BlasHandle for LtBlas<P> {
         self.enter(OPERATION)?;
         self.state.stream_for_handle(OPERATION, stream, self.device)?;
         self.stream = Some(stream);
-        // As for every handle of the device.
+        // On some vendors, binding a stream resets the workspace of every handle.
         if self.state.platform().quirks().set_stream_resets_workspace {
             self.workspace = None;
         }

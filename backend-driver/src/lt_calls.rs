@@ -89,12 +89,12 @@ pub struct Lt {
     pub codes: &'static LtCodes,
 }
 
-/// What differs between the vendors' Lt libraries.
+/// The differences between the vendors' Lt libraries.
 #[derive(Debug)]
 pub struct LtCodes {
     /// The meaning of the status codes.
     pub codes: &'static Codes,
-    /// The name in messages.
+    /// The library's name in messages.
     pub name: &'static str,
     /// Attributes of a product.
     pub product: ProductAttributes,
@@ -106,14 +106,14 @@ pub struct LtCodes {
     pub max_workspace: u32,
     /// The preference's attributes for the alignments of A, B, C and D; `None` if the library has none.
     pub alignments: Option<[u32; 4]>,
-    /// The ways to add partial sums; `None` if the library offers no choice.
+    /// The reduction schemes, by which partial sums are added; `None` if the library offers no choice.
     pub reductions: Option<Reductions>,
     /// The epilogues.
     pub epilogues: Epilogues,
     /// The bytes of an algorithm, at most 64.
     pub algorithm_bytes: usize,
-    /// The bytes of device memory that must be free before a handle is created, because the library ends the process if it gets
-    /// too few; 0 if it reports the failure.
+    /// The bytes of device memory that must be free before a handle is created; 0 if the library reports that memory is
+    /// missing. Some libraries end the process instead.
     pub needs_free_bytes: usize,
 }
 
@@ -132,14 +132,14 @@ pub struct ProductAttributes {
     pub bias_type: u32,
 }
 
-/// The preference's attribute for the ways to add partial sums, and its values.
+/// The preference's attribute for the reduction schemes, and its values.
 #[derive(Debug, Clone, Copy)]
 pub struct Reductions {
     /// The attribute.
     pub attribute: u32,
-    /// In the workspace, in the compute type and in a fixed order.
+    /// Partial sums are added in the workspace, in the compute type and in a fixed order.
     pub in_order: u32,
-    /// In place, in the order of the kernels.
+    /// Partial sums are added in place, in the order in which the kernels finish.
     pub in_place: u32,
 }
 

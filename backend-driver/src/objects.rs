@@ -26,28 +26,28 @@ pub(super) struct Slot {
     raw: AtomicU64,
     /// The object's flags and a number.
     flags: AtomicU64,
-    /// Of a stream: the number of its handle in the lower half, odd while another handle replaces it, and the number of
-    /// the last destroyed one in the upper half. Of an event: the [`Link`] of its last record.
+    /// Of a stream: in the lower half, the number of its handle, which is odd while another handle replaces it; in the upper
+    /// half, the number of the handle that was destroyed last. Of an event: the [`Link`] of its last record.
     link: AtomicU64,
 }
 
-/// A handle of a stream, which outlives the handle: the slot plus 1 in the lower half, and the number of the handle in
-/// the upper half. 0 for none.
+/// A reference to a handle of a stream: the slot plus 1 in the lower half, and the number of the handle in the upper half.
+/// 0 for none. A link stays valid after the handle is destroyed.
 pub(super) type Link = u64;
 
-/// The link of an event whose last record was behind a default stream, which never ends.
+/// The link of an event whose last record was on a default stream or on its relay, which are in no table.
 pub(super) const BEHIND_DEFAULT: Link = 1 << 32;
 
-/// What became of the handle of a link.
+/// The state of a link's handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Home {
-    /// The event was never recorded, or behind a default stream.
+    /// None: the event was never recorded, or was last recorded on a default stream or on its relay.
     None,
-    /// It is in the table.
+    /// The handle is in the table.
     Live(RawStream),
-    /// It was removed or replaced, and is not destroyed yet.
+    /// The handle was removed or replaced, and is not destroyed yet.
     Leaving,
-    /// It was destroyed.
+    /// The handle was destroyed.
     Gone,
 }
 
@@ -91,10 +91,10 @@ impl Slot {
         }
     }
 
-    /// Notes that a handle was destroyed.
+    /// Stores that a handle was destroyed.
     fn end<R>(&self, removed: &Removed<R>) {
         let ended = u64::from(removed.link as u32) << 32;
-        // Release: a thread that finds the handle gone also finds what its end caused.
+        // Release: a thread that finds the handle gone also finds the effects of its destruction.
         let _ =
             self.link.fetch_update(Ordering::Release, Ordering::Relaxed, |link| Some(ended | u64::from(link as u32)));
     }
@@ -543,13 +543,13 @@ impl Objects<StreamId> {
         u64::from(number) << 32 | (u64::from(id.parts().slot) + 1)
     }
 
-    /// Returns what became of the handle of a link. A caller that published a hazard pointer or asks can rely on
-    /// [`Home::Live`] until it ends the hazard pointer of the slot or the question.
+    /// Returns the state of a link's handle. [`Home::Live`] holds while the caller has a hazard pointer to the slot or a
+    /// question that it began before this call.
     #[inline]
     pub(super) fn home(&self, link: Link) -> Home {
         let Some(slot) = (link as u32).checked_sub(1).and_then(|slot| self.slot(slot)) else { return Home::None };
         let (number, now) = ((link >> 32) as u32, slot.link.load(Ordering::Acquire));
-        // Two numbers of one slot are far closer than half of all numbers.
+        // Two numbers of one slot differ by far less than half of all numbers, so the comparison survives an overflow.
         let is_over = ((now >> 32) as u32).wrapping_sub(number) < u32::MAX / 2;
         if is_over {
             Home::Gone

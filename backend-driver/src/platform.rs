@@ -128,11 +128,12 @@ pub struct Quirks {
     pub atomics_allowed_at_first: bool,
     /// Whether binding a stream restores the handle's own workspace.
     pub set_stream_resets_workspace: bool,
-    /// The codes at the end of a capture after which the stream on which it began stays unusable. Its destruction frees the
-    /// streams that joined. Empty if streams survive a lost capture.
+    /// The codes of `end_capture` after which the stream on which the capture began stays unusable. The destruction of that
+    /// stream frees the streams that joined. Empty if streams survive a lost capture.
     pub streams_die_after: &'static [i32],
-    /// Whether queries of an event and waits for it follow the event to the stream of its last record, and fail after the end
-    /// of that stream or while it takes part in a capture. If so, the end of a stream waits for the stream's work.
+    /// Whether queries of an event, and waits for it, read the stream of its last record. They fail after that stream is
+    /// destroyed and while it takes part in a capture. The vendor must then wait for a stream's work when it destroys the
+    /// stream.
     pub events_follow_streams: bool,
 }
 
@@ -405,7 +406,8 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         None
     }
 
-    /// Returns the zeros of a device, which Lt plans read. A vendor with an Lt library has them for each device.
+    /// Returns the blocks of zeros of a device, which Lt plans read. A vendor with an Lt library must return some for each of
+    /// its devices.
     fn zeros(&self, device: u32) -> Option<&Zeros> {
         let _ = device;
         None

@@ -72,7 +72,7 @@ raw_handles! {
 pub(super) trait IdOf: ObjectId {
     /// The vendor's handle.
     type Raw: Raw + std::fmt::Debug + PartialEq;
-    /// Whether other objects refer to objects of this kind, so that the table counts the handles of each slot.
+    /// Whether links refer to objects of this kind. The table then numbers the handles of each slot.
     const IS_FOLLOWED: bool = false;
 }
 

@@ -121,7 +121,7 @@ struct Vendor {
     captures: HashMap<u64, Option<std::thread::ThreadId>>,
     /// The stream on which the capture began, by a stream or an event that takes part.
     joined: HashMap<u64, u64>,
-    /// The streams that a lost capture left unusable, with the stream on which it began.
+    /// The streams that a lost capture left unusable, each with the stream on which the capture began.
     dead: HashMap<u64, u64>,
     /// Whether calls follow events to the streams of their records.
     follows: bool,
@@ -150,7 +150,7 @@ impl Vendor {
         if self.captures.contains_key(&stream) { Some(stream) } else { joined() }
     }
 
-    /// Notes the faults of a call that follows an event to the stream of its last record.
+    /// Stores the faults of a call that follows an event to the stream of its last record.
     fn follow(&mut self, name: &str, event: u64) {
         let last = self.records_made.iter().rev().find(|record| record.0 == event);
         let Some((_, stream)) = last.filter(|_| self.follows).copied() else { return };
@@ -162,7 +162,7 @@ impl Vendor {
         }
     }
 
-    /// Leaves the streams of a capture unusable.
+    /// Loses a capture and leaves its streams unusable.
     fn kill(&mut self, origin: u64) {
         let events: HashSet<u64> = self.records_made.iter().map(|(event, _)| *event).collect();
         let part = |stream: &u64| self.origin_of(*stream) == Some(origin) && !events.contains(stream);
@@ -258,7 +258,7 @@ fn destroy(name: &'static str, object: u64) -> i32 {
         vendor.memory.remove(&object);
         vendor.captures.remove(&object);
         vendor.joined.remove(&object);
-        // The end of the stream on which a lost capture began frees the streams that joined.
+        // Destroying the stream on which a lost capture began frees the streams that joined.
         vendor.dead.retain(|stream, origin| *stream != object && *origin != object);
         0
     })
@@ -290,7 +290,7 @@ vendor_functions! {
         let (stream, event) = (stream.0, event.0);
         call("stream_wait_event", &[stream, event], |vendor| {
             vendor.waits_made.push((stream, event));
-            // A wait for an event of a destroyed stream is checked.
+            // As in the vendor, a wait of a stream is safe if the event's stream was destroyed.
             if vendor.records_made.iter().rev().find(|record| record.0 == event).is_some_and(|record| vendor.alive.contains(&record.1)) {
                 vendor.follow("stream_wait_event", event);
             }
@@ -841,7 +841,7 @@ impl Fake {
         VENDOR.lock().calls.iter().filter(|call| call.name == name).copied().collect()
     }
 
-    /// Checks that no object is live but the backend's own streams, which end with it.
+    /// Checks that no object is live except the backend's own streams, which are destroyed with the backend.
     #[track_caller]
     pub(super) fn is_empty(&self) {
         let own = self.backend.state().own_streams();

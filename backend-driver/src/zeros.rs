@@ -9,8 +9,8 @@ use highwater_hal::DevicePtr;
 /// The smallest block of zeros. It suffices for most products.
 const LEAST: usize = 64 << 10;
 
-/// Blocks of zeros of one device, by address and bytes. They are never written again and never freed, because graphs may read
-/// them at any time. They therefore belong to the vendor's library, not to one opening of it.
+/// Blocks of zeros of one device, by address and bytes. The blocks are never written again and never freed, because graphs
+/// may read them at any time. They therefore belong to the vendor's library, not to one opening of the library.
 #[derive(Debug, Default)]
 pub struct Zeros(Mutex<Vec<(DevicePtr, usize)>>);
 

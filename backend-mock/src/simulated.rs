@@ -153,7 +153,7 @@ impl Hooks {
         after.wait_for(operation, point)
     }
 
-    /// Returns how often an event was recorded, by all processes; 0 if the event is not for several processes.
+    /// Returns the number of records of an event by all processes; 0 if the event is not an interprocess event.
     ///
     /// # Errors
     /// `InvalidHandle` for an unknown event.

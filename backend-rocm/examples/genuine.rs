@@ -9,7 +9,7 @@
 //!   init       the same after hipInit
 //!   blas       hipBLAS
 //!   lt         hipBLASLt
-//!   lt-create  its handle, whose creation ends the process
+//!   lt-create  a handle of hipBLASLt, whose creation ends the process
 //!   symbols    which of them exist
 //!   missing    the runtime does not open; the next argument is the library that the loader names
 //!   majors     HIP of another major version does not open beside this one; the next two arguments are their paths
@@ -285,20 +285,20 @@ const LT: &[&str] = &[
 
 /// A kind of object of hipBLASLt.
 struct LtObject {
-    /// Its name in the functions.
+    /// The kind's name in the names of its functions.
     kind: &'static str,
-    /// The arguments by which one is created, after the first.
+    /// The arguments of the create function, after the first.
     words: &'static [Word],
     /// The numbers of attributes, with their bytes.
     attributes: &'static [(usize, usize)],
 }
 
 const LT_OBJECTS: &[LtObject] = &[
-    // Products of f32. Both transposes, the epilogue, the bias's address and its type.
+    // Arguments: a product of f32. Attributes: both transposes, the epilogue, the bias's address and its type.
     LtObject { kind: "MatmulDesc", words: &[N(2), N(0)], attributes: &[(0, 4), (1, 4), (2, 4), (3, 8), (4, 4)] },
-    // 4 by 4 elements of f32. The number of matrices and their distance.
+    // Arguments: 4 by 4 elements of f32. Attributes: the number of matrices and their distance.
     LtObject { kind: "MatrixLayout", words: &[N(0), N(4), N(4), N(4)], attributes: &[(0, 4), (1, 8)] },
-    // The bytes of workspace.
+    // Attribute: the bytes of workspace.
     LtObject { kind: "MatmulPreference", words: &[], attributes: &[(1, 8)] },
 ];
 
@@ -425,7 +425,7 @@ impl Facts {
         self.fact("hipblasCreate again", "6, nothing written", library.call("hipblasCreate", &[Out]));
     }
 
-    /// hipBLASLt ends the process where it gets no device memory.
+    /// hipBLASLt ends the process if it gets no device memory.
     fn lt_create(&mut self) {
         let library = self.open(LT_NAME);
         let answer = library.call("hipblasLtCreate", &[Out]);
@@ -446,13 +446,13 @@ impl Facts {
                 continue;
             }
             for &(attribute, bytes) in *attributes {
-                // The value is in the slot of its argument, which is filled with one byte.
+                // The value is in the slot of its argument. Each byte of the slot is the same.
                 let code = library.call(&set, &[N(object), N(attribute), Out, N(bytes)]).code;
                 self.fact(&format!("{set}({attribute}, {bytes} bytes)"), 0, code);
                 let answer = library.call(&get, &[N(object), N(attribute), Out, N(bytes), Out]);
                 self.fact(&format!("{get}({attribute}, {bytes} bytes)"), "0, 8 bytes written", &answer);
                 let code = library.call(&set, &[N(object), N(attribute), Out, N(bytes - 1)]).code;
-                // A preference does not check its bytes.
+                // A preference does not check the number of bytes.
                 let expected = if *kind == "MatmulPreference" { 0 } else { 3 };
                 self.fact(&format!("{set}({attribute}, a byte less)"), expected, code);
             }

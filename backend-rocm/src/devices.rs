@@ -133,8 +133,8 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     can.stream_ordered_memory = has(MEMORY_POOLS) && calls.can_allocate_in_order();
     can.capture = calls.can_capture();
     can.stream_priority = ranged && least != greatest;
-    // `tf32` is false: the compute type is refused, and the math mode has no effect that was seen.
-    // `interprocess_events` is false: HIP 6 never passes a record on, and HIP 7 orders the first 32 records only.
+    // `tf32` is false, because the compute type is refused and the math mode showed no effect.
+    // `interprocess_events` is false. In HIP 6, no record reaches another process. HIP 7 orders only the first 32 records.
     if calls.can_share() {
         can.ipc_transports = Transports::NONE.with(Transport::Legacy);
         can.shareable_memory = true;
@@ -154,7 +154,7 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     if rocm.lt.is_some() {
         can.lt_plans = true;
         can.lt_workspace_bytes = LT_WORKSPACE_BYTES;
-        // Its kernels of Stream-K keep flags in the handle.
+        // Stream-K kernels keep flags in the handle.
         can.lt_handle_per_stream = true;
     }
     can.blas_workspace = rocm.blas.calls.set_workspace.is_some();

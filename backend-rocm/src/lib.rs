@@ -1,4 +1,5 @@
-//! The ROCm backend of Highwater, over AMD's HIP runtime and hipBLAS, opened at run time.
+//! The ROCm backend of Highwater, over AMD's HIP runtime, hipBLAS and, where it is installed, hipBLASLt, opened at
+//! run time.
 //!
 //! Building this crate requires no ROCm installation, and a program with it starts on a machine without a GPU. It runs
 //! with HIP 7 and hipBLAS 3, or with HIP 6 and hipBLAS 2.
@@ -21,8 +22,8 @@
 //!
 //! # Captures
 //!
-//! A stream of HIP stays unusable after a lost capture. The backend replaces it under the same id, which frees the
-//! streams that had joined. A BLAS handle cannot be created during a capture.
+//! After a lost capture, the HIP stream on which it began stays unusable. The backend destroys that stream, which frees
+//! the streams that had joined, and puts a new one under its id. A BLAS handle cannot be created during a capture.
 //!
 //! `docs/driver-mapping.md` in the repository maps each trait method to its calls. `docs/rocm.md` lists the tests.
 
@@ -56,7 +57,7 @@ use crate::platform::Rocm;
 /// - `SymbolMissing` if a library lacks a required symbol.
 /// - `DeviceMissing` if no device is visible.
 /// - `LibraryMissing` or `SymbolMissing` if `HIGHWATER_HIPBLASLT_LIBRARY` names a file that is not hipBLASLt. Without the
-///   variable, hipBLASLt is optional: without it there are no Lt plans.
+///   variable, hipBLASLt is optional. If it is missing, the devices have no Lt plans.
 /// - `InvalidArgument` if `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files of different releases.
 /// - `InvalidState` if `HIGHWATER_HIP_LIBRARY` names another major version than the HIP that the process has loaded.
 /// - `Unsupported` for HIP 5 and older.
@@ -93,7 +94,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     // SAFETY: The library has this name, or a variable names it. It exports the symbols of its version.
     let mut blas = unsafe { BlasCalls::load(&hipblas.library, symbol) }
         .map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
-    // hipBLAS accepts only the default mode. The compute type of a product selects the precision.
+    // hipBLAS accepts one further mode, which showed no effect. The compute type of a product selects the precision.
     blas.set_math_mode = None;
     // SAFETY: As above.
     let lt = unsafe { lt::open(search, paths, driver.major()) }?;
@@ -113,7 +114,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     identity.lt_workspace_variables = &["HIPBLASLT_WORKSPACE_SIZE"];
     let lt = match lt {
         lt::Opening::Opened(lt) => {
-            // Its version belongs to a handle.
+            // `hipblasLtGetVersion` needs a handle.
             identity.versions.push(("hipBLASLt".to_owned(), "opened".to_owned()));
             Some(lt)
         }

@@ -1,6 +1,6 @@
-//! hipBLASLt: its numbers, and how it is opened.
+//! hipBLASLt: its numbers and its opening.
 //!
-//! The numbers are those of its header, version 1.2.2 (ROCm 7.2.4). Those that are used are the same in version 0.10 (ROCm 6.2).
+//! The numbers are those of its header, version 1.2.2 (ROCm 7.2.4). The backend's numbers are the same in version 0.10 (ROCm 6.3).
 
 use std::path::PathBuf;
 
@@ -17,14 +17,14 @@ pub(crate) static HIPBLAS_LT: LtCodes = LtCodes {
     batch_count: 0,
     batch_stride: 1,
     max_workspace: 1,
-    // The heuristic assumes no more than the alignment of elements.
+    // The library has no such preference. The heuristic assumes that operands are aligned to their elements only.
     alignments: None,
-    // The library has no such choice.
+    // The library offers no choice of reduction scheme.
     reductions: None,
     epilogues: Epilogues { none: 1, relu: 2, bias: 4, bias_relu: 6, gelu: 32, bias_gelu: 36 },
     // 16 opaque bytes, and the largest workspace.
     algorithm_bytes: 24,
-    // Twice the memory of a handle, because other threads and processes allocate meanwhile.
+    // Twice the memory of a handle, because other threads and processes may allocate after the check.
     needs_free_bytes: 50 << 20,
 };
 
@@ -33,7 +33,7 @@ pub(crate) fn lt_symbol(name: &str) -> String {
     format!("hipblasLt{name}")
 }
 
-/// What is known of hipBLASLt: the opened library, or why there is none.
+/// The result of opening hipBLASLt: the library, or the reason why it is absent.
 pub(crate) enum Opening {
     Opened(Lt),
     Absent(String),

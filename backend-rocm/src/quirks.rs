@@ -21,8 +21,8 @@ pub(crate) const STREAM_NON_BLOCKING: u32 = 1;
 pub(crate) const PER_THREAD_STREAM: RawStream = RawStream(2);
 pub(crate) const EVENT_NO_TIMING: u32 = 2;
 pub(crate) const EVENT_INTERPROCESS: u32 = 4;
-/// Makes a device's writes visible to the whole system when the event is reached, by AMD's manual. It has no effect: every record
-/// releases to the system unless the flag 0x2000_0000 disables that (clr 6.4.3, `hip_event.cpp`).
+/// According to AMD's manual, makes a device's writes visible to the whole system when the event is reached. In clr 6.4.3, the
+/// flag has no effect: every record releases to the system unless the flag 0x2000_0000 disables that (`hip_event.cpp`).
 pub(crate) const EVENT_RELEASE_TO_SYSTEM: u32 = 0x8000_0000;
 pub(crate) const HOST_PORTABLE: u32 = 1;
 pub(crate) const HOST_MAPPED: u32 = 2;
@@ -77,7 +77,7 @@ const COMMON: Quirks = Quirks {
     type_codes: TypeCodes { f16: R_16F, bf16: R_16BF, f32: R_32F, f64: R_64F },
     compute_codes: ComputeCodes { f32: COMPUTE_32F, tf32: COMPUTE_32F_FAST_TF32, f64: COMPUTE_64F },
     default_algorithm: GEMM_DEFAULT,
-    // A handle accepts a further mode, which has no effect that was seen.
+    // A handle accepts one further mode, which showed no effect.
     math_modes: None,
     atomics_modes: AtomicsModes { not_allowed: ATOMICS_NOT_ALLOWED, allowed: ATOMICS_ALLOWED },
     atomics_allowed_at_first: false,
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use crate::calls::blas_symbol;
 
-    /// HIP accepts one of three flags for the scope of a record. The one of them that has an effect disables the release.
+    /// HIP has three flags for the scope of a record. In clr 6.4.3, only the flag that disables the release has an effect.
     #[test]
     fn r3_23_a_record_releases_to_the_system() {
         const DISABLE_SYSTEM_FENCE: u32 = 0x2000_0000;

@@ -413,7 +413,7 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     // SAFETY: This test began it.
     let error = unsafe { backend.end_capture(first) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Capture, "{error}");
-    // The end of the first stream freed the other.
+    // The destruction of the first stream freed the other.
     assert_ne!(backend.raw_stream(first).unwrap(), raw[0]);
     assert_eq!(backend.raw_stream(joined).unwrap(), raw[1]);
     assert!([first, joined].into_iter().all(|stream| !backend.is_capturing(stream).unwrap()));
@@ -714,7 +714,7 @@ fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused
     let ipc = backend.ipc_sharing().unwrap();
     let plain = backend.create_event(0, &EventOptions::new()).unwrap();
     assert_eq!(ipc.export_event(plain).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    // HIP's interprocess events lose their order, so the capability is false.
+    // HIP's interprocess events do not reliably order work, so the capability is false.
     let interprocess = EventOptions::new().with_interprocess();
     assert!(!backend.capabilities(0).unwrap().interprocess_events);
     assert_eq!(backend.create_event(0, &interprocess).unwrap_err().kind(), ErrorKind::Unsupported);
@@ -898,7 +898,7 @@ fn r3_15_an_event_outlives_its_stream() {
         fill(&*backend, block, round, 1 << 20, gone);
         let event = recorded_on(&*backend, gone);
         backend.destroy_stream(gone).unwrap();
-        // Other objects take the place of the stream.
+        // Other objects may reuse the memory of the stream.
         let others: Vec<_> = (0..4).map(|_| stream(&*backend)).collect();
         match round % 3 {
             0 => while backend.query_event(event).unwrap() != Completion::Complete {},
@@ -906,7 +906,7 @@ fn r3_15_an_event_outlives_its_stream() {
             _ => backend.stream_wait_event(other, event).unwrap(),
         }
         assert!(bytes_of(&*backend, block, 1 << 20, other).iter().all(|byte| *byte == round));
-        // The event records again, and streams that have its place do not matter.
+        // The event is recorded again, on a stream that may reuse the memory of the first.
         backend.record_event(event, others[0]).unwrap();
         backend.synchronize_event(event).unwrap();
         others.into_iter().for_each(|stream| backend.destroy_stream(stream).unwrap());
@@ -1039,14 +1039,14 @@ fn r3_18_an_event_of_an_ended_capture_is_complete() {
 #[test]
 fn r3_19_tf32_is_not_claimed() {
     const TEST: &str = "r3_19_tf32_is_not_claimed";
-    // The default architecture is gfx942, whose kernels have TF32 by AMD's manual.
+    // The default architecture is gfx942. According to AMD's manual, its kernels have TF32.
     let Some(backend) = open(TEST) else { return };
     assert!(backend.device_info(0).unwrap().architecture.starts_with("gfx942"));
     assert!(!backend.capabilities(0).unwrap().tf32);
     let mut handle = blas(&*backend);
     assert_eq!(handle.set_math_mode(MathMode::Tf32).unwrap_err().kind(), ErrorKind::Unsupported);
     handle.set_math_mode(MathMode::Default).unwrap();
-    // hipBLAS accepts the mode, which so proves nothing.
+    // hipBLAS accepts the mode, so its status does not prove that TF32 works.
     // SAFETY: The vendor's function, with its arguments, and a handle that is alive.
     unsafe {
         let set = of_library::<unsafe extern "C" fn(u64, u32) -> i32>("libhipblas.so", "hipblasSetMathMode");
@@ -1065,8 +1065,8 @@ fn r3_20_interprocess_events_are_not_claimed() {
     assert_eq!(backend.create_event(0, &wanted).unwrap_err().kind(), ErrorKind::Unsupported);
     let handle = EventHandle::new(backend.device_info(0).unwrap().uuid, [0; 64]);
     assert_eq!(ipc.open_event(0, &handle).unwrap_err().kind(), ErrorKind::Unsupported);
-    // The harm: HIP 7 refuses waits for an event that was recorded 0 times or more than 32 times. HIP 6 accepts each and waits for
-    // nothing.
+    // HIP alone: HIP 7 refuses a wait for an event that was recorded 0 times or more than 32 times. HIP 6 accepts each wait and
+    // does not wait.
     let stream = stream(&*backend);
     let raw = backend.raw_stream(stream).unwrap();
     let mut event = 0_u64;
@@ -1077,7 +1077,7 @@ fn r3_20_interprocess_events_are_not_claimed() {
         let wait = hip::<unsafe extern "C" fn(u64, u64, u32) -> i32>("hipStreamWaitEvent");
         let destroy = hip::<unsafe extern "C" fn(u64) -> i32>("hipEventDestroy");
         assert_eq!(create(&mut event, 6), 0);
-        // An event of other code is not exported either.
+        // An event of foreign code is not exported either.
         let foreign = backend.event_from_raw(0, event).unwrap();
         assert_eq!(ipc.export_event(foreign).unwrap_err().kind(), ErrorKind::Unsupported);
         backend.destroy_event(foreign).unwrap();
@@ -1096,7 +1096,7 @@ fn r3_20_interprocess_events_are_not_claimed() {
     nothing_is_left(&*backend);
 }
 
-/// Set to the ticket or the payload that the importing process of a test gets.
+/// The variable with the ticket or the payload for the importing process of a test.
 const GIVEN: &str = "HIGHWATER_TEST_GIVEN";
 
 /// Runs a test again in a process that imports, and checks that it passes.
@@ -1131,7 +1131,7 @@ fn r3_21_a_handle_whose_ordinal_the_importer_does_not_see_is_refused_with_the_re
     let buffer = device.allocate_shared_by::<f32>(1000, Transport::Legacy).unwrap();
     let ticket = buffer.share().unwrap().to_string();
     import(TEST, &ticket, &[("HIP_VISIBLE_DEVICES", "1")]);
-    // The remedy.
+    // As the hint requires, both processes see the same devices.
     import(TEST, &ticket, &[]);
     drop((buffer, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -1180,7 +1180,7 @@ fn r3_24_a_stream_that_joins_an_invalidated_capture_is_freed_with_it() {
         backend.begin_capture(captured, CaptureMode::ThreadLocal).unwrap();
         let event = recorded_on(&*backend, captured);
         lose(&*backend, captured);
-        // HIP lets the stream join a capture that has no end any more.
+        // HIP lets the stream join a capture that can no longer succeed.
         backend.stream_wait_event(late, event).unwrap();
         assert!(backend.is_capturing(late).unwrap());
         // SAFETY: This test began it.
@@ -1224,7 +1224,7 @@ fn r3_25_a_wait_in_a_capture_for_work_outside_is_refused() {
                 assert_eq!((error.kind(), error.code()), (ErrorKind::Capture, None), "{error}");
                 assert!(error.hint().contains("before the capture begins"), "{error}");
             }
-            // Nothing is left out of the graph for these.
+            // The graph lacks nothing after a wait for these.
             for event in complete {
                 backend.stream_wait_event(stream, event).unwrap();
             }
@@ -1236,7 +1236,7 @@ fn r3_25_a_wait_in_a_capture_for_work_outside_is_refused() {
         }
         backend.destroy_event(late).unwrap();
     }
-    // The harm: HIP accepts the wait and forgets it.
+    // HIP alone: HIP accepts the wait and leaves it out of the graph.
     backend.begin_capture(captured, CaptureMode::Global).unwrap();
     let (waits, on) = (backend.raw_stream(captured).unwrap(), backend.raw_stream(other).unwrap());
     let mut event = 0_u64;
@@ -1272,7 +1272,7 @@ fn r3_26_a_capture_survives_an_end_by_another_thread_or_stream() {
         for error in refused {
             assert_eq!(error.unwrap().kind(), ErrorKind::Capture);
         }
-        // HIP's own calls lose nothing either.
+        // HIP's own calls do not lose the capture either.
         // SAFETY: The vendor's function, with its arguments; the streams are alive.
         let codes = unsafe {
             let [first, other] = [captured, joined].map(|stream| backend.raw_stream(stream).unwrap());
@@ -1315,7 +1315,7 @@ fn r3_27_the_legacy_default_stream_works_beside_the_capture_of_a_blocking_stream
         let mut graph = 0;
         assert_eq!(end(blocking, &mut graph), 0);
         assert_eq!(forget(graph), 0);
-        // The harm is in synchronous calls, which the backend does not make.
+        // Synchronous calls lose the capture. The backend makes none.
         assert_eq!(
             [begin(blocking, 0), copy(block.get(), block.get(), 16, 3), end(blocking, &mut graph)],
             [0, 906, 901]
@@ -1343,7 +1343,7 @@ fn r3_28_events_outside_are_queried_beside_a_capture_of_the_global_mode() {
     ask();
     std::thread::scope(|scope| scope.spawn(ask).join().unwrap());
     replay(&*backend, captured);
-    // The harm: HIP 7 refuses the query and loses the capture.
+    // HIP alone: HIP 7 refuses the query and loses the capture.
     backend.begin_capture(captured, CaptureMode::Global).unwrap();
     let on = backend.raw_stream(other).unwrap();
     let mut raw = 0_u64;
@@ -1383,7 +1383,7 @@ fn r3_29_processes_agree_on_devices_without_serial_numbers() {
     }
     let uuids = [0, 1].map(uuid_of);
     assert_ne!(uuids[0], uuids[1]);
-    // "XX", which HIP reports.
+    // No UUID begins with "XX", which HIP reports.
     assert!(uuids.iter().all(|uuid| !uuid.starts_with("[58, 58, 00")));
     for (device, uuid) in ["0", "1"].into_iter().zip(&uuids) {
         import(TEST, uuid, &[("HIP_VISIBLE_DEVICES", device)]);
@@ -1454,7 +1454,7 @@ fn b6_4_flags_of_page_locked_memory_are_the_ones_passed() {
     let Some(backend) = open("b6_4_flags_of_page_locked_memory_are_the_ones_passed") else { return };
     let kinds = [HostMemoryKind::Default, HostMemoryKind::WriteCombined];
     assert_eq!(kinds.map(|kind| flags_of(&*backend, kind)), [0x8000_0003, 7]);
-    // Registered memory has none, so the backend's table has to know the kind of an address.
+    // Registered memory has no flags, so the backend's table stores the kind of each address.
     let (host, (_memory, start)) = (backend.host_allocator(), pages(1));
     // SAFETY: The memory stays mapped until it is unregistered, and the call writes one number, if anything.
     unsafe {
@@ -1637,7 +1637,23 @@ fn r4_1_a_handle_of_hipblaslt_stays_with_its_stream() {
     let capabilities = backend.capabilities(0).unwrap();
     assert!(capabilities.lt_plans && capabilities.lt_handle_per_stream);
     // The simulated library ends the process if one handle serves two streams.
-    plans_on_two_streams(&Runtime::new(backend).unwrap());
+    let runtime = Runtime::new(backend).unwrap();
+    plans_on_two_streams(&runtime);
+    // Handles that are made for streams to come are counted.
+    let counted = || {
+        let handles = runtime.statistics().lt_handles;
+        [handles.created, handles.live, handles.warmed]
+    };
+    let [created, live, warmed] = counted();
+    let device = runtime.device(0).unwrap();
+    let idle = runtime.statistics().lt_handles.idle as usize;
+    device.warm_lt(idle + 3).unwrap();
+    let [created_now, live_now, warmed_now] = counted();
+    assert_eq!(live_now - live, warmed_now - warmed);
+    assert!(created_now - created == warmed_now - warmed && warmed_now > warmed, "{warmed} {warmed_now}");
+    // A stream that takes one creates none.
+    drop(device.create_stream().unwrap().lt().unwrap());
+    assert_eq!(counted()[0], created_now);
 }
 
 /// Checks that everything but plans works without hipBLASLt, and that the identity says so.
@@ -1703,7 +1719,7 @@ fn r4_5_a_handle_for_plans_is_refused_before_hipblaslt_ends_the_process() {
     const TEST: &str = "r4_5_a_handle_for_plans_is_refused_before_hipblaslt_ends_the_process";
     let Some(backend) = open(TEST) else { return };
     let make = || backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt));
-    // The library is in use, and a handle holds device memory.
+    // A handle holds device memory.
     let before = backend.memory_info(0).unwrap().free;
     let mut handle = make().unwrap();
     assert!(backend.memory_info(0).unwrap().free <= before - (25 << 20));
@@ -1723,7 +1739,7 @@ fn r4_5_a_handle_for_plans_is_refused_before_hipblaslt_ends_the_process() {
         unsafe { of_library::<unsafe extern "C" fn(*mut u64) -> i32>("libhipblaslt.so", "hipblasLtCreate")(&mut raw) };
         return;
     }
-    // The harm.
+    // HIP alone: the library ends a process that skips the check.
     let mut other = Command::new(std::env::current_exe().unwrap());
     let output = other.args(["--exact", TEST, "--nocapture"]).env(GIVEN, "1").output().unwrap();
     assert_eq!(output.status.code(), Some(1));

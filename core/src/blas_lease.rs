@@ -568,7 +568,7 @@ pub(crate) fn check_recordable(operation: &'static str, stream: &Stream) -> Resu
     } else {
         (
             "the device's BLAS takes no workspace",
-            "multiply outside of the capture, or use a vendor release whose BLAS takes a workspace",
+            "multiply by `Stream::lt`, or outside of the capture, or use a vendor release whose BLAS takes a workspace",
         )
     };
     let message = format!("{why}, and a recorded product would share its handle's memory with later ones");

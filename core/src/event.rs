@@ -9,7 +9,7 @@ use crate::runtime::Runtime;
 use crate::services::Dropped;
 use highwater_hal::{EventId, Result};
 
-/// A point in the work of a stream, recorded by [`Stream::record`](crate::Stream::record).
+/// A point in the work of a stream, recorded by [`Stream::record`](crate::Stream::record). An event outlives its stream.
 #[derive(Debug)]
 pub struct Event {
     runtime: Runtime,

@@ -93,7 +93,8 @@ impl Numerics {
             (false, _) => Ok(MathMode::Default),
             (true, true) => Ok(MathMode::Tf32),
             (true, false) => Err(Error::lacks(operation, "tf32").with_hint(
-                "the lease, the thread or the runtime allows TF32 (`Numerics`): do not allow it on this device",
+                "the product, the lease, the thread or the runtime allows TF32 (`Numerics`): allow it only if the device's \
+                 `capabilities().tf32` is true",
             )),
         }
     }

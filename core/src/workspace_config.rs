@@ -32,10 +32,11 @@ fn from_variables(
     default: usize,
 ) -> usize {
     for variable in variables {
-        let Some(text) = lookup(variable) else { continue };
+        // As in a shell, an empty variable is not set.
+        let Some(text) = lookup(variable).filter(|text| !text.is_empty()) else { continue };
         return parse(&text).filter(|&bytes| isize::try_from(bytes).is_ok()).unwrap_or_else(|| {
             tracing::warn!(
-                "{variable}={} is not {format}; the default of {default} bytes is used",
+                "{variable}={} is not {format}; correct or unset it; the default of {default} bytes is used",
                 display_foreign(&text)
             );
             default
@@ -46,12 +47,24 @@ fn from_variables(
 
 /// Returns the bytes of the BLAS workspace: the first of `variables` that is set, else `default`.
 pub(crate) fn blas_workspace_bytes(variables: &[&str], default: usize) -> usize {
-    from_variables(variables, |name| env::var(name).ok(), parse_pairs, "of the form :KiB:COUNT", default)
+    from_variables(
+        variables,
+        |name| env::var(name).ok(),
+        parse_pairs,
+        "of the form :KiB:COUNT, such as :4096:8",
+        default,
+    )
 }
 
 /// Returns the bytes of the Lt workspace: the first of `variables` that is set, else `default`.
 pub(crate) fn lt_workspace_bytes(variables: &[&str], default: usize) -> usize {
-    from_variables(variables, |name| env::var(name).ok(), parse_kib, "a number of KiB", default)
+    from_variables(
+        variables,
+        |name| env::var(name).ok(),
+        parse_kib,
+        "a whole number of KiB, such as 81920 for 80 MiB",
+        default,
+    )
 }
 
 #[cfg(test)]

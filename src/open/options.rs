@@ -74,7 +74,8 @@ impl OpenOptions {
         self
     }
 
-    /// Sets what is opened if no real device works: by default, nothing.
+    /// Sets what is opened if no real device works: by default, nothing. Has no effect with a name or a path, which open that
+    /// backend or none.
     #[must_use]
     pub fn with_fallback(mut self, fallback: Fallback) -> Self {
         self.fallback = fallback;

@@ -48,7 +48,7 @@ impl Identity {
 }
 
 /// A description of one device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
     /// Ordinal within this process; another process may count differently.
@@ -66,6 +66,23 @@ pub struct DeviceInfo {
     pub numa_node: Option<u32>,
     /// The vendor's architecture: `sm_90`, `gfx942`, `mock`.
     pub architecture: String,
+}
+
+/// Writes the UUID in hexadecimal.
+impl std::fmt::Debug for DeviceInfo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { ordinal, name, uuid, memory_bytes, pci_address, numa_node, architecture } = self;
+        let uuid: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        f.debug_struct("DeviceInfo")
+            .field("ordinal", ordinal)
+            .field("name", name)
+            .field("uuid", &format_args!("{uuid}"))
+            .field("memory_bytes", memory_bytes)
+            .field("pci_address", pci_address)
+            .field("numa_node", numa_node)
+            .field("architecture", architecture)
+            .finish()
+    }
 }
 
 impl DeviceInfo {
@@ -328,8 +345,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Destroys a stream. Does not wait for its work, unless the vendor's call does (ROCm).
     ///
     /// - `stream.destroy-pending`: work that was enqueued before is still executed.
-    /// - `event.outlives-stream`: events that the stream has recorded keep their meaning: queries, waits and records of them are
-    ///   answered as before.
+    /// - `event.outlives-stream`: queries, waits and records of an event that was recorded on the stream work as before.
     /// - `stream.destroy-stale`: the id is stale afterwards, also for a second `destroy_stream`.
     fn destroy_stream(&self, stream: StreamId) -> Result<()>;
 
@@ -578,9 +594,9 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
     /// - `capture.undisturbed`: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating
     ///   and freeing plain memory and page-locked memory; registering and unregistering memory; exporting, opening and
-    ///   closing memory that processes share; creating and destroying events; querying and waiting for streams that take no part
-    ///   and events recorded outside, also those that a stream recorded before it took part, and waits of other streams for
-    ///   them; creating handles (if `create_during_capture` holds).
+    ///   closing memory that processes share; creating and destroying events; querying and waiting for streams that take no
+    ///   part; querying and waiting for events recorded outside, also on a stream that took part later; waits of streams that
+    ///   take no part for such events; creating handles (if `create_during_capture` holds).
     /// - `capture.no-answer`: a query of, or a wait for, a stream that takes part or an event recorded in the capture returns
     ///   `Capture`, and may lose the capture.
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {

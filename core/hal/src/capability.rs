@@ -240,9 +240,16 @@ fn no_such_pair(operation: &'static str, shape: &GemmShape) -> Error {
 }
 
 /// A set of [`Transport`](crate::Transport)s.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
 #[repr(transparent)]
 pub struct Transports(u32);
+
+impl std::fmt::Debug for Transports {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        use crate::numbers::Coded as _;
+        f.debug_set().entries(crate::Transport::ALL.iter().filter(|transport| self.contains(**transport))).finish()
+    }
+}
 
 impl Transports {
     /// The empty set.

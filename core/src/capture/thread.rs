@@ -65,7 +65,7 @@ pub(crate) fn warm_up_first(operation: &'static str, what: &str) -> Error {
     Error::new(
         ErrorKind::Capture,
         operation,
-        format!("the call needs {what}, and this device cannot create one during a capture"),
+        format!("the call needs {what}, which this device cannot make during a capture"),
     )
-    .with_hint("warm up first: run the same work once before the capture")
+    .with_hint("warm up before the capture: `Device::warm` and `warm_lt` make handles and workspaces, or run the same work once")
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -9,7 +10,7 @@ use parking_lot::Mutex;
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
 use super::first_create::{Entry, FirstCreate};
-use super::handles::{HandlePool, PoolKey};
+use super::handles::{HandlePool, HandlePoolStatistics, PoolKey};
 use super::workspaces::Workspaces;
 use crate::capture::thread::{in_capture, warm_up_first};
 use crate::numerics::Modes;
@@ -60,6 +61,10 @@ pub(crate) struct BlasHandles {
     workspaces: Arc<Workspaces>,
     /// Handles whose stream has ended, for devices that need one handle for each stream.
     spare: Mutex<Vec<SpareHandle>>,
+    /// Handles that were made for streams to come, of each kind.
+    warmed: [AtomicU64; 2],
+    /// Handles of ended streams that other streams have taken, of each kind. The pool counts each as created once more.
+    reused: [AtomicU64; 2],
     /// By ordinal, for BLAS and Lt.
     first: Box<[[FirstCreate; 2]]>,
     /// The error of the handles that the runtime makes in the background. The first failing lease states it.
@@ -97,6 +102,8 @@ impl BlasHandles {
             memory,
             workspaces,
             spare: Mutex::default(),
+            warmed: Default::default(),
+            reused: Default::default(),
             first,
             warm_error: Mutex::default(),
         }
@@ -111,6 +118,26 @@ impl BlasHandles {
         } else {
             self.first[device as usize][usize::from(kind == BlasKind::Lt)].enter(stream)
         }
+    }
+
+    /// Returns the statistics of the handles of a kind, with those that no stream has yet.
+    pub(crate) fn statistics(&self, kind: BlasKind) -> HandlePoolStatistics {
+        let mut statistics = self.pool(kind).statistics();
+        // A lock may be held by a thread that a forked child lacks.
+        if self.services().check("statistics").is_err() {
+            return statistics;
+        }
+        for spare in self.spare.lock().iter().filter(|spare| spare.pooled.kind == kind) {
+            statistics.live += 1;
+            statistics.idle += 1;
+            // The pool counts it when a stream takes it.
+            statistics.created += u64::from(matches!(spare.after, After::Nothing));
+        }
+        statistics.peak_live = statistics.peak_live.max(statistics.live);
+        let kind = usize::from(kind == BlasKind::Lt);
+        statistics.warmed += self.warmed[kind].load(Ordering::Relaxed);
+        statistics.created = statistics.created.saturating_sub(self.reused[kind].load(Ordering::Relaxed));
+        statistics
     }
 
     fn pool(&self, kind: BlasKind) -> &HandlePool<PooledHandle> {
@@ -148,6 +175,7 @@ impl BlasHandles {
     }
 
     fn add_spare(&self, device: u32, pooled: PooledHandle) {
+        self.warmed[usize::from(pooled.kind == BlasKind::Lt)].fetch_add(1, Ordering::Relaxed);
         self.spare.lock().push(SpareHandle { device, pooled, after: After::Nothing });
     }
 
@@ -195,7 +223,9 @@ impl BlasHandles {
     fn check_kind(&self, device: u32, kind: BlasKind) -> Result<()> {
         self.services().check("create_blas_handle")?;
         if kind == BlasKind::Lt && !self.services().device(device).capabilities.lt_plans {
-            return Err(Error::lacks("create_blas_handle", "lt_plans"));
+            return Err(Error::lacks("create_blas_handle", "lt_plans").with_hint(
+                "`highwater doctor` and the versions of `Backend::identity` say why; `Stream::matmul` multiplies without a plan",
+            ));
         }
         Ok(())
     }
@@ -313,6 +343,9 @@ impl BlasHandles {
                 After::Unknown => false,
             };
             if is_free {
+                if !matches!(spare.after, After::Nothing) {
+                    self.reused[usize::from(kind == BlasKind::Lt)].fetch_add(1, Ordering::Relaxed);
+                }
                 return Some(spare.pooled);
             }
             self.spare.lock().push(spare);

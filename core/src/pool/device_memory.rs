@@ -50,7 +50,8 @@ impl DeviceMemory {
     /// Returns the error of a request that the memory of the device cannot satisfy, with what the runtime holds.
     fn exhausted(&self, device: u32, bytes: usize, refused: &Error) -> Error {
         let hint = if self.is_within_reach(device, bytes) {
-            "drop buffers, or end other programs that use the device"
+            "drop buffers, end other programs that use the device, or set smaller workspaces \
+             (`RuntimeOptions::with_lt_workspace_bytes`, `with_blas_workspace_bytes`)"
         } else {
             "request less, or drop buffers first: waiting for streams cannot free enough memory"
         };

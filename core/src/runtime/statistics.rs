@@ -6,6 +6,7 @@ use super::Runtime;
 use crate::capture::GraphStatistics;
 use crate::pool::{DeviceMemoryStatistics, HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
+use highwater_hal::BlasKind;
 
 /// The state and the history of a runtime's pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -59,8 +60,8 @@ impl Runtime {
         let add = |sum: (u64, u64), held: (u64, u64)| (sum.0 + held.0, sum.1 + held.1);
         let (events, idle_events) = inner.devices.iter().map(|device| device.events.held()).fold((0, 0), add);
         Statistics {
-            blas_handles: inner.handles.blas.statistics(),
-            lt_handles: inner.handles.lt.statistics(),
+            blas_handles: inner.handles.statistics(BlasKind::Blas),
+            lt_handles: inner.handles.statistics(BlasKind::Lt),
             workspaces,
             workspace_bytes,
             peak_workspaces,

@@ -18,7 +18,7 @@ use highwater_hal::{Backend, Result, StreamId};
 
 /// A queue of operations of one device, executed in the order of the calls.
 ///
-/// Dropping a stream never waits and loses no work. Enqueued work is executed, and buffers that were used on the stream learn
+/// Dropping a stream loses no work, and never waits except on ROCm, where the vendor's call waits for the stream's work. Enqueued work is executed, and buffers that were used on the stream learn
 /// when it is done.
 ///
 /// ```

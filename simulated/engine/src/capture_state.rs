@@ -7,7 +7,7 @@
 //! AMD's runtime keeps this state for each stream, not for the capture (clr 6.4.3, `hip_stream.cpp` and `hip_graph.cpp`). A
 //! forbidden call invalidates one stream, and the others go on recording. A capture that ends with 901 or 904 deletes its graph
 //! and leaves every stream as it was: an invalidated one refuses work, and an active one records into the deleted graph, which
-//! ends the process here. To destroy a stream that takes part frees the streams that joined through it.
+//! ends the process here. Destroying a stream that takes part frees the streams that joined through it.
 //!
 //! A call is *unsafe* while a capture is open if it could wait for the device or free memory that the capture uses. Unsafe
 //! calls return 900 and invalidate the capture, on any stream, unless the thread has exchanged its mode.
@@ -69,7 +69,7 @@ pub(crate) struct Capture {
     pub(crate) mode: u32,
     pub(crate) thread: ThreadId,
     pub(crate) origin: Stream,
-    /// Whether a call invalidated it (CUDA).
+    /// Whether a call invalidated the capture (CUDA).
     lost: AtomicBool,
     ended: AtomicBool,
     /// Unique among the captures of the process.
@@ -97,7 +97,7 @@ impl Capture {
 pub(crate) struct Part {
     pub(crate) stream: Stream,
     pub(crate) capture: Arc<Capture>,
-    /// The stream through which it joined; `None` for the origin.
+    /// The stream through which this stream joined; `None` for the origin.
     parent: Option<StreamId>,
     /// Whether a call invalidated this stream (HIP).
     lost: AtomicBool,
@@ -171,7 +171,7 @@ impl Captures {
         true
     }
 
-    /// Makes a stream take part, whatever it did before.
+    /// Makes a stream take part, and replaces its earlier part.
     pub(crate) fn join(&self, part: Part) {
         let mut streams = self.streams.write();
         streams.insert(key(part.stream.id), Arc::new(part));
@@ -206,7 +206,7 @@ impl Captures {
             streams.values().filter_map(|part| Some((part.stream.id, part.parent?))).collect()
         };
         let descends = |mut child: StreamId| {
-            // A stream has one parent, and the chain ends at the origin; the bound is for two streams that joined each other.
+            // A stream has one parent, and the chain ends at the origin. The bound is for two streams that joined each other.
             for _ in 0..=parents.len() {
                 if child == stream {
                     return true;
@@ -365,7 +365,7 @@ impl Simulation {
         }
     }
 
-    /// Ends a capture whose graph nobody gets.
+    /// Ends a capture and discards its graph.
     pub(crate) fn abandon(&self, capture: &Arc<Capture>) {
         CAPTURES.end(capture, true);
         // SAFETY: the graph is destroyed and never launched.

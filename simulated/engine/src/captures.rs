@@ -44,8 +44,8 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
 /// # Errors
 /// 401 if there is no capture, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 if the capture was
 /// invalidated, 904 if a stream that joined was not waited for. CUDA: 903 invalidates the capture; 901, 904 and 908 end it. HIP:
-/// 903 and 908 change nothing; 901 and 904 delete the graph and leave the streams as they are. On an invalidated stream whose
-/// capture has ended 901 again, and 904 if a capture was begun on it.
+/// 903 and 908 change nothing; 901 and 904 delete the graph and leave the streams as they are. After that, an invalidated stream
+/// returns 901 again, or 904 if another capture was begun on it. A stream that was not invalidated returns 904.
 pub fn end(raw: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;

@@ -26,7 +26,7 @@ pub mod flags {
     pub const HIP_RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 }
 
-/// The records of an interprocess event that HIP 7 orders.
+/// The number of records of an interprocess event that HIP 7 orders.
 const IPC_RECORDS: u64 = 32;
 
 #[derive(Debug)]
@@ -36,7 +36,7 @@ pub(crate) struct Event {
     pub(crate) flags: u32,
     /// True if it was opened by a handle of another process.
     pub(crate) is_import: bool,
-    /// Its last record.
+    /// The last record of the event.
     last: Mutex<Last>,
     /// The exported handle, whose descriptor importers open in this process.
     pub(crate) exported: Mutex<Option<EventHandle>>,
@@ -52,9 +52,9 @@ struct Last {
 }
 
 impl Event {
-    /// Returns whether every query and wait finds the event complete: an interprocess event of HIP 6, in each process that has it.
-    /// A record goes to the event of the process, and queries and waits look at the shared words, which it never writes (clr 6.4.3,
-    /// `hip_event_ipc.cpp`: `isUnRecorded` is false for a new event).
+    /// Returns whether every query and wait finds the event complete. This holds for an interprocess event of HIP 6, in each
+    /// process. A record never writes the shared words, which queries and waits read (clr 6.4.3, `hip_event_ipc.cpp`:
+    /// `isUnRecorded` is false for a new event).
     fn orders_nothing(&self) -> bool {
         vendor() == Vendor::Hip && hip_major() < 7 && self.flags & flags::INTERPROCESS != 0
     }
@@ -91,8 +91,8 @@ impl Simulation {
         }
     }
 
-    /// Checks a query of an event or a wait of the host for it. Returns whether the mock knows the answer; an event of an ended
-    /// capture is complete (HIP).
+    /// Checks a query of an event or a wait of the host for it. Returns whether to ask the mock. If not, the event is complete
+    /// (HIP).
     fn check_askable(&self, event: &Event, waits: bool) -> Answer<bool> {
         if vendor() == Vendor::Hip {
             return self.check_hip_askable(event, waits);
@@ -113,7 +113,7 @@ impl Simulation {
             return Ok(false);
         }
         let last = event.last.lock();
-        // The end of a capture makes the runtime forget the streams of the capture's events.
+        // At the end of a capture, the runtime clears the streams of the capture's events, which are then complete.
         if last.part.as_ref().is_some_and(|part| part.has_left()) {
             return Ok(false);
         }
@@ -128,7 +128,7 @@ impl Simulation {
         };
         let part = CAPTURES.of(stream.id);
         if let Some(part) = part.as_ref().filter(|part| !part.is_lost()) {
-            // HIP 6 does not ask whether the event was recorded in the capture or before it.
+            // HIP 6 does not distinguish events of the capture from events that were recorded before.
             if hip_major() < 7 || last.part.as_ref().is_some_and(|own| Arc::ptr_eq(own, part)) {
                 self.lose_capture(part);
                 return Err(Code::CAPTURED_EVENT);
@@ -209,8 +209,8 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
 /// # Errors
 /// 600 until the event is reached. If it was last recorded in a capture, 907 until the end of the capture, which is
 /// invalidated, and 1 after that (HIP: 0). 900 as [`Simulation::check_unsafe_call`] (HIP 6: not for a query). HIP 6: 907 for an
-/// event from before the capture of its stream, which is invalidated, and for an event of a destroyed stream, which ends the
-/// process in HIP 7.
+/// event from before the capture of its stream, and the capture is invalidated. 907 also for an event of a destroyed stream; HIP
+/// 7 ends the process instead.
 pub fn query(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -279,9 +279,7 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
 /// # Errors
 /// 1 for unknown flags; 905 if a stream in a capture would wait for a record outside of it; 902 for a record of another
 /// capture; 906 if the legacy default stream would join; 901 in an invalidated capture. Each of these invalidates the captures.
-/// HIP: an event of another capture's stream joins this one; an outside event records nothing in a capture; 905 for an event from
-/// before the capture of its stream, which goes on; 1 for an interprocess event that was never recorded or more than 32 times (HIP
-/// 7).
+/// HIP: see `hip_stream_wait`.
 pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -334,21 +332,20 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
 impl Simulation {
     /// `hipStreamWaitEvent` (clr 6.4.3, `hip_stream.cpp`).
     ///
-    /// A stream that waits for an event of a capture joins it, even after the capture was invalidated or its graph deleted. A
-    /// capturing stream that waits for an outside event records nothing. An event of a destroyed stream is complete.
-    ///
-    /// `docs/rocm.md`, R3.20, has the rule of interprocess events.
+    /// A stream that waits for an event of a capture joins that capture, even after it was invalidated or its graph deleted. If
+    /// a captured stream waits for an event that was recorded outside the capture, the wait is not recorded. An event of a
+    /// destroyed stream is complete. Rule R3.20 of `docs/rocm.md` covers interprocess events.
     ///
     /// # Errors
-    /// 1 for an interprocess event that was never recorded or more than 32 times (HIP 7); 905 for an event from before the
-    /// capture of its stream, which goes on; 902 for a record of another capture; 400 if the legacy default stream would join; 901
-    /// on an invalidated stream.
+    /// 1 for an interprocess event that was never recorded, or was recorded more than 32 times (HIP 7); 905 for an event from
+    /// before the capture of its stream, and that capture goes on; 902 for a record of another capture; 400 if the legacy
+    /// default stream would join; 901 on an invalidated stream.
     fn hip_stream_wait(&self, stream: &Stream, event: &Event) -> Answer<()> {
         if event.flags & flags::INTERPROCESS != 0 {
             if event.orders_nothing() {
                 return Ok(());
             }
-            // HIP 7: the event has 32 records in all.
+            // HIP 7 orders 32 records of an event in all.
             let records = self.hooks.records_of(event.id).map_err(|error| self.code_of(error))?;
             if !(1..=IPC_RECORDS).contains(&records) {
                 return Err(Code::INVALID_VALUE);

@@ -36,7 +36,7 @@ pub mod host_flags {
     pub const NON_COHERENT: u32 = 0x8000_0000;
     /// The flags that `hipHostRegister` knows in each version: portable, mapped, of a device, read-only.
     pub const REGISTER: u32 = 0xf;
-    /// The further flag that it knows in HIP 7: uncached.
+    /// The additional flag that `hipHostRegister` knows in HIP 7: uncached.
     pub const REGISTER_UNCACHED: u32 = 0x8000_0000;
 }
 

@@ -162,7 +162,7 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
 pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     let is_hip = vendor() == Vendor::Hip;
-    // HIP's calls look at no capture.
+    // HIP's calls do not check for captures.
     if !is_hip {
         simulation.check_unsafe_call()?;
     }

@@ -79,7 +79,7 @@ impl Simulation {
             let mut before = vec![self.thread_stream(stream.device)];
             let blocking = |other: &&Arc<Stream>| other.device == stream.device && other.flags & NON_BLOCKING == 0;
             before.extend(STREAMS.read().values().filter(blocking).map(|other| other.id));
-            // With AMD's rules, streams that take part in a capture do not order the legacy one.
+            // With AMD's rules, the legacy stream does not wait for streams that take part in a capture.
             for other in before.into_iter().filter(|other| CAPTURES.of(*other).is_none()) {
                 self.hooks.order(stream.id, other).map_err(|error| self.code_of(error))?;
             }
@@ -124,8 +124,8 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     Ok(raw)
 }
 
-/// Returns what HIP follows from an event to the stream of its record: nothing for the legacy default stream, and the thread's
-/// own stream, which ends with the thread, for the per-thread default stream.
+/// Returns the stream that HIP follows from an event that was recorded on `raw`; `None` for the legacy default stream. For the
+/// per-thread default stream, this is the thread's own stream, which ends with the thread.
 pub(crate) fn followed(raw: u64, stream: &Stream) -> Option<Weak<Stream>> {
     thread_local! {
         static OWN: std::cell::RefCell<BTreeMap<u32, Arc<Stream>>> = const { std::cell::RefCell::new(BTreeMap::new()) };
@@ -139,7 +139,7 @@ pub(crate) fn followed(raw: u64, stream: &Stream) -> Option<Weak<Stream>> {
     }
 }
 
-/// `cuStreamDestroy_v2`. Queued work is still executed. CUDA does not wait for it, and HIP does (seen with 6.4.3 and 7.2.4).
+/// `cuStreamDestroy_v2`. Queued work is still executed. HIP waits for that work (seen with 6.4.3 and 7.2.4), CUDA does not.
 ///
 /// # Errors
 /// 400 for a stream that was not created, the code of a lost context.
@@ -151,7 +151,7 @@ pub fn destroy(raw: u64) -> Answer<()> {
     drop(streams);
     simulation.leave_capture(&stream);
     if vendor() == Vendor::Hip {
-        // A stream that still takes part in the capture of another one has nothing else to wait for.
+        // The wait fails if the stream still takes part in another stream's capture. Then no work is outstanding.
         let _ = simulation.gpu.synchronize_stream(stream.id);
     }
     simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error))

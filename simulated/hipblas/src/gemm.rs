@@ -68,7 +68,7 @@ pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Re
     let shape = call.shape(transpose).ok_or(INVALID_VALUE)?;
     let compute = Compute::new(compute_type).map_err(|_| NOT_SUPPORTED)?;
     compute.check(compute_type, a, b, c).map_err(|_| NOT_SUPPORTED)?;
-    // No architecture has it (seen with hipBLAS 2.4 and 3.2 on gfx942 and gfx1100).
+    // No tested architecture has TF32 (seen with hipBLAS 2.4 and 3.2 on gfx942 and gfx1100).
     if compute.tf32 {
         return Err(NOT_SUPPORTED);
     }

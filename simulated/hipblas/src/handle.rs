@@ -52,7 +52,7 @@ impl State {
         }
     }
 
-    /// Null takes the handle back to its own, whatever the bytes.
+    /// Binds a workspace. A null address selects the handle's own workspace, for any number of bytes.
     pub(crate) fn bind_workspace(&mut self, address: u64, bytes: u64) {
         self.workspace = (address != 0).then_some((address, bytes));
     }

@@ -44,7 +44,7 @@ impl Algorithm {
         HeuristicResult { algorithm: self, workspace_bytes, state: SUCCESS, waves: 1.0, reserved: [0; 4] }
     }
 
-    /// Returns the workspace that it needs, if it belongs to this problem.
+    /// Returns the workspace that the algorithm needs; `None` if it belongs to another problem.
     pub(crate) fn workspace_for(&self, problem: &Problem) -> Option<u64> {
         let fits = self.mark == MARK && self.fingerprint == problem.fingerprint();
         fits.then_some(self.max_workspace_bytes as u64)

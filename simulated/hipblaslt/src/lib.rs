@@ -4,12 +4,12 @@
 //! numbers are those of the header of version 1.2.2 (ROCm 7.2.4). The rules were read in the sources of version 0.10 (ROCm 6.3), or
 //! are those of the manual:
 //!
-//! - A preference has a search mode and a workspace, and nothing about alignments or the order of sums.
-//! - A call uses no more workspace than its algorithm was found for.
+//! - A preference has a search mode and a workspace, but no alignments and no reduction scheme.
+//! - A call uses at most the workspace for which its algorithm was found.
 //! - A handle holds 25 MiB of device memory. If there is too little, its creation ends the process with status 1.
-//! - No algorithm rounds factors to TF32 (unproven: no device was seen to).
-//! - The handle's flags of Stream-K belong to one stream at a time (pytorch#156495): a handle that is used on a second stream ends
-//!   the process here.
+//! - No algorithm rounds factors to TF32. This is an assumption: no device was observed.
+//! - The handle's Stream-K flags belong to one stream at a time (pytorch#156495). Here, a product on a second stream ends the
+//!   process.
 //!
 //! Not supported: matrices in row-major or tiled order, integers, complex and 8-bit types, epilogues with auxiliary outputs or
 //! gradients, and vectors of alpha. The heuristic finds no algorithm for them (7).
@@ -55,7 +55,7 @@ static DESCRIPTIONS: Slots<Description> = Slots::new(*b"HLtMatml");
 static LAYOUTS: Slots<Layout> = Slots::new(*b"HLtLayou");
 static PREFERENCES: Slots<Preference> = Slots::new(*b"HLtPrefr");
 
-/// Runs a call, whatever its name.
+/// Runs a call. Its name is not used.
 fn call(_function: &str, body: impl FnOnce() -> Result<(), u32>) -> u32 {
     guarded(INTERNAL_ERROR, body)
 }
@@ -246,7 +246,7 @@ export! {
         };
         let state = state.ok_or(NOT_INITIALIZED)?;
         if state.stream.is_some_and(|first| first != stream as usize) {
-            eprintln!("the simulated hipBLASLt: a handle was used on a second stream, whose flags of Stream-K it lacks");
+            eprintln!("the simulated hipBLASLt: a handle was used on a second stream, but its Stream-K flags belong to the first");
             std::process::abort();
         }
         // SAFETY: The descriptors are null or came from their functions.

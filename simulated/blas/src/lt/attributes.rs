@@ -1,4 +1,4 @@
-//! Descriptors and their attributes. A call whose byte count differs from the size of the attribute's type is refused.
+//! Descriptors and their attributes. A call with fewer bytes than the attribute's type has is refused.
 
 use std::ffi::c_void;
 
@@ -16,14 +16,14 @@ unsafe fn read<T: Copy>(place: *const c_void, bytes: usize) -> Result<T, Fault> 
     Ok(unsafe { place.cast::<T>().read_unaligned() })
 }
 
-/// An attribute of a description, whatever its number.
+/// An attribute of a description. Its number depends on the vendor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attribute {
     /// The compute type.
     ComputeType,
     /// The type of alpha and beta.
     ScaleType,
-    /// Where alpha and beta are.
+    /// The location of alpha and beta: the host or the device.
     PointerMode,
     /// The operation on A.
     TransposeA,
@@ -43,7 +43,7 @@ pub enum Attribute {
     SmallHint,
     /// Four bytes that the kernels support if they are 0.
     Zero,
-    /// Whatever the kernels do not support. If it is set, no algorithm is found.
+    /// An attribute that the kernels do not support. If it is set, the heuristic finds no algorithm.
     Special,
 }
 
@@ -91,7 +91,7 @@ impl Description {
     /// Sets an attribute.
     ///
     /// # Errors
-    /// A value of another size.
+    /// A value with fewer bytes than the attribute's type.
     ///
     /// # Safety
     /// `value` must be null, or `bytes` bytes must be readable there.
@@ -138,10 +138,10 @@ impl Description {
     }
 }
 
-/// Writes a value through the places of a call. With 0 bytes only the size is written.
+/// Writes a value and its size to the addresses of a call. With 0 bytes, writes only the size.
 ///
 /// # Errors
-/// Too little room.
+/// The value needs more bytes.
 ///
 /// # Safety
 /// `value` must be null, or `bytes` bytes must be writable there. `written` must be null or valid for a write.
@@ -167,7 +167,7 @@ pub unsafe fn write(
     Ok(())
 }
 
-/// An attribute of a layout, whatever its number.
+/// An attribute of a layout. Its number depends on the vendor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayoutAttribute {
     /// The element type.
@@ -215,7 +215,7 @@ impl Layout {
     /// Sets an attribute.
     ///
     /// # Errors
-    /// A value of another size.
+    /// A value with fewer bytes than the attribute's type.
     ///
     /// # Safety
     /// `value` must be null, or `bytes` bytes must be readable there.
@@ -238,14 +238,14 @@ impl Layout {
     }
 }
 
-/// An attribute of a preference, whatever its number.
+/// An attribute of a preference. Its number depends on the vendor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreferenceAttribute {
     /// The most bytes of workspace.
     Workspace,
     /// The alignment of A, B, C or D, by index.
     Alignment(usize),
-    /// A value of so many bytes without effect: there is one algorithm, whose sums always have the same order.
+    /// A value of this number of bytes, without effect. The one algorithm always adds in the same order.
     Hint(usize),
 }
 
@@ -274,7 +274,7 @@ impl Preference {
     /// Sets an attribute.
     ///
     /// # Errors
-    /// A value of another size.
+    /// A value with fewer bytes than the attribute's type, or an alignment of 0.
     ///
     /// # Safety
     /// `value` must be null, or `bytes` bytes must be readable there.

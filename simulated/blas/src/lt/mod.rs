@@ -3,13 +3,13 @@
 pub mod attributes;
 pub mod problem;
 
-/// A smaller workspace is not used: it would need many small kernels.
+/// The smallest workspace that is used. A smaller one would need many small kernels.
 const LEAST_WORKSPACE: u64 = 16 << 10;
 
-/// A fault of a call, whatever its code.
+/// A fault of a call. Its code depends on the vendor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Arguments that no call has.
+    /// Invalid arguments.
     Invalid,
     /// A product that the kernels cannot compute.
     Unsupported,

@@ -47,7 +47,7 @@ pub struct Operands {
 }
 
 impl Problem {
-    /// Returns the problem of a call. `compute_type` is the number of cuBLAS, and operations count from `plain`.
+    /// Returns the problem of a call. `compute_type` is cuBLAS's number, and `plain` is the number of the first operation.
     ///
     /// # Errors
     /// `Invalid` for descriptors that contradict each other, `Unsupported` for products that the kernels cannot compute.
@@ -150,7 +150,7 @@ impl Problem {
         hasher.finish()
     }
 
-    /// Returns the compute type's precision of factors: whether they are rounded to TF32.
+    /// Returns whether the compute type rounds factors to TF32.
     #[must_use]
     pub fn rounds_to_tf32(&self) -> bool {
         self.product.tf32 != 0
@@ -198,11 +198,11 @@ impl Problem {
     }
 }
 
-/// What a library does for an alpha of 0 on the host.
+/// The behavior of a library for an alpha of 0 on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WithoutFactors {
     /// It omits the epilogue (cuBLASLt).
     OmitsEpilogue,
-    /// Nothing special.
+    /// It computes as for any other alpha.
     Computes,
 }

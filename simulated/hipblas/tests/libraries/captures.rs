@@ -92,13 +92,13 @@ isolated! {
                 assert_eq!(end(origin), 901);
                 assert_eq!([origin, other].map(|stream| is_dead(stream, memory)), [true, false]);
                 assert_eq!((end(origin), status(forked)), (901, 1));
-                // Everything else goes on.
+                // Other streams and calls work as before.
                 ok!(Hip.hipEventSynchronize(before));
                 ok!(Hip.hipDeviceSynchronize());
                 ok!(Hip.hipMemcpy(memory, memory, 16, 3));
                 assert_eq!(code!(Hip.hipEventRecord(before, origin)), 901);
                 assert_eq!(code!(Hip.hipStreamWaitEvent(origin, before, 0)), 901);
-                // The end of the origin frees the streams that joined through it.
+                // Destroying the origin frees the streams that joined through it.
                 ok!(Hip.hipStreamDestroy(origin));
                 assert!(!is_dead(forked, memory) && !is_dead(other, memory));
                 for stream in [forked, other] {
@@ -208,7 +208,7 @@ isolated! {
         ok!(Hip.hipEventQuery(inside));
         ok!(Hip.hipStreamWaitEvent(late, inside, 0));
         assert_eq!(status(late), 1);
-        // The end of the origin frees it.
+        // Destroying the origin frees the late stream.
         ok!(Hip.hipStreamDestroy(origin));
         assert_eq!(status(late), 0);
         ok!(Hip.hipEventQuery(inside));

@@ -17,7 +17,7 @@ fn end(stream: Ptr) -> i32 {
     code!(Hip.hipStreamEndCapture(stream, &mut null_mut()))
 }
 
-/// The code of a query, once the event is reached.
+/// Queries an event until the code is not 600, and returns the code.
 fn asked(event: Ptr) -> i32 {
     loop {
         match code!(Hip.hipEventQuery(event)) {
@@ -27,7 +27,7 @@ fn asked(event: Ptr) -> i32 {
     }
 }
 
-/// An event that was recorded on a stream.
+/// Returns an event that was recorded on a stream.
 fn recorded_on(stream: Ptr) -> Ptr {
     let event = event(UNTIMED);
     ok!(Hip.hipEventRecord(event, stream));
@@ -166,7 +166,7 @@ isolated! {
         let gone = stream();
         let event = recorded_on(gone);
         ok!(Hip.hipStreamDestroy(gone));
-        // A wait checks the stream.
+        // A wait of a stream checks whether the event's stream is alive.
         ok!(Hip.hipStreamWaitEvent(stream(), event, 0));
         code!(Hip.hipEventQuery(event));
     }

@@ -217,7 +217,7 @@ isolated! {
         assert_eq!(run(PLAIN, [0, 4, 4], [4; 3], DEFAULT, one), 0);
     }
 
-    /// The devices are gfx942. The math mode of TF32 is accepted, and a product keeps the bits that TF32 drops.
+    /// The devices are gfx942. The math mode of TF32 is accepted, but a product keeps the bits that TF32 would drop.
     fn tf32_is_no_compute_type_and_a_math_mode_without_effect(_) over ["rocm", "rocm6"] {
         let value = 1.0 + f32::EPSILON;
         let (handle, [a, c]) = (handle(), [value, 0.0].map(|value| diagonal(value, null_mut())));

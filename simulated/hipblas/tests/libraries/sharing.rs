@@ -26,7 +26,7 @@ fn import(test: &str, handles: &[IpcHandle]) {
     import_by(Command::new(std::env::current_exe().unwrap()), test, handles);
 }
 
-/// The same in a process that sees some devices only.
+/// Runs the test of this name in a process that sees only these devices.
 fn import_seeing(test: &str, handles: &[IpcHandle], devices: &str) {
     let mut peer = Command::new(std::env::current_exe().unwrap());
     peer.env("HIP_VISIBLE_DEVICES", devices);
@@ -132,7 +132,7 @@ isolated! {
         let gate = gate_on(busy);
         ok!(Hip.hipEventRecord(shared, busy));
         ok!(Hip.hipIpcGetEventHandle(&mut handle, shared));
-        // It does not reach this process either.
+        // The record does not reach this process either.
         ok!(Hip.hipEventQuery(shared));
         ok!(Hip.hipEventSynchronize(shared));
         import(TEST, &[handle]);
