@@ -24,6 +24,7 @@ outputs() {
   echo
   echo '```console'
   show --saboteurs
+  show --mutants
   show --fault-sweep
   show --races
   show --backend mock

@@ -115,7 +115,7 @@ enum StreamKind {
 enum Route {
     /// By a call.
     Direct,
-    /// Recorded, and launched twice.
+    /// Recorded, and launched in each round.
     Graph,
     /// Recorded on a stream that joined the capture.
     Member,
@@ -315,9 +315,8 @@ fn in_cell(backend: &dyn Backend, work: Work, cell: Cell) -> CaseResult {
         let workspace = Block::on(backend, cell.device, WORKSPACE_BYTES)?;
         let mut handle = None;
         if let Some(kind) = work.multiplies() {
-            let mut new = Handle::new(backend, kind, made.target(&stream))?;
-            new.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
-            handle = Some(new);
+            // Until the cell binds its own.
+            handle = Some(Handle::new(backend, kind, &made.apart[0])?);
         }
         if cell.moves {
             let run = || made.run(stream, handle, &workspace);
@@ -360,8 +359,8 @@ impl<'b> Place<'b> {
     }
 }
 
-/// Launches of one graph, or calls of one kind.
-const ROUNDS: usize = 2;
+/// Launches of one graph, or calls of one kind: enough for mistakes that every third call makes.
+const ROUNDS: usize = 3;
 /// The bytes of the copy before each round, which keeps the stream busy while the next calls are made.
 const LOAD_BYTES: usize = 2 << 20;
 const WORKSPACE_BYTES: usize = 4 << 20;
@@ -379,8 +378,8 @@ struct Made<'b> {
     input: Place<'b>,
     output: Place<'b>,
     /// The contents of the input and of the output before the work, in each round.
-    fresh: [Block<'b>; ROUNDS],
-    old: [Block<'b>; ROUNDS],
+    fresh: Vec<Block<'b>>,
+    old: Vec<Block<'b>>,
     identity: Block<'b>,
     result: Pinned<'b>,
     load: (Block<'b>, Pinned<'b>),
@@ -474,7 +473,7 @@ impl<'b> Made<'b> {
         let unit = |index: usize| f32::from(u8::from(index < rows * rows && index.is_multiple_of(rows + 1)));
         let identity: Vec<f32> = (0..count).map(unit).collect();
         let devices = [device, device, device, apart, apart, apart];
-        let events = devices.into_iter().cycle().take(4 * devices.len()).map(|device| Event::on(backend, device));
+        let events = devices.into_iter().cycle().take(6 * devices.len()).map(|device| Event::on(backend, device));
         let made = Self {
             backend,
             work,
@@ -484,8 +483,8 @@ impl<'b> Made<'b> {
             events: events.collect::<Result<_>>()?,
             input,
             output,
-            fresh: [holding(input_device, &fresh(0, count))?, holding(input_device, &fresh(1, count))?],
-            old: [holding(output_device, &old(0, count))?, holding(output_device, &old(1, count))?],
+            fresh: (0..ROUNDS).map(|round| holding(input_device, &fresh(round, count))).collect::<Result<_>>()?,
+            old: (0..ROUNDS).map(|round| holding(output_device, &old(round, count))).collect::<Result<_>>()?,
             identity: holding(device, &identity)?,
             result: Pinned::holding(backend, &stale)?,
             load: (Block::on(backend, device, LOAD_BYTES)?, Pinned::new(backend, LOAD_BYTES)?),
@@ -534,7 +533,11 @@ impl<'b> Made<'b> {
     }
 
     /// Runs the rounds of the cell.
-    fn run(self, stream: Stream<'b>, mut handle: Option<Handle<'_>>, workspace: &Block<'_>) -> CaseResult {
+    fn run<'w>(self, stream: Stream<'b>, mut handle: Option<Handle<'w>>, workspace: &'w Block<'w>) -> CaseResult {
+        if let Some(handle) = &mut handle {
+            handle.set_stream(self.target(&stream))?;
+            handle.offer_workspace(workspace, 0..WORKSPACE_BYTES)?;
+        }
         let mut stream = Some(stream);
         let mut events: Vec<&Event<'_>> = self.events.iter().collect();
         let plan = match (&mut handle, self.work) {

@@ -1,9 +1,9 @@
 //! Calls from several threads at once.
 
-use highwater_hal::{Backend, BlasKind, DataType, GemmShape};
+use highwater_hal::{Backend, BlasKind, CaptureMode, DataType, Epilogue, GemmShape, PlanOptions};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error};
-use crate::device::{Block, Event, Handle, Pinned, Stream};
+use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
 use crate::matrix::Product;
 use crate::random::Random;
 
@@ -15,6 +15,7 @@ cases! {
     threads_that_multiply: ["backend.concurrent", "gemm.value"] needs [has::gemm_f32];
     a_thread_that_gets_errors_disturbs_nobody: ["backend.concurrent", "backend.ids-checked"];
     objects_go_from_thread_to_thread: ["backend.concurrent"];
+    objects_are_destroyed_by_another_thread: ["backend.live-objects", "backend.concurrent"];
 }
 
 const THREADS: u64 = 4;
@@ -136,5 +137,60 @@ fn objects_go_from_thread_to_thread(backend: &dyn Backend) -> CaseResult {
     step(&|| Ok(other.copy(copied.all(), block.all())?))?;
     step(&|| Ok(other.synchronize()?))?;
     check!(copied.read()? == [1; 4096], "work enqueued by five threads did not run in order");
+    Ok(())
+}
+
+/// Objects of every kind on every device, made by this thread and destroyed by another one.
+fn objects_are_destroyed_by_another_thread(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let (before, can) = (backend.live_objects(), backend.capabilities(device)?);
+        let stream = Stream::on(backend, device)?;
+        let (event, block) = (Event::on(backend, device)?, Block::on(backend, device, 4096)?);
+        let mut plan = None;
+        let mut handles = vec![Handle::unbound(backend, BlasKind::Blas, device)?];
+        if can.lt_plans && can.gemm_f32 {
+            let mut handle = Handle::unbound(backend, BlasKind::Lt, device)?;
+            let shape = GemmShape::new(DataType::F32, 8, 8, 8);
+            plan = Some(handle.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::None, 0))?);
+            handles.push(handle);
+        }
+        let graph = match can.capture {
+            true => {
+                let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+                stream.set(block.all(), 1)?;
+                let graph = capture.end(&[&block])?;
+                let executable = graph.instantiate()?;
+                Some((graph, executable))
+            }
+            false => None,
+        };
+        let destroy = move || -> CaseResult {
+            if let (Some(handle), Some(plan)) = (handles.last_mut(), plan) {
+                handle.raw_mut().destroy_plan(plan)?;
+                check_error!(
+                    handle.raw_mut().destroy_plan(plan),
+                    InvalidHandle,
+                    "a plan that another thread destroyed"
+                );
+            }
+            for mut handle in handles {
+                handle.raw_mut().destroy()?;
+            }
+            if let Some((graph, executable)) = graph {
+                executable.destroy()?;
+                graph.destroy()?;
+            }
+            event.destroy()?;
+            stream.destroy()?;
+            Ok(())
+        };
+        std::thread::scope(|scope| scope.spawn(destroy).join()).map_err(|_| Failure::new("a thread panicked"))??;
+        drop(block);
+        let after = backend.live_objects();
+        check!(
+            before == after,
+            "live objects differ after another thread destroyed them: {before:?} before, {after:?} after"
+        );
+    }
     Ok(())
 }

@@ -29,6 +29,7 @@ cases! {
     records_move_to_another_stream: ["event.record-moves"];
     records_on_another_device_are_refused: ["event.record-device"] needs [TWO_DEVICES];
     synchronize_shows_the_effects: ["event.synchronize"];
+    synchronize_waits_each_time: ["event.synchronize", "event.record-moves"];
     synchronize_ignores_work_after_the_record: ["event.synchronize"];
     destroyed_events_keep_their_waits: ["event.destroy-pending"];
     destroyed_events_are_stale: ["event.destroy-stale"];
@@ -392,6 +393,26 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
         check!(got == [NEW; BYTES], "the CPU does not see work before an event after it waited for the event");
         Ok(Attempt::seen(pending))
     })
+}
+
+/// One event, recorded and waited for many times behind outstanding work.
+fn synchronize_waits_each_time(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 4 << 20;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let (source, target) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
+    for round in 1..=7 {
+        stream.set(source.all(), round)?;
+        stream.copy(target.all(), source.all())?;
+        stream.record(&event)?;
+        event.synchronize()?;
+        // SAFETY: The work before the record is complete.
+        let seen = unsafe { target.read_now() };
+        check!(
+            seen.iter().all(|&byte| byte == round),
+            "wait {round} for an event returned before the work of its record"
+        );
+    }
+    Ok(())
 }
 
 fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {

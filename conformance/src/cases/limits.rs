@@ -11,6 +11,7 @@ use crate::matrix::{Product, Types};
 cases! {
     group "limits";
     products_of_many_rows_columns_and_terms: ["gemm.value", "gemm.leading-dimension"] needs [has::gemm_f32];
+    products_of_many_rows_run_in_order: ["gemm.value", "blas.stream-bound", "stream.order"] needs [has::gemm_f32];
     batches_of_many_products: ["gemm.strided-batch"] needs [has::gemm_f32, has::strided_batch];
     plans_of_many_rows_and_columns: ["plan.value"] needs [has::gemm_f32, has::lt_plans];
     operands_aligned_to_their_elements_only: ["gemm.value"] needs [has::gemm_f32];
@@ -35,6 +36,25 @@ fn products_of_many_rows_columns_and_terms(backend: &dyn Backend) -> CaseResult 
     // Columns of C that are farther apart than 65,535 elements.
     let shape = Types::F32.shape(3, 4, 2).with_leading_dimensions(3, 2, 65_541);
     Product::new(shape, 9).with_scale(1.0, 1.0).prove(backend, &mut handle, &stream)
+}
+
+fn products_of_many_rows_run_in_order(backend: &dyn Backend) -> CaseResult {
+    const ROWS: usize = 1030;
+    let rows = |first: f32| -> Vec<u8> {
+        let element = |index: usize| first + (index % 50) as f32;
+        (0..2 * ROWS).flat_map(|index| element(index).to_ne_bytes()).collect()
+    };
+    let identity: Vec<u8> = [1.0_f32, 0.0, 0.0, 1.0].iter().flat_map(|element| element.to_ne_bytes()).collect();
+    let (a, b) = (Block::holding(backend, &rows(0.0))?, Block::holding(backend, &identity)?);
+    let (c, fresh) = (Block::filled(backend, 8 * ROWS, 0)?, Block::holding(backend, &rows(7.0))?);
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let _busy = keep_busy(backend, &stream)?;
+    stream.copy(a.all(), fresh.all())?;
+    handle.gemm(&gemm(GemmShape::new(DataType::F32, ROWS, 2, 2), 1.0, 0.0), [(&a, 0), (&b, 0), (&c, 0)])?;
+    stream.synchronize()?;
+    check!(c.read()? == rows(7.0), "a product of {ROWS} rows ran before the copy that precedes it");
+    Ok(())
 }
 
 fn batches_of_many_products(backend: &dyn Backend) -> CaseResult {

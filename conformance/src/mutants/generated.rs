@@ -57,7 +57,7 @@ pub(super) enum Condition {
     Large,
     /// For every object of the kind but the first.
     NotFirst,
-    /// At every third use of its object.
+    /// At every third use, of its object where that has several.
     Third,
 }
 
@@ -97,7 +97,7 @@ impl Condition {
             Self::Recording => ", on a stream that takes part in a capture",
             Self::Large => ", for large operands",
             Self::NotFirst => ", for every object but the first",
-            Self::Third => ", at every third use of the object",
+            Self::Third => ", at every third use",
         }
     }
 
@@ -207,7 +207,7 @@ const OPERATIONS: &[Generated] = &[
     Generated { operation: "unmap_memory", mistakes: &[Drop], conditions: EVERYWHERE, clauses: MAPS },
     Generated { operation: "set_stream", mistakes: &[Drop, Repeat, Neighbor], conditions: ON_STREAMS, clauses: BOUND },
     Generated { operation: "set_workspace", mistakes: &[Drop, Repeat], conditions: ON_OBJECTS, clauses: &[] },
-    Generated { operation: "destroy_plan", mistakes: &[Drop], conditions: ON_OBJECTS, clauses: &[] },
+    Generated { operation: "destroy_plan", mistakes: &[Drop], conditions: ON_OBJECTS, clauses: &["plan.stale"] },
     Generated { operation: "reset", mistakes: &[Drop, Repeat], conditions: ON_OBJECTS, clauses: &[] },
     Generated { operation: "destroy", mistakes: &[Drop], conditions: ON_OBJECTS, clauses: LEAK },
     Generated { operation: "host_free", mistakes: &[Drop], conditions: &[Always, Third], clauses: LEAK },
@@ -420,7 +420,9 @@ impl Applied {
                 object.is_some_and(|object| self.tracks.with(|tracks| *tracks.first.get_or_insert(object) != object))
             }
             Third => self.tracks.with(|tracks| {
-                let uses = tracks.uses.entry(object).or_default();
+                // An object is made or destroyed once.
+                let repeats = ENQUEUE.contains(&call.operation) || call.operation.starts_with("synchronize");
+                let uses = tracks.uses.entry(object.filter(|_| repeats)).or_default();
                 *uses += 1;
                 uses.is_multiple_of(3)
             }),

@@ -1,11 +1,12 @@
 //! The suite catches mutants: backends that break one promise each.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use highwater_conformance::{
-    Launcher, MutantOptions, MutantProgress, Outcome, Score, mutants, run_mutants, serve_peer,
+    Launcher, MutantOptions, MutantProgress, Outcome, Score, generated_mutants, mutants, run_mutants, serve_peer,
 };
-use highwater_hal::{Backend, Result};
+use highwater_hal::{Backend, Result, clauses};
 use highwater_mock::{MockGpu, MockOptions};
 
 fn open() -> Result<Arc<dyn Backend>> {
@@ -56,6 +57,34 @@ fn score(options: &MutantOptions) -> Score {
 #[test]
 fn a_sample_of_mutants_is_caught() {
     let score = score(&options().with_every(8));
+    assert!(score.is_success(), "{score}");
+}
+
+/// Operations that are left out are noticed on a busy machine too.
+#[test]
+fn a_sample_of_mutants_by_construction_is_caught() {
+    let score = score(&options().with_generated().with_filter("-drop-always").with_every(4));
+    assert!(score.is_success() && score.mutants() > 5, "{score}");
+}
+
+#[test]
+fn mutants_by_construction_have_names_and_clauses_of_their_own() {
+    let all = generated_mutants();
+    let names: BTreeSet<&str> = all.iter().map(|mutant| mutant.name).collect();
+    assert!(names.len() == all.len() && all.len() > 400, "{}", all.len());
+    let written: BTreeSet<&str> = mutants().map(|mutant| mutant.name).collect();
+    assert_eq!(names.intersection(&written).next(), None);
+    for mutant in all {
+        assert!(clauses().iter().any(|clause| mutant.breaks(clause.id)), "{mutant:?}");
+        assert!(mutant.class().is_some(), "{mutant:?}");
+    }
+}
+
+#[test]
+#[ignore = "minutes: every mutant by construction"]
+fn every_mutant_by_construction_is_caught() {
+    let score = score(&options().with_generated());
+    println!("{score}");
     assert!(score.is_success(), "{score}");
 }
 
