@@ -944,6 +944,127 @@ fn r3_15_threads_ask_for_events_whose_streams_come_and_go() {
     nothing_is_left(&*backend);
 }
 
+/// Random calls of several threads on shared streams and events, with captures that end, are lost or are abandoned. The simulation
+/// ends the process where HIP would use freed memory. `HIGHWATER_TEST_ROUNDS` sets the calls of a thread.
+#[test]
+fn r3_15_random_calls_on_shared_streams_and_events_break_nothing() {
+    const TEST: &str = "r3_15_random_calls_on_shared_streams_and_events_break_nothing";
+    let Some(backend) = open(TEST) else { return };
+    let rounds: u32 = std::env::var("HIGHWATER_TEST_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(1500);
+    let seed: u64 = std::process::id().into();
+    println!("seed {seed}");
+    let streams = std::sync::Mutex::new(Vec::<StreamId>::new());
+    let events = std::sync::Mutex::new(Vec::<EventId>::new());
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let (backend, streams, events) = (&*backend, &streams, &events);
+            scope.spawn(move || {
+                let mut random = highwater_hal::SplitMix64::new(seed ^ thread << 48);
+                let block = allocate(backend, 4096);
+                let mut pick = |count: usize| (random.draw() % count as u64) as usize;
+                // Others destroy what this thread uses, and their captures refuse some calls.
+                let allowed = |result: Result<(), highwater_core::Error>| {
+                    if let Err(error) = result {
+                        let kinds = [ErrorKind::InvalidHandle, ErrorKind::Capture, ErrorKind::InvalidState];
+                        assert!(kinds.contains(&error.kind()), "{error}");
+                    }
+                };
+                for _ in 0..rounds {
+                    let tag = backend.identity().tag;
+                    let shared = {
+                        let streams = streams.lock().unwrap();
+                        if streams.is_empty() { None } else { Some(streams[pick(streams.len())]) }
+                    };
+                    let stream = match pick(8) {
+                        0 => StreamId::per_thread_default(tag, 0),
+                        1 => StreamId::legacy_default(tag, 0),
+                        _ => shared.unwrap_or_else(|| StreamId::legacy_default(tag, 0)),
+                    };
+                    let event = {
+                        let events = events.lock().unwrap();
+                        if events.is_empty() { None } else { Some(events[pick(events.len())]) }
+                    };
+                    match (pick(14), event) {
+                        (0, _) => streams.lock().unwrap().push(self::stream(backend)),
+                        (1, _) => {
+                            let gone = {
+                                let mut streams = streams.lock().unwrap();
+                                let place = if streams.is_empty() { None } else { Some(pick(streams.len())) };
+                                place.map(|place| streams.swap_remove(place))
+                            };
+                            gone.into_iter().for_each(|gone| backend.destroy_stream(gone).unwrap());
+                        }
+                        (2, _) | (_, None) => {
+                            events.lock().unwrap().push(backend.create_event(0, &EventOptions::new()).unwrap());
+                        }
+                        (3, Some(_)) => {
+                            let gone = {
+                                let mut events = events.lock().unwrap();
+                                let place = pick(events.len().max(1));
+                                (place < events.len()).then(|| events.swap_remove(place))
+                            };
+                            gone.into_iter().for_each(|gone| backend.destroy_event(gone).unwrap());
+                        }
+                        (4 | 5, Some(event)) => allowed(backend.record_event(event, stream)),
+                        (6, Some(event)) => allowed(backend.query_event(event).map(drop)),
+                        (7, Some(event)) => allowed(backend.synchronize_event(event)),
+                        (8 | 9, Some(event)) => allowed(backend.stream_wait_event(stream, event)),
+                        (10, _) => allowed(backend.query_stream(stream).map(drop)),
+                        (11, _) => {
+                            // SAFETY: The block is this thread's, and lives until the device was waited for.
+                            let fill = MemoryFill::new(0, block, FillPattern::U8(1), 4096);
+                            allowed(unsafe { backend.fill(&fill, stream) });
+                        }
+                        (_, Some(event)) => {
+                            // A capture of streams of this thread alone (R3.1 has what another thread may not do to them).
+                            let [first, joined] = [(); 2].map(|()| self::stream(backend));
+                            let mode = [CaptureMode::Relaxed, CaptureMode::ThreadLocal][pick(2)];
+                            backend.begin_capture(first, mode).unwrap();
+                            if pick(2) == 0 {
+                                allowed(backend.stream_wait_event(first, event));
+                            }
+                            let order = |from: StreamId, to: StreamId| {
+                                let own = backend.create_event(0, &EventOptions::new()).unwrap();
+                                allowed(backend.record_event(own, from));
+                                allowed(backend.stream_wait_event(to, own));
+                                backend.destroy_event(own).unwrap();
+                            };
+                            order(first, joined);
+                            if pick(3) != 0 {
+                                order(joined, first);
+                            }
+                            if pick(4) == 0 {
+                                let raw = backend.raw_stream(first).unwrap();
+                                // SAFETY: The stream is alive. Asking is what a capture forbids.
+                                unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamQuery")(raw) };
+                            }
+                            if pick(4) != 0 {
+                                // SAFETY: This thread began it.
+                                match unsafe { backend.end_capture(first) } {
+                                    Ok(graph) => backend.destroy_graph(graph).unwrap(),
+                                    Err(error) => assert_eq!(error.kind(), ErrorKind::Capture, "{error}"),
+                                }
+                            }
+                            for stream in [joined, first] {
+                                backend.destroy_stream(stream).unwrap();
+                            }
+                        }
+                    }
+                }
+                // A capture of another thread that is still open refuses it.
+                while backend.synchronize_device(0).is_err() {
+                    std::thread::yield_now();
+                }
+                free(backend, block);
+            });
+        }
+    });
+    streams.into_inner().unwrap().into_iter().for_each(|stream| backend.destroy_stream(stream).unwrap());
+    events.into_inner().unwrap().into_iter().for_each(|event| backend.destroy_event(event).unwrap());
+    backend.synchronize_device(0).unwrap();
+    nothing_is_left(&*backend);
+}
+
 #[test]
 fn r3_16_events_from_before_a_capture_are_answered_and_waited_for_during_it() {
     let Some(backend) = open("r3_16_events_from_before_a_capture_are_answered_and_waited_for_during_it") else {

@@ -36,6 +36,7 @@ cases! {
     events_order_after_their_stream: ["event.outlives-stream", "event.wait-orders"];
     events_answer_after_their_stream: ["event.outlives-stream", "event.query", "event.synchronize"];
     elapsed_time_covers_the_work: ["event.elapsed"] needs [has::event_timing];
+    elapsed_time_of_records_in_the_other_order_is_zero: ["event.elapsed-order"] needs [has::event_timing];
     elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_needs_records: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [has::event_timing];
@@ -397,10 +398,12 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 
 /// One event, recorded and waited for many times behind outstanding work.
 fn synchronize_waits_each_time(backend: &dyn Backend) -> CaseResult {
-    const BYTES: usize = 4 << 20;
+    const BYTES: usize = 1 << 20;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
     let (source, target) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
     for round in 1..=7 {
+        busy.enqueue(&stream, 1)?;
         stream.set(source.all(), round)?;
         stream.copy(target.all(), source.all())?;
         stream.record(&event)?;
@@ -581,6 +584,22 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
         Ok(Attempt::seen(enough && least >= StreamLoad::TIME / 4 && least >= over * 3 / 4))
     });
     outcome.map_err(|failure| short.unwrap_or(failure))
+}
+
+fn elapsed_time_of_records_in_the_other_order_is_zero(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let (start, end) = (timed(backend)?, timed(backend)?);
+    for _ in 0..3 {
+        stream.record(&end)?;
+        end.synchronize()?;
+        std::thread::sleep(Duration::from_millis(2));
+        stream.record(&start)?;
+        stream.synchronize()?;
+        let elapsed = backend.event_elapsed_ns(start.id(), end.id())?;
+        check!(elapsed == 0, "{elapsed} ns passed from a record to an earlier one");
+        check!(backend.event_elapsed_ns(end.id(), start.id())? > 0, "no time passed between two records");
+    }
+    Ok(())
 }
 
 fn elapsed_time_needs_timing(backend: &dyn Backend) -> CaseResult {

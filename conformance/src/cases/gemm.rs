@@ -209,13 +209,14 @@ fn adds_the_old_c(backend: &dyn Backend, types: Types) -> CaseResult {
 
 fn ignores_nan_in_c(backend: &dyn Backend, types: Types) -> CaseResult {
     let shapes = transposed(types.shape(12, 33, 7)).map(padded);
-    prove(backend, shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, 0.0).with_nan_in_c()))
+    let products = |beta: f64| shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, beta).with_nan_in_c());
+    prove(backend, [0.0, -0.0].into_iter().flat_map(products))
 }
 
 fn ignores_the_factors(backend: &dyn Backend, types: Types) -> CaseResult {
     let shape = types.shape(15, 14, 13);
-    let scales = [1.0, -0.5, 3.0];
-    prove(backend, scales.map(|beta| Product::new(shape, 81).with_scale(0.0, beta).with_nan_in_factors()))
+    let scales = [(0.0, 1.0), (0.0, -0.5), (0.0, 3.0), (-0.0, 1.0)];
+    prove(backend, scales.map(|(alpha, beta)| Product::new(shape, 81).with_scale(alpha, beta).with_nan_in_factors()))
 }
 
 fn ignores_the_factors_with_k_zero(backend: &dyn Backend) -> CaseResult {

@@ -317,6 +317,9 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Returns the free and the total memory.
     ///
     /// - `memory.info`: `free <= total`, and `total` is `device_info().memory_bytes`.
+    ///
+    /// How far one allocation or free changes `free` is not promised: vendors take memory in larger units and keep it, and other
+    /// programs use the device.
     fn memory_info(&self, device: u32) -> Result<MemoryInfo>;
 
     /// Returns the number of live objects of each kind, by the backend's own count. Objects that the exit policy leaks on
@@ -417,7 +420,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the nanoseconds between the records of two events with timing.
     ///
-    /// - `event.elapsed`: the result is at least the time that the device spent between the records.
+    /// - `event.elapsed`: the result is at least the time that the device spent between the records, up to the vendor's rounding.
+    /// - `event.elapsed-order`: if the device reached the record of `end` first, the result is 0.
     /// - `event.elapsed-invalid`: an event without timing or without a record returns `InvalidArgument`; a record that is not
     ///   reached yet returns `InvalidState`.
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {

@@ -581,8 +581,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `gemm.transpose`: this holds for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.
-    /// - `gemm.beta-zero`: with beta 0, the old C is not read (NaN in it has no effect).
-    /// - `gemm.alpha-zero`: with alpha 0 or k 0, A and B have no effect.
+    /// - `gemm.beta-zero`: with beta 0 or -0, the old C is not read (NaN in it has no effect).
+    /// - `gemm.alpha-zero`: with alpha 0 or -0, or k 0, A and B have no effect.
     /// - `gemm.empty`: with m, n or the batch 0, the call succeeds and writes nothing.
     /// - `gemm.strided-batch`: the products of a batch are independent and use the given strides.
     /// - `gemm.mixed`: with factors of `F16` or `Bf16` and an output of `F32`, C is an `F32` matrix: its old values enter and
@@ -610,7 +610,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before
     ///   an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
     /// - `plan.epilogue`: this holds for each epilogue; the bias is added to every column.
-    /// - `plan.alpha-zero`: with alpha 0 or k 0, A and B have no effect: D is `epilogue(beta * C)`, with the bias that the
+    /// - `plan.alpha-zero`: with alpha 0 or -0, or k 0, A and B have no effect: D is `epilogue(beta * C)`, with the bias that the
     ///   epilogue adds.
     /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias have the output's type, and no intermediate sum is rounded to the
     ///   factors' type.

@@ -242,6 +242,13 @@ mutants! {
     "times-with-the-call": "Adds the time that a call may take to every time." =>
         |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? + 30_000_000));
 
+    in "event.elapsed-order":
+    "elapsed-without-sign": "Returns the time between two records, whichever came first." =>
+        |h| h.backend.event_elapsed_ns(|reference, start, end| match reference.event_elapsed_ns(start, end)? {
+            0 => reference.event_elapsed_ns(end, start),
+            elapsed => Ok(elapsed),
+        });
+
     in "event.elapsed-invalid":
     "untimed-events-timed": "Tells no time between events without timing, as 0." => |h| {
         let untimed = Shared::<HashSet<EventId>>::default();

@@ -76,7 +76,18 @@ mutants! {
         }
     });
 
+    "old-c-read-with-minus-zero": "Reads the old C with beta -0." => |h| altered(h, |gemm| {
+        if gemm.beta == 0.0 && gemm.beta.is_sign_negative() {
+            gemm.beta = f64::MIN_POSITIVE;
+        }
+    });
+
     in "gemm.alpha-zero":
+    "factors-read-with-minus-zero": "Reads A and B with alpha -0." => |h| altered(h, |gemm| {
+        if gemm.alpha == 0.0 && gemm.alpha.is_sign_negative() {
+            gemm.alpha = f64::MIN_POSITIVE;
+        }
+    });
     "factors-read": "Reads A and B with alpha 0, and multiplies them with next to nothing." => |h| altered(h, |gemm| {
         if gemm.alpha == 0.0 {
             gemm.alpha = f64::MIN_POSITIVE;
