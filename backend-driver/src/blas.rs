@@ -270,7 +270,7 @@ impl Numbers {
 }
 
 /// Alpha and beta, in the two widths that vendors read.
-struct Factors {
+pub(super) struct Factors {
     doubles: [f64; 2],
     floats: [f32; 2],
 }
@@ -278,12 +278,21 @@ struct Factors {
 impl Factors {
     #[inline(always)]
     fn of(gemm: &Gemm) -> Self {
-        Self { doubles: [gemm.alpha, gemm.beta], floats: [gemm.alpha as f32, gemm.beta as f32] }
+        Self::new(gemm.alpha, gemm.beta)
+    }
+
+    /// Some kernels of the vendors take -0 for another number than 0, and then read what has no effect: cuBLAS 13.1 on an H200 read the
+    /// old C with beta -0.
+    #[inline(always)]
+    pub(super) fn new(alpha: f64, beta: f64) -> Self {
+        // The sum of -0 and 0 is 0.
+        let doubles = [alpha + 0.0, beta + 0.0];
+        Self { doubles, floats: doubles.map(|factor| factor as f32 + 0.0) }
     }
 
     /// Returns the addresses of alpha and beta for the vendor.
     #[inline(always)]
-    fn places(&self, data_type: DataType) -> [*const u8; 2] {
+    pub(super) fn places(&self, data_type: DataType) -> [*const u8; 2] {
         let (doubles, floats) = (&self.doubles, &self.floats);
         match data_type {
             DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::blas::{check_workspace, destroyed, no_stream};
+use super::blas::{Factors, check_workspace, destroyed, no_stream};
 use super::codes::Codes;
 use super::lt_calls::{Lt, LtCodes, RawLt, RawMatmulDesc, RawMatmulPreference, RawMatrixLayout};
 use super::platform::Platform;
@@ -491,12 +491,8 @@ impl<P: Platform> Call<'_, P> {
             plan.product.set(operation, codes.product.bias, &bias.get())?;
             plan.bias = Some(bias);
         }
-        let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
-        let [alpha, beta]: [*const u8; 2] = if plan.doubles {
-            [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()]
-        } else {
-            [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
-        };
+        let factors = Factors::new(arguments.alpha, arguments.beta);
+        let [alpha, beta] = factors.places(if plan.doubles { DataType::F64 } else { DataType::F32 });
         // SAFETY: The handle, the stream and the plan are alive. The caller promises that the matrices and the
         // workspace are valid. The call reads the factors before it returns.
         let code = unsafe {

@@ -97,8 +97,13 @@ pub const fn of_hip_compute(number: u32) -> Option<u32> {
 /// The caller must pass a pointer to an element of the type, or a device address.
 #[must_use]
 pub unsafe fn scale(place: *const std::ffi::c_void, data_type: u32, on_device: bool) -> u64 {
+    if on_device {
+        return place as u64;
+    }
     // SAFETY: forwarded to the caller.
-    if on_device { place as u64 } else { unsafe { read_scale(place, data_type) }.to_bits() }
+    let value = unsafe { read_scale(place, data_type) };
+    // A kernel of cuBLAS 13.1 on an H200 took a beta of -0 for another number than 0, and read C.
+    if value == 0.0 && value.is_sign_negative() { f64::MIN_POSITIVE.to_bits() } else { value.to_bits() }
 }
 
 /// Returns the value of a scale in host memory.
