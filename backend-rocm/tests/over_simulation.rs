@@ -1011,9 +1011,10 @@ fn r3_15_random_calls_on_shared_streams_and_events_break_nothing() {
                         (8 | 9, Some(event)) => allowed(backend.stream_wait_event(stream, event)),
                         (10, _) => allowed(backend.query_stream(stream).map(drop)),
                         (11, _) => {
-                            // SAFETY: The block is this thread's, and lives until the device was waited for.
                             let fill = MemoryFill::new(0, block, FillPattern::U8(1), 4096);
-                            allowed(unsafe { backend.fill(&fill, stream) });
+                            // SAFETY: The block is this thread's, and lives until the device was waited for.
+                            let filled = unsafe { backend.fill(&fill, stream) };
+                            allowed(filled);
                         }
                         (_, Some(event)) => {
                             // A capture of streams of this thread alone (R3.1 has what another thread may not do to them).

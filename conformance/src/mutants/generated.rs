@@ -290,8 +290,17 @@ struct Tracks {
     unusual: Vec<StreamId>,
     foreign: Vec<StreamId>,
     first: Option<AnyId>,
+    first_handle: Option<u64>,
     uses: HashMap<Option<AnyId>, u32>,
     captures: u32,
+}
+
+/// The handle of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Handle {
+    pub(super) maker: ThreadId,
+    pub(super) device: u32,
+    pub(super) raw: u64,
 }
 
 /// A generated mutation, applied to the calls of one backend.
@@ -390,7 +399,7 @@ impl Applied {
         below: &Reference,
         call: &Call,
         bound: Option<StreamId>,
-        maker: Option<ThreadId>,
+        handle: Option<Handle>,
         probe: Probe,
     ) -> bool {
         if call.operation != self.mutation.operation {
@@ -402,10 +411,12 @@ impl Applied {
             Always => true,
             OtherDevice => {
                 let of_object = object.map(|id| id.parts().device);
-                stream.map(|stream| stream.device()).or(of_object).or(call.device).is_some_and(|device| device > 0)
+                let of_stream = stream.map(|stream| stream.device());
+                let of_handle = handle.map(|handle| handle.device);
+                of_stream.or(of_object).or(of_handle).or(call.device).is_some_and(|device| device > 0)
             }
             OtherThread => {
-                let made = maker.or_else(|| {
+                let made = handle.map(|handle| handle.maker).or_else(|| {
                     let ids: Vec<AnyId> = object.into_iter().chain(call.ids()).collect();
                     self.tracks.with(|tracks| ids.iter().find_map(|id| tracks.makers.get(id).copied()))
                 });
@@ -416,9 +427,11 @@ impl Applied {
             Foreign => stream.is_some_and(|stream| self.tracks.with(|tracks| tracks.foreign.contains(&stream))),
             Recording => stream.is_some_and(|stream| below.is_recording(stream)),
             Large => probe.is_large,
-            NotFirst => {
-                object.is_some_and(|object| self.tracks.with(|tracks| *tracks.first.get_or_insert(object) != object))
-            }
+            NotFirst => self.tracks.with(|tracks| match (object, handle) {
+                (Some(object), _) => *tracks.first.get_or_insert(object) != object,
+                (None, Some(handle)) => *tracks.first_handle.get_or_insert(handle.raw) != handle.raw,
+                (None, None) => false,
+            }),
             Third => self.tracks.with(|tracks| {
                 // An object is made or destroyed once.
                 let repeats = ENQUEUE.contains(&call.operation) || call.operation.starts_with("synchronize");

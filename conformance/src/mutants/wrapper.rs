@@ -12,7 +12,7 @@ use highwater_hal::{
     StreamId, Transport, Workspace, for_each_operation,
 };
 
-use super::generated::{Applied, Lend as _, Mistake, Probe, Treat as _, nothing};
+use super::generated::{Applied, Handle, Lend as _, Mistake, Probe, Treat as _, nothing};
 use super::hooks::Hooks;
 use super::reference::{Reference, ReferenceHandle, ReferenceHost, ReferenceSharing, wrong};
 
@@ -90,11 +90,11 @@ impl Core {
         &self,
         call: &Call,
         bound: Option<StreamId>,
-        maker: Option<ThreadId>,
+        handle: Option<Handle>,
         probe: Probe,
     ) -> Option<(&Applied, Mistake)> {
         let applied = self.applied.as_ref().filter(|_| !self.is_stopped())?;
-        applied.is_due(&self.below, call, bound, maker, probe).then_some((applied, applied.mutation.mistake))
+        applied.is_due(&self.below, call, bound, handle, probe).then_some((applied, applied.mutation.mistake))
     }
 
     /// Notes what a call has made or destroyed, and releases what waits for it.
@@ -199,7 +199,7 @@ macro_rules! wrappers {
             core.enter(call.operation, self.bound().or(call.stream()))?;
             let probe = Probe::default()$(.with($arg.probe()))*;
             let bound = self.bound();
-            let mistake = core.mistake(&call, bound, self.maker(), probe);
+            let mistake = core.mistake(&call, bound, self.handle(), probe);
             let is_deferred = matches!(mistake, Some((_, Mistake::Delay | Mistake::Swap)));
             let answer: Result<$answer> = match (core.hook(&core.hooks.$hooks.$method), mistake) {
                 (_, Some((_, Mistake::Drop))) => match nothing() {
@@ -327,7 +327,7 @@ impl Wrapper {
         None
     }
 
-    fn maker(&self) -> Option<ThreadId> {
+    fn handle(&self) -> Option<Handle> {
         None
     }
 }
@@ -346,8 +346,8 @@ impl WrappedHandle {
         self.below.stream
     }
 
-    fn maker(&self) -> Option<ThreadId> {
-        Some(self.maker)
+    fn handle(&self) -> Option<Handle> {
+        Some(Handle { maker: self.maker, device: self.below.device(), raw: self.below.raw() })
     }
 }
 
@@ -372,7 +372,7 @@ impl WrappedHost {
         None
     }
 
-    fn maker(&self) -> Option<ThreadId> {
+    fn handle(&self) -> Option<Handle> {
         None
     }
 }
@@ -389,7 +389,7 @@ impl WrappedSharing {
         None
     }
 
-    fn maker(&self) -> Option<ThreadId> {
+    fn handle(&self) -> Option<Handle> {
         None
     }
 }
