@@ -34,7 +34,7 @@
 #   no-hipblaslt  hipBLASLt is missing
 #   old-lt        hipBLASLt lacks hipblasLtMatmulAlgoGetHeuristic
 #   empty-lt      hipBLASLt finds no algorithm for any product
-#   no-kernels    rocBLAS has no kernels for the devices: the first product ends the process
+#   no-kernels    rocBLAS has no kernels for the devices: the first product ends the process. hipBLASLt is missing
 set -euo pipefail
 
 usage() {
@@ -175,7 +175,7 @@ lay_out_rocm() {
   rename -E -e "s/^libhipblas\.so\.3\$/libhipblas.so.$hipblas/" -e "$absent" <"$built/libhwsim_hipblas.so" |
     put "libhipblas.so.$hipblas"
   case $variant in
-    no-hipblaslt) ;;
+    no-hipblaslt | no-kernels) ;;
     *)
       case $variant in old-lt) absent='s/^hipblasLtMatmulAlgoGetHeuristic$/no_blasLtMatmulAlgoGetHeuristic/' ;; *) absent= ;; esac
       rename -E -e "s/^libhipblaslt\.so\.1\$/libhipblaslt.so.$hipblaslt/" -e "$absent" <"$built/libhwsim_hipblaslt.so" |

@@ -400,7 +400,8 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 fn synchronize_waits_each_time(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 20;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    // The other event is complete.
+    let (stream, event, _other) = (Stream::new(backend)?, Event::new(backend)?, Event::new(backend)?);
     let (source, target) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
     for round in 1..=7 {
         busy.enqueue(&stream, 1)?;

@@ -18,7 +18,7 @@ cases! {
     one_matrix_as_both_factors: ["gemm.value", "gemm.transpose"] needs [has::gemm_f32];
     products_keep_their_own_factors: ["gemm.value", "gemm.beta", "blas.stream-bound"] needs [has::gemm_f32];
     plans_keep_their_own_factors: ["plan.value"] needs [has::gemm_f32, has::lt_plans];
-    a_product_after_a_refused_one: ["gemm.value", "backend.ids-checked"] needs [has::gemm_f32];
+    a_product_after_a_refused_one: ["gemm.value", "gemm.mixed-pairs"] needs [has::gemm_f32];
     a_workspace_that_is_bound_again: ["blas.workspace-used"] needs [has::gemm_f32, has::blas_workspace];
 }
 
@@ -206,13 +206,12 @@ fn a_product_after_a_refused_one(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     for round in 0..3 {
-        // A leading dimension below the number of rows.
-        let mut wrong = gemm(shape(), 7.0, 0.0);
+        // No backend has this pair of types.
+        let mut wrong = gemm(shape().with_output(DataType::F16), 7.0, 0.0);
         (wrong.a, wrong.b, wrong.c) = (a.ptr(), b.ptr(), c.ptr());
-        wrong.shape.lda = SIZE - 1;
-        // SAFETY: The shape is refused; if it is not, the product stays inside the blocks.
+        // SAFETY: The types are refused; if they are not, the product stays inside the blocks.
         let refused = unsafe { handle.raw_mut().gemm(&wrong) };
-        check_error!(refused, InvalidArgument, "a product with a short leading dimension");
+        check_error!(refused, Unsupported, "a product of f32 factors with a result of f16");
         handle.gemm(&gemm(shape(), 2.0, 1.0), [(&a, 0), (&b, 0), (&c, 0)])?;
         stream.synchronize()?;
         let expected = matrix(|row, column| 2.0 * counted(row, column) * (round + 1) as f32 + 1.0);

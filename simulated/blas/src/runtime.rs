@@ -146,14 +146,8 @@ impl Runtime {
         }
     }
 
-    /// Enqueues a product. Without kernels for the devices, ends the process.
-    ///
-    /// # Errors
-    /// The runtime's code as a status.
-    ///
-    /// # Safety
-    /// The caller must pass a stream of the runtime and matrices of the product's sizes.
-    pub unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
+    /// Ends the process if rocBLAS has no kernels for the devices. hipBLASLt has kernels of its own.
+    pub fn need_kernels(&self) {
         if !self.has_kernels {
             eprintln!(
                 "\nrocBLAS error: Cannot read rocblas/library/TensileLibrary.dat: No such file or directory for GPU arch : \
@@ -162,6 +156,16 @@ impl Runtime {
             );
             std::process::abort();
         }
+    }
+
+    /// Enqueues a product.
+    ///
+    /// # Errors
+    /// The runtime's code as a status.
+    ///
+    /// # Safety
+    /// The caller must pass a stream of the runtime and matrices of the product's sizes.
+    pub unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
         // Default streams are those of the thread's device.
         self.home()?;
         // SAFETY: forwarded to the caller.

@@ -80,6 +80,7 @@ pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Re
     }
     // SAFETY: the caller says that alpha and beta are valid; on the host they are read during the call.
     let product = unsafe { call.product(&shape, [a, c], compute, &bound) };
+    runtime.need_kernels();
     // SAFETY: forwarded to the caller.
     unsafe { runtime.launch(&Product { workspace, workspace_bytes, ..product }) }
 }
