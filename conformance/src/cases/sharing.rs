@@ -813,6 +813,10 @@ fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) ->
         stream.set(shared.all(), round)?;
         stream.record(&ping)?;
         peer.wait_for(ping_there)??;
+        if round >= 32 {
+            // Its fill is still outstanding when this stream waits for it, on a busy machine too.
+            peer.busy(Direction::ToDevice, 4)??;
+        }
         peer.fill(opened, BYTES / 2, 100 + round)??;
         peer.record(pong_there)??;
         stream.wait(&pong)?;
