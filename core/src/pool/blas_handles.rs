@@ -65,6 +65,8 @@ pub(crate) struct BlasHandles {
     warmed: [AtomicU64; 2],
     /// Handles of ended streams that other streams have taken, of each kind. The pool counts each as created once more.
     reused: [AtomicU64; 2],
+    /// Handles that were destroyed before a stream took them, of each kind.
+    untaken: [AtomicU64; 2],
     /// By ordinal, for BLAS and Lt.
     first: Box<[[FirstCreate; 2]]>,
     /// The error of the handles that the runtime makes in the background. The first failing lease states it.
@@ -104,6 +106,7 @@ impl BlasHandles {
             spare: Mutex::default(),
             warmed: Default::default(),
             reused: Default::default(),
+            untaken: Default::default(),
             first,
             warm_error: Mutex::default(),
         }
@@ -136,7 +139,9 @@ impl BlasHandles {
         statistics.peak_live = statistics.peak_live.max(statistics.live);
         let kind = usize::from(kind == BlasKind::Lt);
         statistics.warmed += self.warmed[kind].load(Ordering::Relaxed);
-        statistics.created = statistics.created.saturating_sub(self.reused[kind].load(Ordering::Relaxed));
+        let untaken = self.untaken[kind].load(Ordering::Relaxed);
+        statistics.created = (statistics.created + untaken).saturating_sub(self.reused[kind].load(Ordering::Relaxed));
+        statistics.removed += untaken;
         statistics
     }
 
@@ -166,6 +171,7 @@ impl BlasHandles {
         let entry = self.enter(device, kind, None);
         let pooled = self.make(device, kind)?;
         if self.services().device(device).handle_per_stream(kind) {
+            self.warmed[usize::from(kind == BlasKind::Lt)].fetch_add(1, Ordering::Relaxed);
             self.add_spare(device, pooled);
         } else {
             self.pool(kind).add_warm(PoolKey::device(device), pooled);
@@ -175,7 +181,6 @@ impl BlasHandles {
     }
 
     fn add_spare(&self, device: u32, pooled: PooledHandle) {
-        self.warmed[usize::from(pooled.kind == BlasKind::Lt)].fetch_add(1, Ordering::Relaxed);
         self.spare.lock().push(SpareHandle { device, pooled, after: After::Nothing });
     }
 
@@ -303,7 +308,11 @@ impl BlasHandles {
     pub(crate) fn trim(&self) -> Result<()> {
         let Some(_quiet) = self.services().quiet() else { return Ok(()) };
         let idle = [&self.blas, &self.lt].map(HandlePool::take_idle).into_iter().flatten();
-        let spare = std::mem::take(&mut *self.spare.lock()).into_iter().map(|spare| spare.pooled);
+        let spare = std::mem::take(&mut *self.spare.lock());
+        for spare in spare.iter().filter(|spare| matches!(spare.after, After::Nothing)) {
+            self.untaken[usize::from(spare.pooled.kind == BlasKind::Lt)].fetch_add(1, Ordering::Relaxed);
+        }
+        let spare = spare.into_iter().map(|spare| spare.pooled);
         let mut result = Ok(());
         for mut pooled in idle.chain(spare) {
             result = result.and(self.services().note(pooled.handle.destroy()));
