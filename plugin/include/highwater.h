@@ -654,6 +654,7 @@ struct hw_table {
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
      *  - stream.destroy-pending: work that was enqueued before is still executed.
+     *  - event.outlives-stream: queries, waits and records of an event that was recorded on the stream work as before.
      *  - stream.destroy-stale: the id is stale afterwards, also for a second `destroy_stream`. */
     int32_t (*destroy_stream)(hw_backend *backend, hw_id stream, hw_error *error);
     /* Returns HW_COMPLETE if all work enqueued so far has been executed, else HW_PENDING. Does not wait.
@@ -711,7 +712,9 @@ struct hw_table {
 
     /* ---- group timing: elapsed time between events */
     /* Returns the nanoseconds between the records of two events with timing.
-     *  - event.elapsed: the result is at least the time that the device spent between the records.
+     *  - event.elapsed: the result is at least the time that the device spent between the records, up to the vendor's
+     *    rounding.
+     *  - event.elapsed-order: if the device reached the record of `end` first, the result is 0.
      *  - event.elapsed-invalid: an event without timing or without a record returns HW_ERROR_INVALID_ARGUMENT; a record that
      *    is not reached yet returns HW_ERROR_INVALID_STATE. */
     int32_t (*event_elapsed_ns)(hw_backend *backend, hw_id start, hw_id end, uint64_t *answer, hw_error *error);
@@ -781,8 +784,8 @@ struct hw_table {
      *  - gemm.transpose: this holds for each combination of transposed factors.
      *  - gemm.leading-dimension: elements between the rows of C and the leading dimension keep their value.
      *  - gemm.beta: the old C enters with factor beta.
-     *  - gemm.beta-zero: with beta 0, the old C is not read (NaN in it has no effect).
-     *  - gemm.alpha-zero: with alpha 0 or k 0, A and B have no effect.
+     *  - gemm.beta-zero: with beta 0 or -0, the old C is not read (NaN in it has no effect).
+     *  - gemm.alpha-zero: with alpha 0 or -0, or k 0, A and B have no effect.
      *  - gemm.empty: with m, n or the batch 0, the call succeeds and writes nothing.
      *  - gemm.strided-batch: the products of a batch are independent and use the given strides.
      *  - gemm.mixed: with factors of HW_DATA_TYPE_F16 or HW_DATA_TYPE_BF16 and an output of HW_DATA_TYPE_F32, C is an
@@ -807,8 +810,8 @@ struct hw_table {
      *  - plan.value: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before an epilogue,
      *    `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
      *  - plan.epilogue: this holds for each epilogue; the bias is added to every column.
-     *  - plan.alpha-zero: with alpha 0 or k 0, A and B have no effect: D is `epilogue(beta * C)`, with the bias that the
-     *    epilogue adds.
+     *  - plan.alpha-zero: with alpha 0 or -0, or k 0, A and B have no effect: D is `epilogue(beta * C)`, with the bias that
+     *    the epilogue adds.
      *  - plan.mixed: as `gemm.mixed`; C, D and the bias have the output's type, and no intermediate sum is rounded to the
      *    factors' type.
      *  - plan.stale: a destroyed or unknown plan returns HW_ERROR_INVALID_HANDLE.
@@ -825,8 +828,9 @@ struct hw_table {
      *  - capture.joins: a stream that waits for an event recorded in the capture takes part in it from there on.
      *  - capture.undisturbed: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating
      *    and freeing plain memory and page-locked memory; registering and unregistering memory; exporting, opening and
-     *    closing memory that processes share; creating and destroying events; querying and waiting for events recorded
-     *    outside and streams that take no part; creating handles (if HW_FACT_CREATE_DURING_CAPTURE holds).
+     *    closing memory that processes share; creating and destroying events; querying and waiting for streams that take no
+     *    part; querying and waiting for events recorded outside, also on a stream that took part later; waits of streams that
+     *    take no part for such events; creating handles (if HW_FACT_CREATE_DURING_CAPTURE holds).
      *  - capture.no-answer: a query of, or a wait for, a stream that takes part or an event recorded in the capture returns
      *    HW_ERROR_CAPTURE, and may lose the capture. */
     int32_t (*begin_capture)(hw_backend *backend, hw_id stream, uint32_t mode, hw_error *error);
