@@ -551,6 +551,7 @@ pub(crate) trait Memory {}
 
 impl Memory for Block<'_> {}
 impl Memory for Pinned<'_> {}
+impl Memory for Registered<'_> {}
 
 /// An open capture of a stream. If dropped, the capture ends, and its graph is destroyed.
 #[derive(Debug)]

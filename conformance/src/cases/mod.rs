@@ -13,6 +13,7 @@ mod gemm;
 mod host;
 mod identity;
 mod ids;
+mod kinds;
 mod lacking;
 mod limits;
 mod mapped;
@@ -20,6 +21,7 @@ mod memory;
 mod plans;
 mod sharing;
 mod streams;
+mod transfers;
 
 use highwater_hal::{Clause, clauses};
 
@@ -36,6 +38,8 @@ const GROUPS: &[&[Case]] = &[
     fills::CASES,
     copies::CASES,
     streams::CASES,
+    transfers::CASES,
+    kinds::CASES,
     events::CASES,
     gemm::CASES,
     arithmetic::CASES,

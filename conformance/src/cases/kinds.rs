@@ -1,0 +1,743 @@
+//! Clauses that hold for every kind of stream and of event, each over the table of kinds, on the first two devices.
+
+use std::time::{Duration, Instant};
+
+use highwater_hal::{Backend, CaptureMode, EventOptions, FillPattern, Result, StreamId, StreamOptions, StreamPriority};
+
+use crate::case::{CaseResult, Failure, cases, check, check_error};
+use crate::device::{Block, Capture, DEVICE, Event, Object, Pinned, Stream};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
+use crate::validation::made_here;
+
+cases! {
+    group "kinds";
+    streams_do_not_wait_for_each_other: ["stream.independent", "stream.query", "stream.synchronize"];
+    many_streams_do_not_wait_for_each_other: ["stream.independent"];
+    streams_of_other_code_are_one_with_their_owner: ["stream.order", "stream.synchronize", "stream.query"]
+        needs [has::foreign_objects];
+    long_work_is_waited_for: ["stream.synchronize", "event.synchronize", "devices.synchronize"];
+    a_thread_that_waits_disturbs_no_other: ["backend.concurrent"];
+    events_that_were_never_recorded: ["event.never-recorded", "event.query-never-recorded", "event.synchronize"];
+    events_are_waited_for_as_they_are: ["event.wait-snapshot", "event.wait-orders"];
+    records_move_events: ["event.record-moves", "event.query"];
+    records_behind_a_wait: ["event.query", "event.wait-orders"];
+    records_on_another_device: ["event.record-device"] needs [TWO_DEVICES];
+    destroyed_events_are_stale: ["event.destroy-stale", "backend.ids-checked"];
+    destroyed_streams_are_stale: ["stream.destroy-stale", "backend.ids-checked"];
+    elapsed_time_between_streams: ["event.elapsed"] needs [has::event_timing];
+    elapsed_time_of_unreached_records: ["event.elapsed-invalid"] needs [has::event_timing];
+    elapsed_time_of_one_event: ["event.elapsed-invalid"] needs [has::event_timing];
+    graphs_run_on_each_kind_of_stream: ["capture.replay", "stream.order"] needs [has::capture];
+    graphs_keep_what_they_recorded: ["capture.by-value"] needs [has::capture];
+    joined_streams_execute_nothing: ["capture.not-executed", "capture.joins"] needs [has::capture];
+    events_recorded_before_a_stream_joined: ["capture.undisturbed"] needs [has::capture];
+    ending_no_capture_disturbs_no_other: ["capture.end-without", "capture.undisturbed"] needs [has::capture];
+}
+
+const BYTES: usize = 1 << 12;
+
+// ------------------------------------------------------------------------------------------------------------ the kinds
+
+/// The kinds of streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StreamKind {
+    Normal,
+    Low,
+    High,
+    Legacy,
+    PerThread,
+    Foreign,
+}
+
+impl StreamKind {
+    /// Returns the kinds that a device has.
+    fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
+        let can = backend.capabilities(device)?;
+        let kinds = [
+            (true, Self::Normal),
+            (can.stream_priority, Self::Low),
+            (can.stream_priority, Self::High),
+            (can.legacy_default_stream, Self::Legacy),
+            (can.per_thread_default_stream, Self::PerThread),
+            (can.foreign_objects, Self::Foreign),
+        ];
+        Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
+    }
+
+    fn is_default(self) -> bool {
+        matches!(self, Self::Legacy | Self::PerThread)
+    }
+
+    fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyStream<'b>> {
+        let tag = backend.identity().tag;
+        let with = |priority| Stream::with_options(backend, device, &StreamOptions::new().with_priority(priority));
+        let (stream, owner) = match self {
+            Self::Normal => (Stream::on(backend, device)?, None),
+            Self::Low => (with(StreamPriority::Low)?, None),
+            Self::High => (with(StreamPriority::High)?, None),
+            Self::Legacy => (Stream::borrowed(backend, StreamId::legacy_default(tag, device)), None),
+            Self::PerThread => (Stream::borrowed(backend, StreamId::per_thread_default(tag, device)), None),
+            Self::Foreign => {
+                let owner = Stream::on(backend, device)?;
+                let raw = backend.raw_stream(owner.id())?;
+                made_here();
+                // SAFETY: the owner is a stream of the same device, and is dropped after the new id.
+                let stream = Object::adopted(backend, unsafe { backend.stream_from_raw(device, raw) }?);
+                (stream, Some(owner))
+            }
+        };
+        Ok(AnyStream { stream, owner })
+    }
+}
+
+/// A stream of any kind.
+struct AnyStream<'b> {
+    stream: Stream<'b>,
+    /// The original of a stream of other code. Dropped last.
+    owner: Option<Stream<'b>>,
+}
+
+/// The kinds of events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum EventKind {
+    Plain,
+    Timing,
+    Interprocess,
+    Foreign,
+}
+
+impl EventKind {
+    /// Returns the kinds that a device has.
+    fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
+        let can = backend.capabilities(device)?;
+        let kinds = [
+            (true, Self::Plain),
+            (can.event_timing, Self::Timing),
+            (can.interprocess_events, Self::Interprocess),
+            (can.foreign_objects, Self::Foreign),
+        ];
+        Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
+    }
+
+    fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyEvent<'b>> {
+        let with = |options: EventOptions| Event::with_options(backend, device, &options);
+        let (event, owner) = match self {
+            Self::Plain => (with(EventOptions::new())?, None),
+            Self::Timing => (with(EventOptions::new().with_timing())?, None),
+            Self::Interprocess => (with(EventOptions::new().with_interprocess())?, None),
+            Self::Foreign => {
+                let owner = with(EventOptions::new())?;
+                let raw = backend.raw_event(owner.id())?;
+                made_here();
+                // SAFETY: the owner is an event of the same device, and is dropped after the new id.
+                let event = Object::adopted(backend, unsafe { backend.event_from_raw(device, raw) }?);
+                (event, Some(owner))
+            }
+        };
+        Ok(AnyEvent { event, _owner: owner })
+    }
+}
+
+/// An event of any kind.
+struct AnyEvent<'b> {
+    event: Event<'b>,
+    /// The original of an event of other code. Dropped last.
+    _owner: Option<Event<'b>>,
+}
+
+/// Proves a clause on the first two devices.
+fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResult) -> CaseResult {
+    (0..backend.device_count().min(2))
+        .try_for_each(|device| prove(device).map_err(|failure| failure.with_details(&format!("on device {device}"))))
+}
+
+fn on_each_event(backend: &dyn Backend, prove: impl Fn(u32, EventKind, &Event<'_>) -> CaseResult) -> CaseResult {
+    on_devices(backend, |device| {
+        EventKind::of(backend, device)?.into_iter().try_for_each(|kind| {
+            let made = kind.make(backend, device)?;
+            prove(device, kind, &made.event).map_err(|failure| failure.with_details(&format!("an event: {kind:?}")))
+        })
+    })
+}
+
+// ---------------------------------------------------------------------------------------------------------- the streams
+
+fn streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let kinds = StreamKind::of(backend, device)?;
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, pinned) = (Block::on(backend, device, BYTES)?, Pinned::new(backend, BYTES)?);
+        for &occupied_kind in &kinds {
+            let occupied = occupied_kind.make(backend, device)?;
+            // A default stream is one stream, so it cannot be both.
+            let free_kinds = kinds.iter().copied().filter(|kind| *kind != occupied_kind || !kind.is_default());
+            let free: Vec<(StreamKind, AnyStream<'_>)> =
+                free_kinds.map(|kind| Ok((kind, kind.make(backend, device)?))).collect::<Result<_>>()?;
+            until_conclusive("a stream waits for another that it has nothing to do with", |load| {
+                busy.enqueue(&occupied.stream, load)?;
+                for (kind, AnyStream { stream, .. }) in &free {
+                    let byte = *kind as u8 + 1;
+                    stream.set(block.all(), byte)?;
+                    stream.copy(pinned.all(), block.all())?;
+                    stream.synchronize()?;
+                    check!(stream.query()?.is_complete(), "{kind:?} is pending after it was synchronized");
+                    // SAFETY: the stream was synchronized, which the clause promises to be enough.
+                    let seen = unsafe { pinned.read_now() };
+                    check!(seen == vec![byte; BYTES], "work on {kind:?} did not arrive");
+                }
+                let outstanding = occupied.stream.is_pending()?;
+                occupied.stream.synchronize()?;
+                Ok(Attempt::seen(outstanding))
+            })
+            .map_err(|failure| {
+                failure.with_details(&format!("work on {occupied_kind:?}, and after it on each of {kinds:?}"))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// More streams than vendors give a queue of its own by default.
+const MANY: usize = 12;
+
+fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let block = Block::on(backend, device, BYTES)?;
+        let streams = (0..MANY).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        for occupied in [0, MANY - 1] {
+            until_conclusive("one of many streams waits for another that it has nothing to do with", |load| {
+                busy.enqueue(&streams[occupied], load)?;
+                for (_, stream) in streams.iter().enumerate().filter(|(index, _)| *index != occupied) {
+                    stream.set(block.all(), 1)?;
+                    stream.synchronize()?;
+                }
+                let outstanding = streams[occupied].is_pending()?;
+                streams[occupied].synchronize()?;
+                Ok(Attempt::seen(outstanding))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let made = StreamKind::Foreign.make(backend, device)?;
+        let owner = made.owner.as_ref().ok_or_else(|| Failure::new("a wrapped stream has no owner"))?;
+        for (first, second) in [(owner, &made.stream), (&made.stream, owner)] {
+            until_conclusive("the work of one id was over before the other id was asked", |load| {
+                let (block, pinned) = (Block::on(backend, device, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
+                busy.enqueue(first, load)?;
+                first.set(block.all(), 1)?;
+                second.set(block.all(), 2)?;
+                first.copy(pinned.all(), block.all())?;
+                let pending = second.is_pending()?;
+                second.synchronize()?;
+                // SAFETY: the other id of the stream was synchronized.
+                let seen = unsafe { pinned.read_now() };
+                check!(
+                    seen == [2; BYTES],
+                    "two ids of one stream are not in one order, or do not wait for one another"
+                );
+                Ok(Attempt::seen(pending))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// Work that a wait with a limit of its own does not outlast.
+const LONG: Duration = Duration::from_millis(400);
+const LONG_BYTES: usize = 32 << 20;
+
+fn long_work_is_waited_for(backend: &dyn Backend) -> CaseResult {
+    type Wait = (&'static str, fn(&dyn Backend, &Stream<'_>, &Event<'_>) -> Result<()>);
+    const WAITS: [Wait; 3] = [
+        ("synchronize_stream", |_, stream, _| stream.synchronize()),
+        ("synchronize_event", |_, _, event| event.synchronize()),
+        ("synchronize_device", |backend, stream, _| backend.synchronize_device(stream.id().device())),
+    ];
+    let (block, pinned) = (Block::new(backend, LONG_BYTES)?, Pinned::new(backend, LONG_BYTES)?);
+    let stream = Stream::new(backend)?;
+    stream.copy(block.all(), pinned.all())?;
+    stream.synchronize()?;
+    let begun = Instant::now();
+    stream.copy(block.all(), pinned.all())?;
+    stream.synchronize()?;
+    let one = begun.elapsed().max(Duration::from_micros(100));
+    let result = Pinned::new(backend, BYTES)?;
+    for (round, (name, wait)) in WAITS.into_iter().enumerate() {
+        let event = Event::new(backend)?;
+        let byte = round as u8 + 1;
+        let mut copies = (LONG.as_nanos() / one.as_nanos()) as usize + 1;
+        // A vendor's queue holds about a thousand operations.
+        copies = copies.min(900);
+        crate::sweep::as_one(|| (0..copies).try_for_each(|_| stream.copy(block.all(), pinned.all())))?;
+        stream.set(block.span(0..BYTES), byte)?;
+        stream.copy(result.all(), block.span(0..BYTES))?;
+        stream.record(&event)?;
+        wait(backend, &stream, &event)?;
+        check!(!event.is_pending()?, "`{name}` returned while work of {LONG:?} was outstanding");
+        // SAFETY: the copy was waited for.
+        let seen = unsafe { result.read_now() };
+        check!(seen == [byte; BYTES], "`{name}` returned before work of {LONG:?} was done");
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+fn a_thread_that_waits_disturbs_no_other(backend: &dyn Backend) -> CaseResult {
+    type Wait = (&'static str, fn(&dyn Backend, &Stream<'_>, &Event<'_>) -> Result<()>);
+    const WAITS: [Wait; 3] = [
+        ("synchronize_stream", |_, stream, _| stream.synchronize()),
+        ("synchronize_event", |_, _, event| event.synchronize()),
+        ("synchronize_device", |backend, _, _| backend.synchronize_device(DEVICE)),
+    ];
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let (free, block) = (Stream::new(backend)?, Block::new(backend, BYTES)?);
+    for (name, wait) in WAITS {
+        until_conclusive("a call of one thread waits for a wait of another", |load| {
+            busy.enqueue(&occupied, load * 2)?;
+            occupied.record(&event)?;
+            std::thread::scope(|scope| -> Result<Attempt, Failure> {
+                let (begun, waits) = std::sync::mpsc::channel();
+                let (occupied, event) = (&occupied, &event);
+                let waiter = scope.spawn(move || {
+                    // The receiver outlives the thread.
+                    let _ = begun.send(());
+                    wait(backend, occupied, event)
+                });
+                let _ = waits.recv();
+                // The other thread is in its call by now, or the next attempt has more time.
+                std::thread::sleep(Duration::from_millis(2));
+                let calls = || -> Result<bool> {
+                    let other = Event::new(backend)?;
+                    free.set(block.all(), 1)?;
+                    free.record(&other)?;
+                    free.wait(&other)?;
+                    let _ = (free.query()?, other.query()?);
+                    drop(Stream::new(backend)?);
+                    drop(other);
+                    event.is_pending()
+                };
+                let outstanding = calls();
+                let waited = waiter.join().map_err(|_| Failure::new("a thread panicked"))?;
+                waited?;
+                Ok(Attempt::seen(outstanding?))
+            })
+        })
+        .map_err(|failure| failure.with_details(&format!("the wait: `{name}`")))?;
+    }
+    Ok(())
+}
+
+// ----------------------------------------------------------------------------------------------------------- the events
+
+fn events_that_were_never_recorded(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let block = Block::filled_on(backend, device, BYTES, 0)?;
+        check!(event.query()?.is_complete(), "an event that was never recorded is pending");
+        event.synchronize()?;
+        for kind in StreamKind::of(backend, device)? {
+            let made = kind.make(backend, device)?;
+            made.stream.wait(event)?;
+            made.stream.set(block.all(), 1)?;
+            made.stream.synchronize()?;
+        }
+        check!(block.read()? == [1; BYTES], "work behind a wait for an event that was never recorded is lost");
+        Ok(())
+    })
+}
+
+fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (first, second, waiting) =
+            (Stream::on(backend, device)?, Stream::on(backend, device)?, Stream::on(backend, device)?);
+        until_conclusive("a stream waits for a record that was made after its wait", |load| {
+            first.record(event)?;
+            waiting.wait(event)?;
+            busy.enqueue(&second, load)?;
+            second.record(event)?;
+            waiting.synchronize()?;
+            let outstanding = event.is_pending()?;
+            second.synchronize()?;
+            Ok(Attempt::seen(outstanding))
+        })
+    })
+}
+
+fn records_move_events(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (occupied, idle) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        until_conclusive("a record on an idle stream waits for an earlier one on a busy stream", |load| {
+            busy.enqueue(&occupied, load)?;
+            occupied.record(event)?;
+            idle.record(event)?;
+            event.synchronize()?;
+            let complete = event.query()?.is_complete();
+            let outstanding = occupied.is_pending()?;
+            occupied.synchronize()?;
+            check!(complete, "an event is pending after it was synchronized");
+            Ok(Attempt::seen(outstanding))
+        })?;
+        // The other way round: seen complete, then recorded behind work, on the same stream and on another one.
+        for (seen, next) in [(&idle, &occupied), (&occupied, &occupied)] {
+            until_conclusive("an event that was complete stays complete when it is recorded again", |load| {
+                seen.record(event)?;
+                event.synchronize()?;
+                check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
+                busy.enqueue(next, load)?;
+                next.record(event)?;
+                let pending = event.is_pending()?;
+                event.synchronize()?;
+                check!(next.query()?.is_complete(), "an event is complete, and the work before its last record is not");
+                Ok(Attempt::seen(pending))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// A record directly behind a wait, with no work between, is reached after the work that was waited for.
+fn records_behind_a_wait(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (worker, relay, last) =
+            (Stream::on(backend, device)?, Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let first = Event::on(backend, device)?;
+        let (block, copy) = (Block::on(backend, device, BYTES)?, Block::on(backend, device, BYTES)?);
+        until_conclusive("the work was over before the waits for it were enqueued", |load| {
+            worker.set(block.all(), 0)?;
+            busy.enqueue(&worker, load * 2)?;
+            worker.set(block.all(), 1)?;
+            worker.record(&first)?;
+            relay.wait(&first)?;
+            relay.record(event)?;
+            last.wait(event)?;
+            last.copy(copy.all(), block.all())?;
+            let (relayed, outstanding) = (event.query()?.is_complete(), first.is_pending()?);
+            check!(!(relayed && outstanding), "a record behind a wait is complete before the work that is waited for");
+            last.synchronize()?;
+            check!(copy.read()? == [1; BYTES], "a stream overtakes work that it waits for through another stream");
+            Ok(Attempt::seen(outstanding))
+        })
+    })
+}
+
+fn records_on_another_device(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let other = 1 - device;
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let own = Stream::on(backend, device)?;
+        for kind in StreamKind::of(backend, other)? {
+            let made = kind.make(backend, other)?;
+            until_conclusive("the work was over before the refused record", |load| {
+                busy.enqueue(&own, load)?;
+                own.record(event)?;
+                let refused = backend.record_event(event.id(), made.stream.id());
+                check_error!(refused, WrongDevice, "a record on {kind:?} of another device");
+                let pending = event.is_pending()?;
+                let outstanding = own.is_pending()?;
+                check!(pending || !outstanding, "a refused record has made an event complete");
+                own.synchronize()?;
+                check!(event.query()?.is_complete(), "a refused record has moved an event");
+                Ok(Attempt::seen(pending))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+fn destroyed_events_are_stale(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        for kind in EventKind::of(backend, device)? {
+            for is_recorded in [false, true] {
+                let made = kind.make(backend, device)?;
+                if is_recorded {
+                    stream.record(&made.event)?;
+                }
+                let stale = made.event.destroy()?;
+                check_error!(backend.destroy_event(stale), InvalidHandle, "a second destroy_event of {kind:?}");
+                check_error!(backend.query_event(stale), InvalidHandle, "query_event of a destroyed {kind:?}");
+                check_error!(backend.synchronize_event(stale), InvalidHandle, "synchronize_event, {kind:?}");
+                let waits = backend.stream_wait_event(stream.id(), stale);
+                check_error!(waits, InvalidHandle, "a wait for a destroyed event, {kind:?}");
+                let records = backend.record_event(stale, stream.id());
+                check_error!(records, InvalidHandle, "a record of a destroyed event, {kind:?}");
+            }
+        }
+        Ok(())
+    })
+}
+
+fn destroyed_streams_are_stale(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let event = Event::on(backend, device)?;
+        let kinds = StreamKind::of(backend, device)?;
+        for kind in kinds.into_iter().filter(|kind| !kind.is_default()) {
+            let made = kind.make(backend, device)?;
+            made.stream.record(&event)?;
+            event.synchronize()?;
+            let stale = made.stream.destroy()?;
+            check_error!(backend.destroy_stream(stale), InvalidHandle, "a second destroy_stream of {kind:?}");
+            check_error!(backend.query_stream(stale), InvalidHandle, "query_stream of a destroyed {kind:?}");
+            check_error!(backend.synchronize_stream(stale), InvalidHandle, "synchronize_stream, {kind:?}");
+            check_error!(backend.record_event(event.id(), stale), InvalidHandle, "a record on a destroyed {kind:?}");
+            check_error!(backend.stream_wait_event(stale, event.id()), InvalidHandle, "a wait on a destroyed {kind:?}");
+            check!(event.query()?.is_complete(), "a refused record has made an event pending");
+        }
+        Ok(())
+    })
+}
+
+fn timed(backend: &dyn Backend, device: u32) -> Result<Event<'_>> {
+    Event::with_options(backend, device, &EventOptions::new().with_timing())
+}
+
+fn elapsed_time_between_streams(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (start, end) = (timed(backend, device)?, timed(backend, device)?);
+        let mut short = None;
+        let outcome = until_conclusive("the work between two records was over before it could be timed", |load| {
+            first.record(&start)?;
+            start.synchronize()?;
+            let begun = Instant::now();
+            busy.enqueue(&second, load)?;
+            second.record(&end)?;
+            let mut least = Duration::ZERO;
+            while end.is_pending()? {
+                least = begun.elapsed();
+            }
+            let elapsed = Duration::from_nanos(backend.event_elapsed_ns(start.id(), end.id())?);
+            // A record may be timed earlier than it is reported, and clocks drift.
+            let is_enough = elapsed + elapsed / 50 + Duration::from_micros(50) >= least;
+            if !is_enough {
+                short =
+                    Some(Failure::new(format!("{elapsed:?} between records on two streams, of at least {least:?}")));
+            }
+            Ok(Attempt::seen(is_enough && !least.is_zero()))
+        });
+        match (outcome, short) {
+            (Err(_), Some(short)) => Err(short),
+            (outcome, _) => outcome,
+        }
+    })
+}
+
+fn elapsed_time_of_unreached_records(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (idle, occupied) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (reached, pending) = (timed(backend, device)?, timed(backend, device)?);
+        for (start, end) in [(&pending, &reached), (&reached, &pending), (&pending, &pending)] {
+            until_conclusive("a record was reached before its time was asked for", |load| {
+                // Both had a record that was reached.
+                idle.record(&reached)?;
+                idle.record(&pending)?;
+                idle.synchronize()?;
+                busy.enqueue(&occupied, load)?;
+                occupied.record(&pending)?;
+                let asked = backend.event_elapsed_ns(start.id(), end.id());
+                let outstanding = pending.is_pending()?;
+                occupied.synchronize()?;
+                if outstanding {
+                    check_error!(asked, InvalidState, "elapsed time of a record that was not reached");
+                }
+                Ok(Attempt::seen(outstanding))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+fn elapsed_time_of_one_event(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        let (never, without, recorded) =
+            (timed(backend, device)?, Event::on(backend, device)?, timed(backend, device)?);
+        stream.record(&without)?;
+        stream.record(&recorded)?;
+        stream.synchronize()?;
+        let elapsed = |event: &Event<'_>| backend.event_elapsed_ns(event.id(), event.id());
+        check_error!(elapsed(&never), InvalidArgument, "elapsed time of an event that was never recorded, to itself");
+        check_error!(elapsed(&without), InvalidArgument, "elapsed time of an event without timing, to itself");
+        check!(elapsed(&recorded)? == 0, "time passes between a record and itself");
+        Ok(())
+    })
+}
+
+// ------------------------------------------------------------------------------------------------------------ the graphs
+
+fn graphs_run_on_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let captured = Stream::on(backend, device)?;
+        let (source, target, seen) = (
+            Block::on(backend, device, BYTES)?,
+            Block::on(backend, device, BYTES)?,
+            Block::on(backend, device, BYTES)?,
+        );
+        let capture = Capture::begin(&captured, CaptureMode::ThreadLocal)?;
+        captured.copy(target.all(), source.all())?;
+        let graph = capture.end(&[&source, &target])?;
+        let executable = graph.instantiate()?;
+        for kind in StreamKind::of(backend, device)? {
+            let made = kind.make(backend, device)?;
+            let stream = &made.stream;
+            let mut byte = 0;
+            until_conclusive("a launch waits for the work before it, or does not run on its stream", |load| {
+                byte += 1;
+                busy.enqueue(stream, load)?;
+                stream.set(target.all(), 0xff)?;
+                stream.set(source.all(), byte)?;
+                executable.launch(stream)?;
+                let outstanding = stream.is_pending()?;
+                stream.set(source.all(), 0xee)?;
+                stream.copy(seen.all(), target.all())?;
+                stream.set(target.all(), 0xdd)?;
+                check!(captured.query()?.is_complete(), "a launch on {kind:?} uses the stream of the capture");
+                stream.synchronize()?;
+                check!(seen.read()? == [byte; BYTES], "a launch on {kind:?} is not in the order of that stream");
+                Ok(Attempt::seen(outstanding))
+            })
+            .map_err(|failure| failure.with_details(&format!("{kind:?}")))?;
+        }
+        Ok(())
+    })
+}
+
+fn graphs_keep_what_they_recorded(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        let patterns = [FillPattern::U8(7), FillPattern::U16(0x0708), FillPattern::U32(0x0708_090a)];
+        let later = [FillPattern::U8(9), FillPattern::U16(0x0b0c), FillPattern::U32(0x0b0c_0d0e)];
+        let recorded = Block::on(backend, device, 4 * BYTES)?;
+        let other = Block::filled_on(backend, device, 4 * BYTES, 3)?;
+        let part = |index: usize| index * BYTES..(index + 1) * BYTES;
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        stream.copy(recorded.span(part(3)), other.span(part(3)))?;
+        for (index, pattern) in patterns.into_iter().enumerate() {
+            stream.fill(recorded.span(part(index)), pattern)?;
+        }
+        let graph = capture.end(&[&recorded, &other])?;
+        // The same calls with other values, before the graph is instantiated, before it is launched, and after it.
+        let others = || -> Result<()> {
+            for (index, pattern) in later.into_iter().enumerate() {
+                stream.fill(other.span(part(index)), pattern)?;
+            }
+            stream.copy(other.span(part(1)), other.span(part(0)))
+        };
+        others()?;
+        let executable = graph.instantiate()?;
+        for round in 0..3 {
+            stream.set(recorded.all(), 0)?;
+            others()?;
+            executable.launch(&stream)?;
+            others()?;
+            stream.synchronize()?;
+            let seen = recorded.read()?;
+            let mut expected = vec![7; BYTES];
+            expected.extend(0x0708_u16.to_ne_bytes().repeat(BYTES / 2));
+            expected.extend(0x0708_090a_u32.to_ne_bytes().repeat(BYTES / 4));
+            expected.extend(vec![3; BYTES]);
+            check!(seen == expected, "launch {round} did not use the values of the recording");
+        }
+        Ok(())
+    })
+}
+
+fn joined_streams_execute_nothing(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (origin, joined) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (fork, join) = (Event::on(backend, device)?, Event::on(backend, device)?);
+        let blocks = [Block::filled_on(backend, device, BYTES, 1)?, Block::filled_on(backend, device, BYTES, 1)?];
+        let (source, outside) = (Block::filled_on(backend, device, BYTES, 2)?, Stream::on(backend, device)?);
+        let pinned = Pinned::new(backend, 2 * BYTES)?;
+        // Nothing is forbidden, so the bytes can be read while the capture is open.
+        let capture = Capture::begin(&origin, CaptureMode::Relaxed)?;
+        origin.record(&fork)?;
+        joined.wait(&fork)?;
+        check!(backend.is_capturing(joined.id())?, "a stream that joined a capture takes no part in it");
+        joined.set(blocks[0].all(), 2)?;
+        joined.copy(blocks[1].all(), source.all())?;
+        for (index, block) in blocks.iter().enumerate() {
+            outside.copy(pinned.span(index * BYTES..(index + 1) * BYTES), block.all())?;
+        }
+        outside.synchronize()?;
+        // SAFETY: the stream that writes it was synchronized.
+        let seen = unsafe { pinned.read_now() };
+        check!(seen == [1; 2 * BYTES], "work on a stream that joined a capture was executed before the capture ended");
+        joined.record(&join)?;
+        origin.wait(&join)?;
+        let graph = capture.end(&[&blocks[0], &blocks[1], &source])?;
+        let executable = graph.instantiate()?;
+        executable.launch(&origin)?;
+        origin.synchronize()?;
+        for block in &blocks {
+            check!(block.read()? == [2; BYTES], "work on a stream that joined was not recorded");
+        }
+        check!(!backend.is_capturing(joined.id())?, "a stream takes part in a capture that has ended");
+        Ok(())
+    })
+}
+
+fn events_recorded_before_a_stream_joined(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (origin, joined, outside) =
+            (Stream::on(backend, device)?, Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (before, fork, join) =
+            (Event::on(backend, device)?, Event::on(backend, device)?, Event::on(backend, device)?);
+        let block = Block::filled_on(backend, device, BYTES, 0)?;
+        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+            joined.record(&before)?;
+            joined.synchronize()?;
+            let capture = Capture::begin(&origin, mode)?;
+            origin.record(&fork)?;
+            joined.wait(&fork)?;
+            check!(
+                before.query()?.is_complete(),
+                "an event that was reached before its stream joined is pending, {mode:?}"
+            );
+            before.synchronize()?;
+            outside.wait(&before)?;
+            joined.set(block.all(), 1)?;
+            joined.record(&join)?;
+            origin.wait(&join)?;
+            let graph = capture.end(&[&block])?;
+            let executable = graph.instantiate()?;
+            executable.launch(&origin)?;
+            origin.synchronize()?;
+        }
+        check!(block.read()? == [1; BYTES], "a capture was disturbed by questions about an earlier event");
+        Ok(())
+    })
+}
+
+fn ending_no_capture_disturbs_no_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (captured, plain) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let block = Block::filled_on(backend, device, BYTES, 0)?;
+        let capture = Capture::begin(&captured, CaptureMode::ThreadLocal)?;
+        // SAFETY: the stream has no capture, so none of core's is ended.
+        let ended = unsafe { backend.end_capture(plain.id()) };
+        check_error!(ended, Capture, "end_capture of a stream without a capture, beside a capture");
+        check!(backend.is_capturing(captured.id())?, "a refused end_capture has ended the capture of another stream");
+        check!(!backend.is_capturing(plain.id())?, "a stream takes part in a capture that it did not begin");
+        captured.set(block.all(), 1)?;
+        let graph = capture.end(&[&block])?;
+        let executable = graph.instantiate()?;
+        executable.launch(&captured)?;
+        captured.synchronize()?;
+        check!(block.read()? == [1; BYTES], "a capture was disturbed by the end of none");
+        Ok(())
+    })
+}

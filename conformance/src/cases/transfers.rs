@@ -1,0 +1,325 @@
+//! Copies and fills by construction: each kind, in each size and alignment, by a call and in a graph.
+//!
+//! Every transfer has a slot of its own in the memory of its kind. A round brings fresh bytes into all slots, transfers,
+//! overwrites the sources, and takes a snapshot of the destinations, all in the order of one stream and behind a load that is
+//! outstanding. So a transfer that waits in the call, runs too early or too late, or writes other bytes than its own is seen.
+
+use std::ops::Range;
+
+use highwater_hal::{Backend, CaptureMode, FillPattern, HostMemoryKind, HostOptions, Result};
+
+use crate::case::{CaseResult, Failure, cases, check};
+use crate::device::{
+    Block, Capture, Event, Executable, Memory, Pinned, Registered, Span, Stream, read_span, write_span,
+};
+use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
+
+cases! {
+    group "transfers";
+    fills_of_bytes: ["fill.exact", "fill.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::Fill(1));
+    fills_of_two_bytes: ["fill.exact", "fill.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::Fill(2));
+    fills_of_four_bytes: ["fill.exact", "fill.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::Fill(4));
+    copies_to_the_device: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::ToDevice(Host::Pinned));
+    copies_to_the_host: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::ToHost(Host::Pinned));
+    copies_from_registered_memory: ["copy.exact", "copy.ordered", "host.register-copies", "stream.asynchronous"]
+        needs [has::host_register] => of_each_size(Work::ToDevice(Host::Registered));
+    copies_to_registered_memory: ["copy.exact", "copy.ordered", "host.register-copies", "stream.asynchronous"]
+        needs [has::host_register] => of_each_size(Work::ToHost(Host::Registered));
+    copies_from_write_combined_memory: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous"]
+        needs [has::write_combined] => of_each_size(Work::ToDevice(Host::WriteCombined));
+    copies_on_a_device: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_size(Work::OnDevice);
+    copies_to_another_device: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous"]
+        needs [TWO_DEVICES, has::peer_copy] => of_each_size(Work::ToOther);
+    copies_from_another_device: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous"]
+        needs [TWO_DEVICES, has::peer_copy] => of_each_size(Work::FromOther);
+}
+
+/// The kinds of host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Host {
+    Pinned,
+    Registered,
+    WriteCombined,
+}
+
+/// The kinds of transfers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// A fill with a pattern of this many bytes.
+    Fill(usize),
+    ToDevice(Host),
+    ToHost(Host),
+    OnDevice,
+    ToOther,
+    FromOther,
+}
+
+/// The sizes in bytes, of fills in elements: around the widths that kernels copy at a time, and past the limits of one grid,
+/// one page and a mebibyte. The large ones come first, so that the others lie behind a mebibyte of their block.
+const SIZES: [usize; 20] =
+    [(4 << 20) + 5, (1 << 20) + 3, 65_539, 4099, 4096, 1000, 257, 256, 255, 67, 64, 31, 16, 9, 8, 5, 4, 3, 2, 1];
+/// Distances of an operand from an address that is aligned to 256 bytes.
+const OFFSETS: [usize; 11] = [0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 100];
+/// The bytes behind each operand that must keep their value, at least.
+const GUARD: usize = 64;
+const SLOT_ALIGNMENT: usize = 256;
+/// The transfers that are enqueued behind one load. All operations of a group fit into a vendor's queue.
+const GROUP: usize = 5;
+/// Enough for mistakes that every third use makes.
+const ROUNDS: usize = 3;
+
+/// One transfer: the ranges of its operands and its slot, in the memory of its kind.
+#[derive(Debug, Clone)]
+struct Transfer {
+    slot: Range<usize>,
+    source: Range<usize>,
+    destination: Range<usize>,
+}
+
+/// Lays out the transfers of all sizes, each with other distances from the alignment.
+fn transfers(work: Work, random: &mut Random) -> Vec<Transfer> {
+    let width = if let Work::Fill(width) = work { width } else { 1 };
+    let mut end = 0;
+    SIZES
+        .into_iter()
+        .map(|size| {
+            // A fill of as many bytes as the largest copy takes long enough.
+            let bytes = if size > 1 << 21 { size / width * width } else { size * width };
+            let mut offset = || OFFSETS[random.below(OFFSETS.len())].next_multiple_of(width);
+            let (from, to) = (end + offset(), end + offset());
+            let slot = end..(from.max(to) + bytes + GUARD).next_multiple_of(SLOT_ALIGNMENT);
+            end = slot.end;
+            Transfer { slot, source: from..from + bytes, destination: to..to + bytes }
+        })
+        .collect()
+}
+
+/// Memory of a device or of the host.
+enum Place<'b> {
+    Device(Block<'b>),
+    Pinned(Pinned<'b>),
+    Registered(Registered<'b>),
+}
+
+impl<'b> Place<'b> {
+    fn on(backend: &'b dyn Backend, device: u32, bytes: usize) -> Result<Self> {
+        Block::on(backend, device, bytes).map(Self::Device)
+    }
+
+    fn of(backend: &'b dyn Backend, host: Host, bytes: usize) -> Result<Self> {
+        Ok(match host {
+            Host::Pinned => Self::Pinned(Pinned::new(backend, bytes)?),
+            Host::Registered => Self::Registered(Registered::new(backend, &vec![0; bytes])?),
+            Host::WriteCombined => {
+                let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
+                Self::Pinned(Pinned::with_options(backend, bytes, &options)?)
+            }
+        })
+    }
+
+    fn span(&self, range: Range<usize>) -> Span<'_> {
+        match self {
+            Self::Device(block) => block.span(range),
+            Self::Pinned(pinned) => pinned.span(range),
+            Self::Registered(registered) => registered.span(range),
+        }
+    }
+
+    fn memory(&self) -> &dyn Memory {
+        match self {
+            Self::Device(block) => block,
+            Self::Pinned(pinned) => pinned,
+            Self::Registered(registered) => registered,
+        }
+    }
+}
+
+/// The memory of all transfers of one kind on one device.
+struct Made<'b> {
+    backend: &'b dyn Backend,
+    device: u32,
+    work: Work,
+    transfers: Vec<Transfer>,
+    input: Place<'b>,
+    output: Place<'b>,
+    /// What a round brings into the sources before the transfers.
+    fresh: Vec<Block<'b>>,
+    /// What a round brings into the sources after them.
+    junk: Block<'b>,
+    /// What the destinations hold before the transfers.
+    old: Block<'b>,
+    snapshots: Vec<Block<'b>>,
+    old_bytes: Vec<u8>,
+    fresh_bytes: Vec<Vec<u8>>,
+}
+
+impl<'b> Made<'b> {
+    fn new(backend: &'b dyn Backend, work: Work, device: u32, random: &mut Random) -> Result<Self, Failure> {
+        let transfers = transfers(work, random);
+        let bytes = transfers.last().map_or(0, |last| last.slot.end);
+        let other = (device + 1) % backend.device_count();
+        let input = match work {
+            Work::ToDevice(host) => Place::of(backend, host, bytes)?,
+            Work::FromOther => Place::on(backend, other, bytes)?,
+            _ => Place::on(backend, device, bytes)?,
+        };
+        let output = match work {
+            Work::ToHost(host) => Place::of(backend, host, bytes)?,
+            Work::ToOther => Place::on(backend, other, bytes)?,
+            _ => Place::on(backend, device, bytes)?,
+        };
+        let old_bytes = random.bytes(bytes);
+        let fresh_bytes: Vec<Vec<u8>> = (0..ROUNDS).map(|_| random.bytes(bytes)).collect();
+        let holding = |content: &[u8]| -> Result<Block<'b>> {
+            let block = Block::on(backend, device, bytes)?;
+            write_span(backend, device, block.all(), content)?;
+            Ok(block)
+        };
+        Ok(Self {
+            backend,
+            device,
+            work,
+            input,
+            output,
+            fresh: fresh_bytes.iter().map(|content| holding(content)).collect::<Result<_>>()?,
+            junk: holding(&random.bytes(bytes))?,
+            old: holding(&old_bytes)?,
+            snapshots: (0..ROUNDS).map(|_| Block::on(backend, device, bytes)).collect::<Result<_>>()?,
+            transfers,
+            old_bytes,
+            fresh_bytes,
+        })
+    }
+
+    /// Returns the pattern of a fill. The first consists of equal bytes, which invites a narrower fill.
+    fn pattern(width: usize, round: usize) -> FillPattern {
+        let pattern = [0x5757_5757_u32, 0x89ab_cdef, 0x0100_0001][round % 3];
+        match width {
+            1 => FillPattern::U8(pattern as u8),
+            2 => FillPattern::U16(pattern as u16),
+            _ => FillPattern::U32(pattern),
+        }
+    }
+
+    fn enqueue(&self, stream: &Stream<'_>, transfer: &Transfer, round: usize) -> Result<()> {
+        let destination = self.output.span(transfer.destination.clone());
+        match self.work {
+            Work::Fill(width) => stream.fill(destination, Self::pattern(width, round)),
+            _ => stream.copy(destination, self.input.span(transfer.source.clone())),
+        }
+    }
+
+    /// Enqueues one round over a group. A graph has the transfers of round 0.
+    fn round(
+        &self,
+        stream: &Stream<'_>,
+        group: &[Transfer],
+        round: usize,
+        graph: Option<&Executable<'_>>,
+    ) -> Result<()> {
+        let slots = group[0].slot.start..group[group.len() - 1].slot.end;
+        let has_input = !matches!(self.work, Work::Fill(_));
+        if has_input {
+            stream.copy(self.input.span(slots.clone()), self.fresh[round].span(slots.clone()))?;
+        }
+        stream.copy(self.output.span(slots.clone()), self.old.span(slots.clone()))?;
+        match graph {
+            Some(graph) => graph.launch(stream)?,
+            None => group.iter().try_for_each(|transfer| self.enqueue(stream, transfer, round))?,
+        }
+        if has_input {
+            stream.copy(self.input.span(slots.clone()), self.junk.span(slots.clone()))?;
+        }
+        stream.copy(self.snapshots[round].span(slots.clone()), self.output.span(slots.clone()))?;
+        stream.copy(self.output.span(slots.clone()), self.junk.span(slots))
+    }
+
+    /// Checks the snapshots of a group, the bytes beside the destinations included.
+    fn check(&self, group: &[Transfer], is_recorded: bool) -> CaseResult {
+        let slots = group[0].slot.start..group[group.len() - 1].slot.end;
+        for (round, snapshot) in self.snapshots.iter().enumerate() {
+            let seen = read_span(self.backend, self.device, snapshot.span(slots.clone()))?;
+            for transfer in group {
+                let Transfer { slot, source, destination } = transfer;
+                let mut expected = self.old_bytes[slot.clone()].to_vec();
+                let place = destination.start - slot.start..destination.end - slot.start;
+                match self.work {
+                    Work::Fill(width) => {
+                        let round = if is_recorded { 0 } else { round };
+                        let element = match Self::pattern(width, round) {
+                            FillPattern::U8(pattern) => vec![pattern],
+                            FillPattern::U16(pattern) => pattern.to_ne_bytes().to_vec(),
+                            FillPattern::U32(pattern) => pattern.to_ne_bytes().to_vec(),
+                        };
+                        expected[place].chunks_exact_mut(width).for_each(|chunk| chunk.copy_from_slice(&element));
+                    }
+                    _ => expected[place].copy_from_slice(&self.fresh_bytes[round][source.clone()]),
+                }
+                let seen = &seen[slot.start - slots.start..slot.end - slots.start];
+                let wrong = seen.iter().zip(&expected).position(|(seen, expected)| seen != expected);
+                check!(
+                    wrong.is_none(),
+                    "in round {round}, a transfer of {} bytes from {} to {} bytes behind the alignment gave another byte {} of its \
+                     slot than it should",
+                    destination.len(),
+                    source.start - slot.start,
+                    destination.start - slot.start,
+                    wrong.unwrap_or_default()
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+fn of_each_size(backend: &dyn Backend, work: Work) -> CaseResult {
+    for device in 0..backend.device_count().min(2) {
+        super::arithmetic::with_seed(u64::from(device), |random| on_device(backend, work, device, random))
+            .map_err(|failure| failure.with_details(&format!("{work:?} on device {device}")))?;
+    }
+    Ok(())
+}
+
+fn on_device(backend: &dyn Backend, work: Work, device: u32, random: &mut Random) -> CaseResult {
+    let can = backend.capabilities(device)?;
+    let made = Made::new(backend, work, device, random)?;
+    let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+    let (stream, before) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+    // Vendors refuse to record copies between devices.
+    let records = can.capture && !matches!(work, Work::ToOther | Work::FromOther);
+    let rounds = |group: &[Transfer], graphs: &[Executable<'_>]| -> CaseResult {
+        // The first calls of a kind may load what later ones find loaded.
+        made.round(&stream, group, 0, graphs.first())?;
+        stream.synchronize()?;
+        until_conclusive("a transfer waits for the work before it", |load| {
+            busy.enqueue(&stream, load)?;
+            stream.record(&before)?;
+            (0..ROUNDS).try_for_each(|round| made.round(&stream, group, round, graphs.get(round)))?;
+            let outstanding = before.is_pending()?;
+            stream.synchronize()?;
+            made.check(group, !graphs.is_empty())?;
+            Ok(Attempt::seen(outstanding))
+        })
+    };
+    for group in made.transfers.chunks(GROUP) {
+        rounds(group, &[])?;
+        if records {
+            let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+            group.iter().try_for_each(|transfer| made.enqueue(&stream, transfer, 0))?;
+            let graph = capture.end(&[made.input.memory(), made.output.memory()])?;
+            // One for each round, because a graph must not be launched while it is outstanding.
+            let executables = (0..ROUNDS).map(|_| graph.instantiate()).collect::<Result<Vec<_>>>()?;
+            rounds(group, &executables)
+                .map_err(|failure| failure.with_details("the transfers were recorded and launched"))?;
+        }
+    }
+    Ok(())
+}
