@@ -13,6 +13,7 @@ mod gemm;
 mod host;
 mod identity;
 mod ids;
+mod in_use;
 mod lacking;
 mod limits;
 mod mapped;
@@ -47,6 +48,7 @@ const GROUPS: &[&[Case]] = &[
     cells::CASES,
     sharing::CASES,
     concurrency::CASES,
+    in_use::CASES,
     lacking::CASES,
     fork::CASES,
 ];
