@@ -779,7 +779,11 @@ impl<'b> Registered<'b> {
     /// Unregisters all parts now, and returns the answer.
     pub(crate) fn unregister(&mut self) -> Result<()> {
         insist(|| self.users.settle(self.backend))?;
-        self.parts.clone().iter().fold(Ok(()), |result, part| result.and(self.unregister_part(part)))
+        let mut result = Ok(());
+        for part in self.parts.clone() {
+            result = result.and(self.unregister_part(&part));
+        }
+        result
     }
 }
 
