@@ -1,6 +1,6 @@
 //! Tests of streams that die with a lost capture, over a fake vendor.
 
-use super::testing::{Fake, INVALID};
+use super::testing::{Fake, INVALID, NOT_READY};
 use highwater_hal::{
     Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DevicePtr, Error, ErrorKind, EventOptions,
     FillPattern, Gemm, GemmShape, MemoryFill, StreamId, StreamOptions, StreamPriority, Workspace,
@@ -307,6 +307,34 @@ fn an_event_of_a_stream_that_leaves_is_pending_until_the_stream_has_ended() {
     });
     assert_eq!((backend.query_event(event).unwrap(), fake.calls("event_query").len()), (Completion::Complete, 0));
     backend.destroy_event(event).unwrap();
+    fake.is_empty();
+}
+
+#[test]
+fn a_wait_for_an_event_goes_on_when_the_event_is_destroyed() {
+    let fake = Fake::mortal();
+    let backend = &fake.backend;
+    let home = stream(&fake);
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    backend.record_event(event, home).unwrap();
+    let before = fake.alive();
+    fake.answer("event_query", NOT_READY);
+    fake.hold_up("event_query");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| backend.synchronize_event(event));
+        fake.wait_for("event_query");
+        backend.destroy_event(event).unwrap();
+        assert_eq!(backend.query_event(event).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(fake.alive(), before, "the event was destroyed during a call that uses it");
+        fake.go_on("event_query");
+        waiting.join().unwrap().unwrap();
+    });
+    // The first query found the work outstanding.
+    assert_eq!(fake.calls("event_query").len(), 2);
+    // The next call that destroys something also destroys the event.
+    backend.destroy_stream(home).unwrap();
+    let next = backend.create_event(0, &EventOptions::new()).unwrap();
+    backend.destroy_event(next).unwrap();
     fake.is_empty();
 }
 

@@ -172,15 +172,21 @@ impl<P: Platform> DriverState<P> {
     /// Answers a query of an event.
     pub(super) fn query_followed(&self, operation: &'static str, event: EventId) -> Result<Completion> {
         let asking = thread_records::ask();
+        // The hazard pointer of the event publishes the question.
         let mark = self.events.hold(operation, event)?;
-        let raw = match self.home_of(&mark) {
+        self.query_held(operation, &mark, asking)
+    }
+
+    /// Answers a query of an event that the caller holds. `asking` is published and belongs to the only open question.
+    fn query_held(&self, operation: &'static str, mark: &Held<'_, EventId>, asking: Asking) -> Result<Completion> {
+        let raw = match self.home_of(mark) {
             Home::Gone => return Ok(Completion::Complete),
             Home::Leaving => {
-                drop((asking, mark));
+                drop(asking);
                 self.let_streams_leave(operation);
                 return Ok(Completion::Pending);
             }
-            Home::Live(home) => match self.before(home, &mark) {
+            Home::Live(home) => match self.before(home, mark) {
                 Some(Before::Soon) => return Ok(Completion::Pending),
                 Some(Before::Event(before)) => before,
                 None => mark.raw(),
@@ -192,10 +198,21 @@ impl<P: Platform> DriverState<P> {
         self.answer(operation, unsafe { (self.platform.calls().event_query)(raw) })
     }
 
-    /// Waits for an event. Repeats a short query, because the vendor's waiting call would delay the end of the stream.
+    /// Waits for an event. Repeats a short query, because the vendor's waiting call would delay the end of the stream. The event
+    /// is held meanwhile, so a destruction of its id is postponed.
     pub(super) fn wait_for_followed(&self, operation: &'static str, event: EventId) -> Result<()> {
+        let mark = self.events.hold(operation, event)?;
         let mut asked = 0_u32;
-        while self.query_followed(operation, event)? != Completion::Complete {
+        loop {
+            let completion = {
+                let asking = thread_records::ask();
+                // This hazard pointer publishes the question, because that of the event was published before it.
+                let _hazard = thread_records::announce(std::ptr::from_ref(self).cast_mut().cast());
+                self.query_held(operation, &mark, asking)?
+            };
+            if completion == Completion::Complete {
+                return Ok(());
+            }
             asked += 1;
             if asked < 100 {
                 std::thread::yield_now();
@@ -203,7 +220,6 @@ impl<P: Platform> DriverState<P> {
                 std::thread::sleep(std::time::Duration::from_micros(20));
             }
         }
-        Ok(())
     }
 
     /// Makes a stream wait for an event. The wait may make the stream join a capture.

@@ -29,7 +29,7 @@ pub(super) const INVALID: i32 = 1;
 /// The granularity of mapped memory: the distance of the fake's addresses.
 pub(super) const GRANULARITY: usize = 0x10000;
 const OUT_OF_MEMORY: i32 = 2;
-const NOT_READY: i32 = 600;
+pub(super) const NOT_READY: i32 = 600;
 const WRONG_THREAD: i32 = 908;
 const LOST: i32 = 901;
 /// A stream that joined a capture was not waited for. The capture stays open, as on the vendor whose streams die.

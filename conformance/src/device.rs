@@ -701,20 +701,19 @@ impl Drop for Pinned<'_> {
     }
 }
 
-/// Memory of this process that is page-locked while the guard lives, by one registration or several adjacent ones.
+/// Memory of this process, parts of which are page-locked while the guard lives, by one registration each.
 #[derive(Debug)]
 pub(crate) struct Registered<'b> {
     backend: &'b dyn Backend,
     allocator: Arc<dyn HostAllocator>,
     memory: Pages,
-    piece_bytes: usize,
-    /// The number of registered pieces, from the first one.
-    registered: usize,
+    /// The registered parts.
+    parts: Vec<Range<usize>>,
     users: Users,
 }
 
 impl<'b> Registered<'b> {
-    /// Registers the memory as one piece.
+    /// Registers the memory as one part.
     #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         Self::in_pieces(backend, bytes, usize::MAX)
@@ -723,19 +722,32 @@ impl<'b> Registered<'b> {
     /// Registers the memory in pieces of this many bytes, a multiple of the page size. The last piece may be shorter.
     #[track_caller]
     pub(crate) fn in_pieces(backend: &'b dyn Backend, bytes: &[u8], piece_bytes: usize) -> Result<Self> {
-        let mut memory = Pages::new(bytes.len());
-        memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
-        let piece_bytes = piece_bytes.min(memory.len());
-        let allocator = backend.host_allocator();
-        let mut new = Self { backend, allocator, memory, piece_bytes, registered: 0, users: Users::default() };
-        for start in (0..new.memory.len()).step_by(piece_bytes) {
-            let length = piece_bytes.min(new.memory.len() - start);
-            made_here();
-            // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
-            unsafe { new.allocator.register(new.memory.ptr().offset(start), length, &HostOptions::new())? };
-            new.registered += 1;
+        let mut new = Self::unregistered(backend, bytes);
+        let all = new.memory.len();
+        let piece_bytes = piece_bytes.min(all);
+        for start in (0..all).step_by(piece_bytes) {
+            new.register(start..(start + piece_bytes).min(all))?;
         }
         Ok(new)
+    }
+
+    /// Makes memory of which nothing is registered.
+    pub(crate) fn unregistered(backend: &'b dyn Backend, bytes: &[u8]) -> Self {
+        let mut memory = Pages::new(bytes.len());
+        memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        Self { backend, allocator: backend.host_allocator(), memory, parts: Vec::new(), users: Users::default() }
+    }
+
+    /// Registers a part. A case may pass a part that the backend must refuse.
+    #[track_caller]
+    pub(crate) fn register(&mut self, part: Range<usize>) -> Result<()> {
+        assert!(part.end <= self.memory.len(), "a case registers {part:?} of {} bytes", self.memory.len());
+        made_here();
+        let start = self.memory.ptr().offset(part.start);
+        // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
+        unsafe { self.allocator.register(start, part.len(), &HostOptions::new())? };
+        self.parts.push(part);
+        Ok(())
     }
 
     pub(crate) fn memory(&self) -> &Pages {
@@ -756,14 +768,21 @@ impl<'b> Registered<'b> {
         Ok(self.memory.bytes().to_vec())
     }
 
-    /// Unregisters the memory now, and returns the answer.
+    /// Unregisters a part now, and returns the answer.
+    pub(crate) fn unregister_part(&mut self, part: &Range<usize>) -> Result<()> {
+        insist(|| self.users.settle(self.backend))?;
+        self.parts.retain(|other| other != part);
+        let start = self.memory.ptr().offset(part.start);
+        // SAFETY: no device uses the pages any more.
+        insist(|| unsafe { self.allocator.unregister(start) })
+    }
+
+    /// Unregisters all parts now, and returns the answer.
     pub(crate) fn unregister(&mut self) -> Result<()> {
         insist(|| self.users.settle(self.backend))?;
         let mut result = Ok(());
-        for index in 0..std::mem::take(&mut self.registered) {
-            let start = self.memory.ptr().offset(index * self.piece_bytes);
-            // SAFETY: no device uses the pages any more.
-            result = result.and(insist(|| unsafe { self.allocator.unregister(start) }));
+        for part in self.parts.clone() {
+            result = result.and(self.unregister_part(&part));
         }
         result
     }
@@ -771,7 +790,7 @@ impl<'b> Registered<'b> {
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        if self.registered > 0 {
+        if !self.parts.is_empty() {
             let _ = self.unregister();
         }
     }
@@ -834,6 +853,8 @@ pub(crate) struct Handle<'a> {
     device: u32,
     /// Keeps the workspace alive while the handle may use it.
     workspace: Option<&'a Block<'a>>,
+    /// Whether the handle is dropped without a wait for its products.
+    drops_in_use: bool,
 }
 
 impl<'a> Handle<'a> {
@@ -849,12 +870,17 @@ impl<'a> Handle<'a> {
     pub(crate) fn unbound(backend: &'a dyn Backend, kind: BlasKind, device: u32) -> Result<Self> {
         made_here();
         let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
-        Ok(Self { backend, handle, device, workspace: None })
+        Ok(Self { backend, handle, device, workspace: None, drops_in_use: false })
     }
 
     /// Returns the handle for its safe methods.
     pub(crate) fn raw_mut(&mut self) -> &mut dyn BlasHandle {
         &mut *self.handle
+    }
+
+    /// Drops the handle while its products are outstanding. Their blocks and the workspace outlive it and settle the device.
+    pub(crate) fn drop_in_use(mut self) {
+        self.drops_in_use = true;
     }
 
     pub(crate) fn set_stream(&mut self, stream: &Stream<'_>) -> Result<()> {
@@ -936,6 +962,9 @@ fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> 
 
 impl Drop for Handle<'_> {
     fn drop(&mut self) {
+        if self.drops_in_use {
+            return;
+        }
         let _ = insist(|| self.backend.synchronize_device(self.device));
         // Some cases have destroyed it already. The error then means nothing.
         let _ = insist(|| self.handle.destroy());

@@ -30,6 +30,9 @@
  *  - backend.lacking: a call that a capability denies returns HW_ERROR_UNSUPPORTED and has no effect.
  *  - backend.concurrent: calls from several threads at once do not disturb each other.
  *  - backend.live-objects: each object counts in `live_objects` from its creation to its destruction.
+ *  - backend.destroy-concurrent: any thread can destroy a stream, an event, a graph or an executable graph, also during a
+ *    call of another thread that uses it. That call ends as if the object was alive. Later calls return
+ *    HW_ERROR_INVALID_HANDLE.
  *  - backend.forked: in a child forked after the backend was opened, calls return HW_ERROR_FORKED at once.
  */
 #ifndef HIGHWATER_H
@@ -641,7 +644,11 @@ struct hw_table {
      *  - devices.capabilities-stable: every call returns the same value. */
     int32_t (*capabilities)(hw_backend *backend, uint32_t device, hw_capabilities *answer, hw_error *error);
     /* Returns the free and the total memory.
-     *  - memory.info: `free <= total`, and `total` is hw_device_info.memory_bytes. */
+     *  - memory.info: `free <= total`, and `total` is hw_device_info.memory_bytes.
+     *  - memory.info-counts: `free` is at most `total` less the bytes of all live blocks of `allocate` and all live physical
+     *    memory.
+     *  - memory.info-returns: a block of 64 MiB or more that is not stream-ordered, and physical memory of that size, is free
+     *    when the call that gives it back returns, unless another user of the device takes it. */
     int32_t (*memory_info)(hw_backend *backend, uint32_t device, hw_memory_info *answer, hw_error *error);
     /* Returns the number of live objects of each kind, by the backend's own count. */
     int32_t (*live_objects)(hw_backend *backend, hw_live_objects *answer, hw_error *error);
@@ -650,6 +657,8 @@ struct hw_table {
     /* Creates a stream.
      *  - stream.order: the work of one stream is executed in the order of the calls that enqueued it.
      *  - stream.asynchronous: a call that enqueues work returns without waiting for earlier work.
+     *  - stream.enqueues: a call that enqueues work does not execute it, not even on an idle stream. The call returns while
+     *    work that takes long is outstanding.
      *  - stream.independent: streams of one device wait for each other only on request. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
@@ -674,7 +683,7 @@ struct hw_table {
     /* Creates an event. Timing and sharing at once return HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*create_event)(hw_backend *backend, uint32_t device, const hw_event_options *options, hw_id *answer, hw_error *error);
     /* Destroys an event without waiting.
-     *  - event.destroy-pending: a record or a wait that was enqueued before keeps its effect.
+     *  - event.destroy-pending: a record or a wait that was enqueued before keeps its effect, also in a capture.
      *  - event.destroy-stale: the id is stale afterwards. */
     int32_t (*destroy_event)(hw_backend *backend, hw_id event, hw_error *error);
     /* Records the event at the stream's current point. Replaces an earlier record.
@@ -722,11 +731,13 @@ struct hw_table {
     /* ---- group foreign: raw handles of streams and events, to and from other code */
     /* Returns the vendor's handle of the stream as a number. */
     int32_t (*raw_stream)(hw_backend *backend, hw_id stream, uint64_t *answer, hw_error *error);
-    /* Wraps a stream that other code made and owns. `destroy_stream` forgets it. */
+    /* Wraps a stream that other code made and owns. `destroy_stream` forgets it.
+     *  - stream.foreign-kept: when the id is destroyed, the stream and its outstanding work stay as they are. */
     int32_t (*stream_from_raw)(hw_backend *backend, uint32_t device, uint64_t raw, hw_id *answer, hw_error *error);
     /* Returns the vendor's handle of the event as a number. */
     int32_t (*raw_event)(hw_backend *backend, hw_id event, uint64_t *answer, hw_error *error);
-    /* Wraps an event that other code made and owns. `destroy_event` forgets it. */
+    /* Wraps an event that other code made and owns. `destroy_event` forgets it.
+     *  - event.foreign-kept: when the id is destroyed, the event, its record and the waits for it stay as they are. */
     int32_t (*event_from_raw)(hw_backend *backend, uint32_t device, uint64_t raw, hw_id *answer, hw_error *error);
 
     /* ---- group host: page-locked host memory */
@@ -747,7 +758,10 @@ struct hw_table {
     /* Page-locks memory that other code allocated.
      *  - host.register-copies: inside one registration, copies work as with allocated memory, from its first byte to its
      *    last; a copy that crosses into an adjacent registration need not work.
-     *  - host.register-overlap: a range that overlaps a registered one returns HW_ERROR_INVALID_ARGUMENT. */
+     *  - host.register-overlap: a range that overlaps a registered one or a block of `host_allocate` returns
+     *    HW_ERROR_INVALID_ARGUMENT, and nothing changes.
+     *  - host.register-apart: ranges that do not overlap can be registered, also adjacent ones and several in one page. Each
+     *    works until its own `host_unregister`, whatever becomes of the others. */
     int32_t (*host_register)(hw_backend *backend, void *ptr, uint64_t bytes, const hw_host_options *options, hw_error *error);
     /* Undoes `host_register`.
      *  - host.unregister-unknown: an address that was not passed to `host_register` returns HW_ERROR_INVALID_POINTER. */
@@ -764,6 +778,8 @@ struct hw_table {
      *  - blas.unbound: until a stream is bound, products and runs of plans return HW_ERROR_INVALID_STATE, and nothing is
      *    enqueued.
      *  - blas.stream-device: a stream of another device returns HW_ERROR_WRONG_DEVICE.
+     *  - blas.stream-destroyed: once the bound stream is destroyed, products and runs of plans return
+     *    HW_ERROR_INVALID_HANDLE, and nothing is enqueued. Those enqueued before are still executed.
      *  - blas.stream-resets-workspace: if the fact HW_FACT_SET_STREAM_RESETS_WORKSPACE holds, the handle returns to its own
      *    workspace, even if the stream is the same; modes survive. */
     int32_t (*handle_set_stream)(hw_handle *handle, hw_id stream, hw_error *error);
@@ -798,7 +814,9 @@ struct hw_table {
     /* Returns the vendor's handle as a number. */
     int32_t (*handle_raw)(hw_handle *handle, uint64_t *answer, hw_error *error);
     /* Destroys the vendor's handle. Later calls except `handle_close` return HW_ERROR_INVALID_HANDLE.
-     *  - blas.destroyed: hw_live_objects.handles decreases by one, also if a handle is dropped without this call. */
+     *  - blas.destroyed: hw_live_objects.handles decreases by one, also if a handle is dropped without this call.
+     *  - blas.destroy-pending: products and runs of plans that were enqueued before are still executed, with the workspace
+     *    that was bound then. The same holds for a handle that is dropped. */
     int32_t (*handle_destroy)(hw_handle *handle, hw_error *error);
     /* Closes the handle, and destroys the vendor's if it still exists. Called once, as the last call of the handle. */
     int32_t (*handle_close)(hw_handle *handle, hw_error *error);
@@ -818,7 +836,8 @@ struct hw_table {
      *  - plan.alignment: an operand that is not aligned to the plan's alignment, or to its own elements, returns
      *    HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*run_plan)(hw_handle *handle, uint64_t plan, const hw_plan_arguments *arguments, hw_error *error);
-    /* Destroys a plan. Runs that were enqueued before are still executed. */
+    /* Destroys a plan.
+     *  - plan.destroy-pending: runs that were enqueued before are still executed. */
     int32_t (*destroy_plan)(hw_handle *handle, uint64_t plan, hw_error *error);
 
     /* ---- group capture: stream capture and replay */
@@ -849,9 +868,11 @@ struct hw_table {
      *    the streams that joined, in the order that their events set.
      *  - capture.by-value: addresses and scalars are those of the time of recording. */
     int32_t (*launch_graph)(hw_backend *backend, hw_id graph, hw_id stream, hw_error *error);
-    /* Destroys a graph. Executable graphs made from it stay alive. */
+    /* Destroys a graph.
+     *  - capture.destroy-graph: executable graphs made from it stay alive. */
     int32_t (*destroy_graph)(hw_backend *backend, hw_id graph, hw_error *error);
-    /* Destroys an executable graph. A launch that was enqueued before is still executed. */
+    /* Destroys an executable graph.
+     *  - capture.destroy-executable: a launch that was enqueued before is still executed. */
     int32_t (*destroy_graph_exec)(hw_backend *backend, hw_id graph, hw_error *error);
 
     /* ---- group ipc: memory and events of other processes
@@ -908,7 +929,7 @@ struct hw_table {
      *    HW_ERROR_UNSUPPORTED. */
     int32_t (*create_memory)(hw_backend *backend, uint32_t device, const hw_physical_memory_options *options, hw_id *answer, hw_error *error);
     /* Destroys physical memory.
-     *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped.
+     *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped, also to outstanding work.
      *  - mapped.returns: bytes that are destroyed and not mapped can be allocated again. */
     int32_t (*destroy_memory)(hw_backend *backend, hw_id memory, hw_error *error);
     /* Maps all of the memory at `ptr`, inside a reserved range. No device may access it before `set_memory_access`.

@@ -188,7 +188,7 @@ macro_rules! slots {
             Lt create_plan: handle.create_plan(&options: PlanOptions) -> PlanId;
             /// Enqueues one run of a plan on the bound stream, with the bound workspace.
             Lt run_plan: handle.run_plan(plan: PlanId, &arguments: PlanArguments);
-            /// Destroys a plan. Runs that were enqueued before are still executed.
+            /// Destroys a plan.
             Lt destroy_plan: handle.destroy_plan(plan: PlanId);
 
             /// Starts to record the work of the stream instead of executing it, in a mode HW_CAPTURE_... .
@@ -201,9 +201,9 @@ macro_rules! slots {
             Capture instantiate_graph: backend.instantiate_graph(graph: GraphId) -> GraphExecId;
             /// Enqueues one execution of the graph.
             Capture launch_graph: backend.launch_graph(graph: GraphExecId, stream: StreamId);
-            /// Destroys a graph. Executable graphs made from it stay alive.
+            /// Destroys a graph.
             Capture destroy_graph: backend.destroy_graph(graph: GraphId);
-            /// Destroys an executable graph. A launch that was enqueued before is still executed.
+            /// Destroys an executable graph.
             Capture destroy_graph_exec: backend.destroy_graph_exec(graph: GraphExecId);
 
             /// Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .

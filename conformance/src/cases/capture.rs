@@ -53,10 +53,12 @@ cases! {
     replays_fill_with_every_width: ["capture.replay", "fill.exact"] needs [has::capture];
     replays_use_the_scalars_of_the_recording: ["capture.by-value"] needs [has::capture, has::gemm_f32];
     replays_use_the_addresses_of_the_recording: ["capture.by-value"] needs [has::capture];
-    executables_outlive_their_graph: ["capture.replay"] needs [has::capture];
-    one_graph_makes_several_executables: ["capture.replay"] needs [has::capture];
-    pending_launches_finish_when_all_is_destroyed: ["capture.replay"] needs [has::capture];
-    pending_products_finish_when_all_is_destroyed: ["capture.replay"] needs [has::capture, has::gemm_f32];
+    executables_outlive_their_graph: ["capture.destroy-graph", "capture.replay"] needs [has::capture];
+    one_graph_makes_several_executables: ["capture.replay", "capture.destroy-executable"] needs [has::capture];
+    pending_launches_finish_when_all_is_destroyed: ["capture.replay", "capture.destroy-graph", "capture.destroy-executable"]
+        needs [has::capture];
+    pending_products_finish_when_all_is_destroyed: ["capture.replay", "capture.destroy-executable"]
+        needs [has::capture, has::gemm_f32];
     destroyed_graphs_are_stale: ["backend.ids-checked"] needs [has::capture];
     graphs_count: ["backend.live-objects"] needs [has::capture];
     threads_capture_at_once: ["backend.concurrent", "capture.not-executed", "capture.replay"] needs [has::capture];

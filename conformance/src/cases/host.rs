@@ -1,6 +1,8 @@
 //! Page-locked host memory.
 
-use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
+use std::ops::Range;
+
+use highwater_hal::{Backend, HostMemoryKind, HostOptions};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
 use crate::device::{Block, Pages, Pinned, Registered, Stream};
@@ -19,6 +21,9 @@ cases! {
     registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [has::host_register];
     registered_memory_is_copied_up_to_its_ends: ["host.register-copies"] needs [has::host_register];
     registered_memory_does_not_overlap: ["host.register-overlap"] needs [has::host_register];
+    allocated_memory_is_not_registered: ["host.register-overlap"] needs [has::host_register];
+    registrations_share_a_page: ["host.register-apart", "host.register-copies"] needs [has::host_register];
+    registrations_touch: ["host.register-apart", "host.register-copies"] needs [has::host_register];
     unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [has::host_register];
 }
 
@@ -173,28 +178,109 @@ fn registered_memory_is_copied_up_to_its_ends(backend: &dyn Backend) -> CaseResu
     Ok(())
 }
 
+/// The bytes of the smallest page.
+const PAGE: usize = 4096;
+
 fn registered_memory_does_not_overlap(backend: &dyn Backend) -> CaseResult {
     let content = Random::new(8).bytes(1 << 17);
-    let registered = Registered::new(backend, &content)?;
-    let (start, bytes) = (registered.memory().ptr(), registered.memory().len());
+    // Whole pages, and a range that begins and ends inside a page.
+    for (start, end) in [(2 * PAGE, 8 * PAGE), (2 * PAGE + 100, 8 * PAGE - 100)] {
+        let mut memory = Registered::unregistered(backend, &content);
+        memory.register(start..end)?;
+        let before = backend.live_objects();
+        for (what, range) in [
+            ("the same range", start..end),
+            ("its first half", start..(start + end) / 2),
+            ("its second half", (start + end) / 2..end),
+            ("its middle", start + PAGE..end - PAGE),
+            ("its first byte", start..start + 1),
+            ("its last byte", end - 1..end),
+            ("a range around it", start - PAGE..end + PAGE),
+            ("a range that ends behind its first byte", start - PAGE..start + 1),
+            ("a range that begins at its last byte", end - 1..end + PAGE),
+            ("a longer range from its start", start..end + PAGE),
+            ("a longer range up to its end", start - PAGE..end),
+        ] {
+            check_error!(memory.register(range), InvalidArgument, "register of registered memory, {what}");
+            check_eq!(backend.live_objects(), before, "live objects after register of {what} was refused");
+        }
+        travels(backend, memory.span(start..end), &content[start..end])?;
+    }
+    Ok(())
+}
+
+fn allocated_memory_is_not_registered(backend: &dyn Backend) -> CaseResult {
+    let content = Random::new(10).bytes(4 * PAGE);
+    let pinned = Pinned::holding(backend, &content)?;
     let before = backend.live_objects();
-    // SAFETY: inside the pages, which live until after the calls. A call that succeeds against the promise fails the
-    // case; the registration that it leaves ends with the process at the latest.
-    let (whole, head, tail) = unsafe {
-        let middle = HostPtr::new(std::ptr::NonNull::new_unchecked(start.as_ptr().add(bytes / 2)));
-        let allocator = backend.host_allocator();
-        let options = HostOptions::new();
-        (
-            allocator.register(start, bytes, &options),
-            allocator.register(start, bytes / 2, &options),
-            allocator.register(middle, bytes / 2, &options),
-        )
-    };
-    check_error!(whole, InvalidArgument, "register of registered memory");
-    check_error!(head, InvalidArgument, "register of the first half of registered memory");
-    check_error!(tail, InvalidArgument, "register of the second half of registered memory");
+    for (what, range) in [("all", 0..4 * PAGE), ("the first byte", 0..1), ("the middle", PAGE..2 * PAGE)] {
+        let start = pinned.ptr().offset(range.start);
+        // SAFETY: inside the block, which lives until after the call. If the call succeeds against the promise, the case fails,
+        // and the registration ends below.
+        let refused = unsafe { backend.host_allocator().register(start, range.len(), &HostOptions::new()) };
+        if refused.is_ok() {
+            // SAFETY: as above; no work uses the range.
+            let _ = unsafe { backend.host_allocator().unregister(start) };
+        }
+        check_error!(refused, InvalidArgument, "register of a block of `allocate`, {what}");
+    }
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
-    travels(backend, registered.all(), &content)
+    travels(backend, pinned.all(), &content)
+}
+
+/// Registers ranges and unregisters them in several orders. All others must work at each step.
+fn work_apart(backend: &dyn Backend, ranges: &[Range<usize>], orders: &[&[usize]]) -> CaseResult {
+    let content = Random::new(11).bytes(ranges.iter().map(|range| range.end).max().unwrap_or(0));
+    let before = backend.live_objects().host_allocations;
+    for order in orders {
+        let mut memory = Registered::unregistered(backend, &content);
+        let mut live: Vec<Range<usize>> = Vec::new();
+        for range in ranges {
+            memory.register(range.clone())?;
+            live.push(range.clone());
+        }
+        check_eq!(backend.live_objects().host_allocations, before + ranges.len() as u64, "live registrations");
+        for &index in *order {
+            for range in &live {
+                travels(backend, memory.span(range.clone()), &content[range.clone()])?;
+                arrives(backend, &mut memory, range)?;
+            }
+            memory.unregister_part(&ranges[index])?;
+            live.retain(|range| *range != ranges[index]);
+            let counted = backend.live_objects().host_allocations;
+            check_eq!(counted, before + live.len() as u64, "live registrations after one of several was unregistered");
+            // Its place is free again.
+            memory.register(ranges[index].clone())?;
+            memory.unregister_part(&ranges[index])?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies into a registered range. No byte beside it may change.
+fn arrives(backend: &dyn Backend, memory: &mut Registered<'_>, range: &Range<usize>) -> CaseResult {
+    let before = memory.read()?;
+    let turned: Vec<u8> = before[range.clone()].iter().map(|byte| !byte).collect();
+    let stream = Stream::new(backend)?;
+    for bytes in [turned, before[range.clone()].to_vec()] {
+        let block = Block::holding(backend, &bytes)?;
+        stream.copy(memory.span(range.clone()), block.all())?;
+        stream.synchronize()?;
+        let mut expected = before.clone();
+        expected[range.clone()].copy_from_slice(&bytes);
+        check!(memory.read()? == expected, "a copy to the registered bytes {range:?} did not arrive there alone");
+    }
+    Ok(())
+}
+
+fn registrations_share_a_page(backend: &dyn Backend) -> CaseResult {
+    let ranges = [0..100, 128..129, 129..1000, 1064..PAGE + 700, PAGE + 700..PAGE + 764, PAGE + 1000..3 * PAGE];
+    work_apart(backend, &ranges, &[&[0, 1, 2, 3, 4, 5], &[5, 3, 4, 1, 0, 2]])
+}
+
+fn registrations_touch(backend: &dyn Backend) -> CaseResult {
+    let ranges = [PAGE..3 * PAGE, 0..PAGE, 3 * PAGE..4 * PAGE];
+    work_apart(backend, &ranges, &[&[0, 1, 2], &[2, 1, 0]])
 }
 
 fn unknown_memory_is_not_unregistered(backend: &dyn Backend) -> CaseResult {

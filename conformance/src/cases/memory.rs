@@ -18,6 +18,8 @@ cases! {
     more_than_there_is_is_refused: ["memory.exhausted"];
     more_than_there_is_is_refused_for_every_kind: ["memory.exhausted"];
     freed_bytes_come_back: ["memory.free-returns"];
+    live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
+    freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
@@ -91,20 +93,25 @@ fn zero_bytes_are_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// Returns the kinds of memory that the stream's device has. Stream-ordered memory is in the order of this stream.
+fn kinds_in_order_of(backend: &dyn Backend, stream: &Stream<'_>) -> Result<Vec<DeviceMemoryKind>, Failure> {
+    let can = backend.capabilities(stream.id().device())?;
+    let mut kinds = vec![DeviceMemoryKind::Plain];
+    if can.stream_ordered_memory {
+        kinds.push(DeviceMemoryKind::StreamOrdered(stream.id()));
+    }
+    if can.shareable_memory {
+        kinds.extend(transports(backend)?.into_iter().map(DeviceMemoryKind::Shareable));
+    }
+    Ok(kinds)
+}
+
 /// Refuses each kind on each device, many times.
 fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
-        let can = backend.capabilities(device)?;
         let stream = Stream::on(backend, device)?;
-        let mut kinds = vec![DeviceMemoryKind::Plain];
-        if can.stream_ordered_memory {
-            kinds.push(DeviceMemoryKind::StreamOrdered(stream.id()));
-        }
-        if can.shareable_memory {
-            kinds.extend(transports(backend)?.into_iter().map(DeviceMemoryKind::Shareable));
-        }
         let total = usize::try_from(backend.memory_info(device)?.total).unwrap_or(usize::MAX);
-        for kind in kinds {
+        for kind in kinds_in_order_of(backend, &stream)? {
             let before = backend.live_objects();
             for bytes in [total.saturating_add(1 << 20), total.saturating_mul(16), isize::MAX as usize].repeat(10) {
                 let options = AllocateOptions::new(bytes).with_kind(kind);
@@ -151,6 +158,103 @@ fn freed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
     for round in 0..rounds {
         let block = Block::new(backend, bytes);
         check!(block.is_ok(), "{bytes} bytes were freed {round} times, and then: {:?}", block.err());
+    }
+    Ok(())
+}
+
+/// Returns how to make a block of each kind of memory, mapped memory included, and whether the kind is stream-ordered.
+fn makers<'b>(backend: &'b dyn Backend, stream: &Stream<'b>) -> Result<Vec<Maker<'b>>, Failure> {
+    let device = stream.id().device();
+    let mut makers: Vec<Maker<'b>> = Vec::new();
+    for kind in kinds_in_order_of(backend, stream)? {
+        let make = Box::new(move |bytes| Block::with_kind(backend, device, bytes, kind));
+        makers.push(Maker {
+            what: format!("{kind:?}"),
+            is_ordered: matches!(kind, DeviceMemoryKind::StreamOrdered(_)),
+            make,
+        });
+    }
+    if backend.capabilities(device)?.mapped_memory {
+        let make = Box::new(move |bytes| Block::mapped(backend, device, &[bytes]));
+        makers.push(Maker { what: "Mapped".to_owned(), is_ordered: false, make });
+    }
+    // Last, because vendors keep stream-ordered memory that was freed.
+    makers.sort_by_key(|maker| maker.is_ordered);
+    Ok(makers)
+}
+
+/// Makes blocks of one kind of memory.
+struct Maker<'b> {
+    what: String,
+    is_ordered: bool,
+    make: Box<dyn Fn(usize) -> highwater_hal::Result<Block<'b>> + 'b>,
+}
+
+/// Returns `bytes`, rounded down to a size that each kind of memory can have.
+fn even(backend: &dyn Backend, device: u32, bytes: u64) -> Result<usize, Failure> {
+    let granularity = backend.capabilities(device)?.mapped_memory_granularity.max(1);
+    Ok(usize::try_from(bytes).unwrap_or(usize::MAX) / granularity * granularity)
+}
+
+/// Holds large blocks of each kind. Whatever other programs do, their bytes are not free.
+fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        for Maker { what, make, .. } in makers(backend, &stream)? {
+            let size = even(backend, device, backend.memory_info(device)?.free / 5 * 2)?;
+            let (mut blocks, mut live) = (Vec::new(), 0);
+            // Free memory need not be contiguous, so a later block may be refused.
+            for bytes in [size, size, size / 4] {
+                let bytes = even(backend, device, bytes as u64)?;
+                match make(bytes) {
+                    Ok(block) => blocks.push(block),
+                    Err(error) if error.kind() == ErrorKind::OutOfMemory && !blocks.is_empty() => break,
+                    Err(error) => return Err(error.into()),
+                }
+                live += bytes as u64;
+                let memory = backend.memory_info(device)?;
+                check!(
+                    memory.free <= memory.total.saturating_sub(live),
+                    "{} of {} bytes are free while blocks of {live} bytes of {what} memory are alive on device {device}",
+                    memory.free,
+                    memory.total
+                );
+            }
+            drop(blocks);
+            stream.synchronize()?;
+        }
+    }
+    Ok(())
+}
+
+/// Frees a block of each kind that vendors do not keep. Another program may take the memory at the same time, so one time
+/// proves it.
+fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
+    const BYTES: u64 = 64 << 20;
+    const TIMES: usize = 20;
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        for Maker { what, make, .. } in makers(backend, &stream)?.into_iter().filter(|maker| !maker.is_ordered) {
+            let granularity = backend.capabilities(device)?.mapped_memory_granularity.max(1);
+            let bytes = usize::try_from(BYTES).unwrap_or(usize::MAX).next_multiple_of(granularity);
+            if backend.memory_info(device)?.free < bytes as u64 {
+                continue;
+            }
+            let mut grown = Vec::new();
+            for _ in 0..TIMES {
+                let block = make(bytes)?;
+                let before = backend.memory_info(device)?.free;
+                block.give_back()?;
+                grown.push(backend.memory_info(device)?.free.saturating_sub(before));
+                if grown.last() >= Some(&(bytes as u64)) {
+                    break;
+                }
+            }
+            check!(
+                grown.last() >= Some(&(bytes as u64)),
+                "the free memory of device {device} grew by {grown:?} bytes when {bytes} bytes of {what} memory were given back"
+            );
+        }
     }
     Ok(())
 }

@@ -13,6 +13,7 @@ mod gemm;
 mod host;
 mod identity;
 mod ids;
+mod in_use;
 mod kinds;
 mod lacking;
 mod limits;
@@ -38,8 +39,6 @@ const GROUPS: &[&[Case]] = &[
     fills::CASES,
     copies::CASES,
     streams::CASES,
-    transfers::CASES,
-    kinds::CASES,
     events::CASES,
     gemm::CASES,
     arithmetic::CASES,
@@ -49,8 +48,11 @@ const GROUPS: &[&[Case]] = &[
     mapped::CASES,
     capture::CASES,
     cells::CASES,
+    transfers::CASES,
+    kinds::CASES,
     sharing::CASES,
     concurrency::CASES,
+    in_use::CASES,
     lacking::CASES,
     fork::CASES,
 ];

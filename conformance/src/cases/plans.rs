@@ -72,7 +72,7 @@ cases! {
     are_stale_when_destroyed: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
     of_other_handles_are_stale: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
     need_a_bound_stream: ["blas.unbound"] needs [has::lt_plans, has::gemm_f32];
-    finish_when_destroyed: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
+    finish_when_destroyed: ["plan.destroy-pending", "plan.value"] needs [has::lt_plans, has::gemm_f32];
     return_at_once: ["stream.asynchronous"] needs [has::lt_plans, has::gemm_f32];
 }
 

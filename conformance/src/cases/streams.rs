@@ -1,9 +1,13 @@
 //! Streams: order, asynchrony, independence, and waits.
 
-use highwater_hal::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
+use highwater_hal::{
+    Backend, BlasKind, CaptureMode, DataType, Epilogue, FillPattern, GemmShape, PlanOptions, StreamId, StreamOptions,
+    StreamPriority,
+};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error};
-use crate::device::{Block, DEVICE, Event, Pinned, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Stream};
+use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
 
@@ -14,6 +18,20 @@ cases! {
     copies_return_at_once: ["stream.asynchronous"];
     fills_return_at_once: ["stream.asynchronous"];
     records_and_waits_return_at_once: ["stream.asynchronous"];
+    copies_to_the_device_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::ToDevice);
+    copies_to_the_host_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::ToHost);
+    copies_on_the_device_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::OnDevice);
+    copies_between_devices_are_not_executed_in_the_call: ["stream.enqueues"]
+        needs [TWO_DEVICES, has::peer_copy] => leaves_to_the_device(Way::BetweenDevices);
+    fills_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::Fill);
+    launches_are_not_executed_in_the_call: ["stream.enqueues", "capture.replay"]
+        needs [has::capture] => leaves_to_the_device(Way::Launch);
+    products_are_not_executed_in_the_call: ["stream.enqueues", "gemm.asynchronous"]
+        needs [has::gemm_f32] => leaves_products_to_the_device(BlasKind::Blas);
+    plans_are_not_executed_in_the_call: ["stream.enqueues"]
+        needs [has::gemm_f32, has::lt_plans] => leaves_products_to_the_device(BlasKind::Lt);
+    sources_are_read_after_earlier_work: ["stream.order", "copy.ordered"] => sources_are_read_late(false);
+    sources_are_read_after_awaited_work: ["event.wait-orders", "copy.ordered"] => sources_are_read_late(true);
     do_not_wait_for_each_other: ["stream.independent"];
     query_follows_the_work: ["stream.query"];
     query_ignores_other_streams: ["stream.query", "stream.independent"];
@@ -137,6 +155,134 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
         idle.synchronize()?;
         Ok(Attempt::seen(outstanding))
     })
+}
+
+/// The kinds of work of which one call can enqueue much.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    ToDevice,
+    ToHost,
+    OnDevice,
+    BetweenDevices,
+    Fill,
+    /// One launch of a recorded copy.
+    Launch,
+}
+
+/// Checks that a call on an idle stream leaves its work to the device.
+fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
+    for device in 0..backend.device_count().min(2) {
+        until_conclusive(&format!("{way:?}: a call on an idle stream of device {device} executes its work"), |load| {
+            let bytes = load.min(64) << 20;
+            let stream = Stream::on(backend, device)?;
+            let (block, small) = (Block::on(backend, device, bytes)?, Block::on(backend, device, 256)?);
+            let (other, pinned) = match way {
+                Way::OnDevice | Way::Launch => (Some(Block::on(backend, device, bytes)?), None),
+                Way::BetweenDevices => (Some(Block::on(backend, 1 - device, bytes)?), None),
+                _ => (None, Some(Pinned::new(backend, bytes)?)),
+            };
+            let there = match (&other, &pinned) {
+                (Some(other), _) => other.all(),
+                (_, Some(pinned)) => pinned.all(),
+                _ => block.all(),
+            };
+            let enqueue = || match way {
+                Way::ToDevice | Way::OnDevice | Way::Launch => stream.copy(block.all(), there),
+                Way::ToHost | Way::BetweenDevices => stream.copy(there, block.all()),
+                Way::Fill => stream.set(block.all(), 1),
+            };
+            let executable = match way {
+                Way::Launch => {
+                    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+                    enqueue()?;
+                    let memory: Vec<&dyn Memory> = other.iter().chain([&block]).map(|block| block as _).collect();
+                    Some(capture.end(&memory)?.instantiate()?)
+                }
+                _ => None,
+            };
+            let work = || executable.as_ref().map_or_else(enqueue, |executable| executable.launch(&stream));
+            // The first call of a kind may load code, and a thread of the device may have to be woken.
+            work()?;
+            stream.set(small.all(), 1)?;
+            stream.synchronize()?;
+            work()?;
+            let outstanding = stream.is_pending()?;
+            stream.synchronize()?;
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
+/// Checks the same of products and of runs of plans.
+fn leaves_products_to_the_device(backend: &dyn Backend, kind: BlasKind) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, kind, &stream)?;
+    until_conclusive(&format!("{kind:?}: a product on an idle stream is computed in the call"), |load| {
+        let size = 64 * load.min(16);
+        let product = Product::new(GemmShape::new(DataType::F32, size, size, size), 17);
+        let placed = product.place(backend)?;
+        let plan = match kind {
+            BlasKind::Lt => Some(handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?),
+            _ => None,
+        };
+        let mut outstanding = false;
+        // The first product may load kernels.
+        for _ in 0..2 {
+            match plan {
+                Some(plan) => {
+                    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+                }
+                None => placed.gemm(&product, &mut handle)?,
+            }
+            outstanding = stream.is_pending()?;
+            stream.synchronize()?;
+        }
+        if let Some(plan) = plan {
+            handle.raw_mut().destroy_plan(plan)?;
+        }
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+/// Checks that a copy reads its source when the stream gets there. Earlier work of the stream, or work that the stream waits
+/// for, writes the source.
+fn sources_are_read_late(backend: &dyn Backend, is_awaited: bool) -> CaseResult {
+    for device in 0..backend.device_count().min(2) {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        until_conclusive("the source was written before the copy of it was enqueued", |load| {
+            let fresh = Block::filled_on(backend, device, BYTES, 2)?;
+            let (source, target) =
+                (Block::filled_on(backend, device, BYTES, 1)?, Block::filled_on(backend, device, BYTES, 0)?);
+            let (pinned, arrived) = (Pinned::holding(backend, &[1; BYTES])?, Pinned::holding(backend, &[0; BYTES])?);
+            let copied = Block::filled_on(backend, device, BYTES, 0)?;
+            let (writer, reader) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+            let (before, written) = (Event::on(backend, device)?, Event::on(backend, device)?);
+            busy.enqueue(&writer, load)?;
+            writer.record(&before)?;
+            writer.copy(pinned.all(), fresh.all())?;
+            writer.copy(source.all(), fresh.all())?;
+            let reader = if is_awaited {
+                writer.record(&written)?;
+                reader.wait(&written)?;
+                &reader
+            } else {
+                &writer
+            };
+            reader.copy(target.all(), pinned.all())?;
+            reader.copy(copied.all(), source.all())?;
+            reader.copy(arrived.all(), source.all())?;
+            let outstanding = before.is_pending()?;
+            reader.synchronize()?;
+            for (what, got) in
+                [("to the device", target.read()?), ("on the device", copied.read()?), ("to the host", arrived.read()?)]
+            {
+                check!(got == [2; BYTES], "a copy {what} read its source before the work that writes the source");
+            }
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
 }
 
 fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {

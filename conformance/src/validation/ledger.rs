@@ -36,6 +36,8 @@ pub(super) struct Entry {
     pub(super) foreign: bool,
     /// Whether an injected fault refused to destroy it.
     pub(super) refused: bool,
+    /// Whether a call that destroys it has begun. Its id may be alive or stale.
+    pub(super) destroying: bool,
 }
 
 /// An id that a backend must refuse, in words.
@@ -185,6 +187,16 @@ impl Ledger {
         }))
     }
 
+    /// Returns whether a backend must accept the id.
+    pub(super) fn is_sound(&self, id: AnyId) -> bool {
+        self.unsound(id).is_none() && self.alive.get(&id).is_none_or(|entry| !entry.destroying)
+    }
+
+    /// Notes that a call that destroys the object has begun, or that it has failed. Returns whether one had begun before.
+    pub(super) fn begins_to_destroy(&mut self, id: AnyId, has_begun: bool) -> bool {
+        self.alive.get_mut(&id).is_some_and(|entry| std::mem::replace(&mut entry.destroying, has_begun))
+    }
+
     fn is_default(&self, id: StreamId) -> bool {
         let named =
             [StreamId::legacy_default(self.tag, id.device()), StreamId::per_thread_default(self.tag, id.device())];
@@ -193,7 +205,7 @@ impl Ledger {
 
     /// Enters an id that the backend issued, and checks it.
     pub(super) fn issued(&mut self, id: AnyId, device: u32, made: Made, foreign: bool) {
-        let entry = Entry { made, foreign, refused: false };
+        let entry = Entry { made, foreign, refused: false, destroying: false };
         let (old, parts) = (self.alive.insert(id, entry), id.parts());
         let operation = made.operation;
         self.check_device(operation, device);

@@ -127,12 +127,18 @@ impl Books {
         ids.iter().find_map(|&id| ledger.unsound(id))
     }
 
+    /// Returns whether the backend must accept all of the ids.
+    fn are_sound(&self, ids: &[AnyId]) -> bool {
+        let ledger = self.ledger();
+        ids.iter().all(|&id| ledger.is_sound(id))
+    }
+
     fn judge<T>(&self, operation: &'static str, ids: &[AnyId], unsound: Option<Unsound>, answer: &Result<T>) {
         match (unsound, answer) {
             (Some(id), Ok(_)) => self.found(format!("use after destroy: `{operation}` accepted {id}")),
-            // Another thread may have destroyed an object meanwhile.
+            // Another thread may have destroyed an object meanwhile, or may be about to.
             (None, Err(error))
-                if error.kind() == ErrorKind::InvalidHandle && !ids.is_empty() && self.unsound(ids).is_none() =>
+                if error.kind() == ErrorKind::InvalidHandle && !ids.is_empty() && self.are_sound(ids) =>
             {
                 self.found(format!("`{operation}` refused ids that are alive: {error}"));
             }
@@ -149,6 +155,8 @@ impl Books {
             return Err(fault);
         }
         let unsound = self.unsound(&[id]);
+        // Whether another thread destroys the object at the same time. One of the two is refused.
+        let is_contended = self.ledger().begins_to_destroy(id, true);
         let answer = call();
         if answer.is_ok() {
             let mut ledger = self.ledger();
@@ -156,7 +164,8 @@ impl Books {
                 let what = unsound.map_or_else(|| format!("{id:?}"), |id| id.to_string());
                 ledger.found(format!("double free: `{operation}` accepted {what}"));
             }
-        } else {
+        } else if !is_contended {
+            self.ledger().begins_to_destroy(id, false);
             self.judge(operation, &[id], unsound, &answer);
         }
         answer

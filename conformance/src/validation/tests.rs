@@ -5,9 +5,9 @@ use std::mem::forget;
 use std::sync::Mutex;
 
 use highwater_hal::{
-    AllocateOptions, BackendTag, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, EventId, EventOptions,
-    Gemm, GemmShape, IdParts, IdTable, Identity, LiveObjects, Location, MemoryCopy, MemoryHandle, MockBackend,
-    MockBlasHandle, MockIpcSharing, ObjectId, PlanId, StreamId, StreamOptions, Transport,
+    AllocateOptions, BackendTag, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, Error, EventId,
+    EventOptions, Gemm, GemmShape, IdParts, IdTable, Identity, LiveObjects, Location, MemoryCopy, MemoryHandle,
+    MockBackend, MockBlasHandle, MockIpcSharing, ObjectId, PlanId, StreamId, StreamOptions, Transport,
 };
 
 use super::*;
@@ -140,6 +140,52 @@ fn bad_ids_that_are_refused_and_living_ones_that_are() {
         backend.destroy_event(event).unwrap();
     });
     assert_says(&said, &["`query_event` refused ids that are alive"]);
+}
+
+#[test]
+fn an_id_that_another_thread_is_destroying_may_be_refused_or_accepted() {
+    let tag = BackendTag::next();
+    let mut backend = MockBackend::new();
+    backend.expect_identity().return_const(Identity::new("racing", "makes an id stale early", tag));
+    backend.expect_device_count().return_const(1_u32);
+    backend.expect_live_objects().returning(LiveObjects::default);
+    let streams = IdTable::<StreamId, ()>::new(tag);
+    backend.expect_create_stream().returning(move |device, _| streams.insert("create_stream", device, Arc::new(())));
+    let (begun, asked) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    let (begun, asked) = (Arc::new(begun), Arc::new(asked));
+    let (here, there) = (Arc::clone(&begun), Arc::clone(&asked));
+    backend.expect_destroy_stream().returning(move |_| {
+        here.wait();
+        there.wait();
+        Ok(())
+    });
+    let refused = || Err(Error::new(ErrorKind::InvalidHandle, "query_stream", "the id is stale"));
+    backend.expect_query_stream().returning(move |_| refused());
+    backend.expect_synchronize_stream().returning(|_| Ok(()));
+    let found = findings(&backend, |backend| {
+        let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| backend.destroy_stream(stream).unwrap());
+            begun.wait();
+            backend.query_stream(stream).unwrap_err();
+            backend.synchronize_stream(stream).unwrap();
+            asked.wait();
+        });
+    });
+    assert!(found.is_empty(), "{found:?}");
+    // Without a call that destroys it, the id must be accepted.
+    let finding = finding(&backend, |backend| {
+        let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+        backend.query_stream(stream).unwrap_err();
+        let at_end = std::thread::scope(|scope| {
+            let ends = scope.spawn(|| backend.destroy_stream(stream));
+            begun.wait();
+            asked.wait();
+            ends.join().unwrap()
+        });
+        at_end.unwrap();
+    });
+    assert_says(&finding, &["refused ids that are alive"]);
 }
 
 #[test]

@@ -282,7 +282,19 @@ impl std::fmt::Display for LiveObjects {
 /// - `backend.lacking`: a call that a capability denies returns `Unsupported` and has no effect.
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
+/// - `backend.destroy-concurrent`: any thread can destroy a stream, an event, a graph or an executable graph, also during a
+///   call of another thread that uses it. That call ends as if the object was alive. Later calls return `InvalidHandle`.
 /// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once.
+///
+/// # Objects in use
+/// Any thread can destroy these objects while work that uses them is outstanding: streams, events, graphs, executable
+/// graphs, physical memory, and the ids of foreign objects. Their clauses state what becomes of the work. A BLAS handle and
+/// its plans belong to one thread at a time. That thread can destroy them while their products are outstanding.
+///
+/// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
+/// memory, registrations, and workspaces. A foreign object must outlive its id, so the destruction of the id waits until no
+/// call of another thread uses it. The caller must end a capture before it destroys a stream that takes part. What
+/// otherwise becomes of the capture is not promised.
 ///
 /// # Safety
 /// Core trusts a backend's answers when it frees and reuses memory, and when it lets safe code touch page-locked memory.
@@ -317,9 +329,14 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Returns the free and the total memory.
     ///
     /// - `memory.info`: `free <= total`, and `total` is `device_info().memory_bytes`.
+    /// - `memory.info-counts`: `free` is at most `total` less the bytes of all live blocks of `allocate` and all live physical
+    ///   memory.
+    /// - `memory.info-returns`: a block of 64 MiB or more that is not stream-ordered, and physical memory of that size, is
+    ///   free when the call that gives it back returns, unless another user of the device takes it.
     ///
-    /// How far one allocation or free changes `free` is not promised: vendors take memory in larger units and keep it, and other
-    /// programs use the device.
+    /// Nothing more is promised. Vendors take memory in larger units than requested, and may keep small blocks and
+    /// stream-ordered memory after a free. Other programs change `free` at any time. An allocation of `free` bytes may fail,
+    /// because free memory need not be contiguous. An allocation of more may succeed, because a vendor may have kept memory.
     fn memory_info(&self, device: u32) -> Result<MemoryInfo>;
 
     /// Returns the number of live objects of each kind, by the backend's own count. Objects that the exit policy leaks on
@@ -342,7 +359,12 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// - `stream.order`: the work of one stream is executed in the order of the calls that enqueued it.
     /// - `stream.asynchronous`: a call that enqueues work returns without waiting for earlier work.
+    /// - `stream.enqueues`: a call that enqueues work does not execute it, not even on an idle stream. The call returns while
+    ///   work that takes long is outstanding.
     /// - `stream.independent`: streams of one device wait for each other only on request.
+    ///
+    /// Short work may be complete when its call returns. The first call of a kind may load code of the vendor, which takes long
+    /// and may wait for the device.
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId>;
 
     /// Destroys a stream. Does not wait for its work, unless the vendor's call does (ROCm).
@@ -382,6 +404,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Wraps a stream that other code made and owns. `destroy_stream` forgets it without destroying it.
     ///
+    /// - `stream.foreign-kept`: when the id is destroyed, the stream and its outstanding work stay as they are.
+    ///
     /// # Safety
     /// The caller must pass a live stream of `device`, and must keep it alive until `destroy_stream` has taken the id.
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
@@ -395,9 +419,10 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// `InvalidArgument`.
     fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId>;
 
-    /// Destroys an event without waiting.
+    /// Destroys an event without waiting for its record. The caller must keep an exported event until no other process waits
+    /// for it.
     ///
-    /// - `event.destroy-pending`: a record or a wait that was enqueued before keeps its effect.
+    /// - `event.destroy-pending`: a record or a wait that was enqueued before keeps its effect, also in a capture.
     /// - `event.destroy-stale`: the id is stale afterwards.
     fn destroy_event(&self, event: EventId) -> Result<()>;
 
@@ -436,6 +461,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     }
 
     /// Wraps an event that other code made and owns. `destroy_event` forgets it without destroying it.
+    ///
+    /// - `event.foreign-kept`: when the id is destroyed, the event, its record and the waits for it stay as they are.
     ///
     /// # Safety
     /// The caller must pass a live event of `device`, and must keep it alive until `destroy_event` has taken the id.
@@ -512,7 +539,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Destroys physical memory. The id is stale afterwards.
     ///
-    /// - `mapped.destroy`: memory that is mapped stays accessible until it is unmapped.
+    /// - `mapped.destroy`: memory that is mapped stays accessible until it is unmapped, also to outstanding work.
     /// - `mapped.returns`: bytes that are destroyed and not mapped can be allocated again.
     fn destroy_memory(&self, memory: PhysicalMemoryId) -> Result<()> {
         let _ = memory;
@@ -649,13 +676,17 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
         Err(Error::lacks("launch_graph", "capture"))
     }
 
-    /// Destroys a graph. Executable graphs made from it stay alive.
+    /// Destroys a graph.
+    ///
+    /// - `capture.destroy-graph`: executable graphs made from it stay alive.
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {
         let _ = graph;
         Err(Error::lacks("destroy_graph", "capture"))
     }
 
-    /// Destroys an executable graph. A launch that was enqueued before is still executed.
+    /// Destroys an executable graph.
+    ///
+    /// - `capture.destroy-executable`: a launch that was enqueued before is still executed.
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
         let _ = graph;
         Err(Error::lacks("destroy_graph_exec", "capture"))

@@ -551,6 +551,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `blas.stream-bound`: products run in the order of the bound stream.
     /// - `blas.unbound`: until a stream is bound, products and runs of plans return `InvalidState`, and nothing is enqueued.
     /// - `blas.stream-device`: a stream of another device returns `WrongDevice`.
+    /// - `blas.stream-destroyed`: once the bound stream is destroyed, products and runs of plans return `InvalidHandle`, and
+    ///   nothing is enqueued. Those enqueued before are still executed.
     /// - `blas.stream-resets-workspace`: if the fact `set_stream_resets_workspace` holds, the handle returns to its own
     ///   workspace, even if the stream is the same; modes survive.
     fn set_stream(&mut self, stream: StreamId) -> Result<()>;
@@ -626,7 +628,9 @@ pub trait BlasHandle: Send + fmt::Debug {
         Err(Error::lacks("run_plan", "lt_plans"))
     }
 
-    /// Destroys a plan. Runs that were enqueued before are still executed.
+    /// Destroys a plan.
+    ///
+    /// - `plan.destroy-pending`: runs that were enqueued before are still executed.
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
         let _ = plan;
         Err(Error::lacks("destroy_plan", "lt_plans"))
@@ -647,9 +651,12 @@ pub trait BlasHandle: Send + fmt::Debug {
             .with_hint("destroy the handle, and make a new one"))
     }
 
-    /// Destroys the vendor's handle. May wait for the device. Later calls of any method return `InvalidHandle`.
+    /// Destroys the vendor's handle. May wait for the device, and may lose captures that are open there. Later calls of any
+    /// method return `InvalidHandle`.
     ///
     /// - `blas.destroyed`: `live_objects().handles` decreases by one, also if a handle is dropped without this call.
+    /// - `blas.destroy-pending`: products and runs of plans that were enqueued before are still executed, with the workspace
+    ///   that was bound then. The same holds for a handle that is dropped.
     fn destroy(&mut self) -> Result<()>;
 }
 

@@ -75,7 +75,10 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     ///
     /// - `host.register-copies`: inside one registration, copies work as with allocated memory, from its first byte to its
     ///   last; a copy that crosses into an adjacent registration need not work.
-    /// - `host.register-overlap`: a range that overlaps a registered one returns `InvalidArgument`.
+    /// - `host.register-overlap`: a range that overlaps a registered one or a block of `allocate` returns `InvalidArgument`,
+    ///   and nothing changes.
+    /// - `host.register-apart`: ranges that do not overlap can be registered, also adjacent ones and several in one page. Each
+    ///   works until its own `unregister`, whatever becomes of the others.
     ///
     /// # Safety
     /// The caller must pass a mapped, readable and writable range, and must keep it so until `unregister`.

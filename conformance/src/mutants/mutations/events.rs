@@ -200,6 +200,47 @@ mutants! {
         });
     };
 
+    "events-of-captures-kept": "Refuses to destroy an event while the capture that recorded it is open." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.destroy_event(move |reference, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            match home.is_some_and(|home| reference.is_recording(home)) {
+                true => Err(wrong(ErrorKind::Capture, "destroy_event")),
+                false => reference.destroy_event(event),
+            }
+        });
+    };
+
+    in "event.foreign-kept":
+    "events-complete-with-their-wrapper": "Reports an event as complete once an id that wraps it is destroyed." => |h| {
+        let owners = Shared::<HashMap<u64, EventId>>::default();
+        let wrapped = Shared::<HashMap<EventId, EventId>>::default();
+        let over = Shared::<HashSet<EventId>>::default();
+        let (raws, wraps, ends) = (owners.clone(), wrapped.clone(), over.clone());
+        h.backend.raw_event(move |reference, event| {
+            let raw = reference.raw_event(event)?;
+            raws.with(|raws| raws.insert(raw, event));
+            Ok(raw)
+        });
+        h.backend.event_from_raw(move |reference, device, raw| {
+            let wrapper = reference.event_from_raw(device, raw)?;
+            if let Some(owner) = owners.with(|owners| owners.get(&raw).copied()) {
+                wraps.with(|wraps| wraps.insert(wrapper, owner));
+            }
+            Ok(wrapper)
+        });
+        h.backend.destroy_event(move |reference, event| {
+            if let Some(owner) = wrapped.with(|wrapped| wrapped.remove(&event)) {
+                ends.with(|ends| ends.insert(owner));
+            }
+            reference.destroy_event(event)
+        });
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            Ok(if over.with(|over| over.contains(&event)) { Completion::Complete } else { completion })
+        });
+    };
+
     in "event.synchronize":
     "events-not-waited-for": "Returns at once from a wait for an event." => |h| {
         h.settles = true;

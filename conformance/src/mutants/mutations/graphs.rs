@@ -39,46 +39,6 @@ mutants! {
             if joined { Ok(()) } else { reference.copy(copy, stream) }
         });
     };
-    "launches-dropped-with-their-graph": "Destroys pending launches with their graph." => |h| {
-        let held = Deferred::default();
-        let by_graph = Shared::<HashMap<GraphExecId, StreamId>>::default();
-        let (launched, pending, gone) = (held.clone(), by_graph.clone(), held.clone());
-        h.backend.launch_graph(move |reference, graph, stream| {
-            if !reference.is_pending(stream) {
-                return reference.launch_graph(graph, stream);
-            }
-            pending.with(|pending| pending.insert(graph, stream));
-            launched.defer(stream, move |reference| reference.launch_graph(graph, stream));
-            Ok(())
-        });
-        h.backend.destroy_graph_exec(move |reference, graph| {
-            if let Some(stream) = by_graph.with(|by_graph| by_graph.remove(&graph)) {
-                gone.forget(stream);
-            }
-            reference.destroy_graph_exec(graph)
-        });
-        h.before(move |reference, method, stream| match (method, stream) {
-            ("launch_graph", _) | (_, None) => Ok(()),
-            ("query_stream", Some(stream)) if reference.is_pending(stream) => Ok(()),
-            (_, stream) => held.release(reference, stream),
-        });
-    };
-    "executables-die-with-their-graph": "Destroys executable graphs with the graph they were made of." => |h| {
-        let made = Shared::<HashMap<GraphId, Vec<GraphExecId>>>::default();
-        let noted = made.clone();
-        h.backend.instantiate_graph(move |reference, graph| {
-            let executable = reference.instantiate_graph(graph)?;
-            noted.with(|noted| noted.entry(graph).or_default().push(executable));
-            Ok(executable)
-        });
-        h.backend.destroy_graph(move |reference, graph| {
-            for executable in made.with(|made| made.remove(&graph)).unwrap_or_default() {
-                // Perhaps it was destroyed before.
-                let _ = reference.destroy_graph_exec(executable);
-            }
-            reference.destroy_graph(graph)
-        });
-    };
     "one-executable-for-all": "Makes a graph executable once, and gives that one again." => |h| {
         let made = Shared::<HashMap<GraphId, GraphExecId>>::default();
         h.backend.instantiate_graph(move |reference, graph| {
@@ -121,6 +81,50 @@ mutants! {
             }
             reference.fill(&fill, stream)
         });
+
+    in "capture.destroy-graph":
+    "executables-die-with-their-graph": "Destroys executable graphs with the graph they were made of." => |h| {
+        let made = Shared::<HashMap<GraphId, Vec<GraphExecId>>>::default();
+        let noted = made.clone();
+        h.backend.instantiate_graph(move |reference, graph| {
+            let executable = reference.instantiate_graph(graph)?;
+            noted.with(|noted| noted.entry(graph).or_default().push(executable));
+            Ok(executable)
+        });
+        h.backend.destroy_graph(move |reference, graph| {
+            for executable in made.with(|made| made.remove(&graph)).unwrap_or_default() {
+                // Perhaps it was destroyed before.
+                let _ = reference.destroy_graph_exec(executable);
+            }
+            reference.destroy_graph(graph)
+        });
+    };
+
+    in "capture.destroy-executable":
+    "launches-dropped-with-their-graph": "Destroys pending launches with their graph." => |h| {
+        let held = Deferred::default();
+        let by_graph = Shared::<HashMap<GraphExecId, StreamId>>::default();
+        let (launched, pending, gone) = (held.clone(), by_graph.clone(), held.clone());
+        h.backend.launch_graph(move |reference, graph, stream| {
+            if !reference.is_pending(stream) {
+                return reference.launch_graph(graph, stream);
+            }
+            pending.with(|pending| pending.insert(graph, stream));
+            launched.defer(stream, move |reference| reference.launch_graph(graph, stream));
+            Ok(())
+        });
+        h.backend.destroy_graph_exec(move |reference, graph| {
+            if let Some(stream) = by_graph.with(|by_graph| by_graph.remove(&graph)) {
+                gone.forget(stream);
+            }
+            reference.destroy_graph_exec(graph)
+        });
+        h.before(move |reference, method, stream| match (method, stream) {
+            ("launch_graph", _) | (_, None) => Ok(()),
+            ("query_stream", Some(stream)) if reference.is_pending(stream) => Ok(()),
+            (_, stream) => held.release(reference, stream),
+        });
+    };
 
     in "capture.by-value":
     "scalars-by-reference": "Multiplies in a launch with the factors of the latest product." => |h| {

@@ -1,11 +1,12 @@
 //! BLAS handles: what they are bound to, how they are made and destroyed, and repeatable results.
 
+use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use highwater_hal::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanId, Workspace};
 
-use super::super::reference::{forgiven, is};
+use super::super::reference::{ReferenceHandle, forgiven, is};
 use super::super::state::Shared;
 
 mutants! {
@@ -69,6 +70,43 @@ mutants! {
     in "blas.stream-device":
     "streams-of-other-devices": "Accepts a stream of another device, and keeps the old one." =>
         |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::WrongDevice, handle.set_stream(stream), ()));
+
+    in "blas.stream-destroyed":
+    "products-of-gone-streams-vanish": "Accepts a product on a stream that was destroyed, and does nothing." =>
+        |h| h.handle.gemm(|handle, gemm| match is_bound_to_nothing(handle) {
+            true => forgiven(ErrorKind::InvalidHandle, handle.gemm(gemm), ()),
+            false => handle.gemm(gemm),
+        });
+    "products-of-gone-streams-executed": "Multiplies at once if the bound stream was destroyed." =>
+        |h| h.handle.gemm(|handle, gemm| match is_bound_to_nothing(handle) {
+            true if handle.kind() == BlasKind::Blas => handle.gemm_on_own_stream(gemm),
+            _ => handle.gemm(gemm),
+        });
+    "runs-on-gone-streams-vanish": "Accepts a run of a plan on a stream that was destroyed, and does nothing." =>
+        |h| h.handle.run_plan(|handle, plan, arguments| match is_bound_to_nothing(handle) {
+            true => forgiven(ErrorKind::InvalidHandle, handle.run_plan(plan, arguments), ()),
+            false => handle.run_plan(plan, arguments),
+        });
+
+    in "blas.destroy-pending":
+    "products-spoiled-with-their-handle": "Spoils the last product that is outstanding when its handle is destroyed." => |h| {
+        let results = Shared::<HashMap<u64, DevicePtr>>::default();
+        let noted = results.clone();
+        h.handle.gemm(move |handle, gemm| {
+            handle.gemm(gemm)?;
+            noted.with(|noted| noted.insert(handle.raw(), gemm.c));
+            Ok(())
+        });
+        h.handle.destroy(move |handle| {
+            let result = results.with(|results| results.remove(&handle.raw()));
+            if let (Some(result), Some(stream)) = (result, handle.stream)
+                && handle.backend.is_pending(stream)
+            {
+                handle.backend.overwrite(handle.device(), result, 16, stream);
+            }
+            handle.destroy()
+        });
+    };
 
     in "blas.stream-resets-workspace":
     "workspace-survives-a-stream": "Keeps its workspace when a stream is bound, and says that it does not." =>
@@ -172,4 +210,10 @@ mutants! {
         let stale = handle.backend.query_stream(stream).is_err();
         if is(&bound, ErrorKind::InvalidHandle) && !stale { Ok(()) } else { bound }
     });
+}
+
+/// Returns whether the stream that was bound is gone.
+fn is_bound_to_nothing(handle: &ReferenceHandle) -> bool {
+    let is_gone = |stream| is(&handle.backend.query_stream(stream), ErrorKind::InvalidHandle);
+    handle.stream.is_some_and(is_gone)
 }

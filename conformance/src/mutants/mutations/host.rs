@@ -1,12 +1,13 @@
 //! Page-locked host memory.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr};
 
 use super::super::hooks::Hooks;
-use super::super::reference::{Way, forgiven, is, renamed};
+use super::super::reference::{Way, forgiven, is, renamed, wrong};
 use super::super::state::Shared;
 
 mutants! {
@@ -73,6 +74,53 @@ mutants! {
         });
     };
 
+    "allocated-blocks-registered": "Accepts ranges of its own blocks, and registers nothing." => |h| {
+        let blocks = Shared::<BTreeMap<usize, usize>>::default();
+        let given = blocks.clone();
+        h.host.allocate(move |host, bytes, options| {
+            let ptr = host.allocate(bytes, options)?;
+            given.with(|given| given.insert(ptr.address(), bytes));
+            Ok(ptr)
+        });
+        h.host.register(move |host, ptr, bytes, options| {
+            let registered = host.register(ptr, bytes, options);
+            let inside = blocks.with(|blocks| {
+                blocks.range(..=ptr.address()).next_back().is_some_and(|(start, bytes)| ptr.address() < start + bytes)
+            });
+            if inside && is(&registered, ErrorKind::InvalidArgument) { Ok(()) } else { registered }
+        });
+    };
+
+    in "host.register-apart":
+    "whole-pages-registered": "Refuses a range in a page that has another registration." => |h| {
+        let pages = live_registrations(h, false);
+        h.host.register(move |host, ptr, bytes, options| {
+            let range = ptr.address()..ptr.address() + bytes;
+            match pages.with(|pages| pages.iter().any(|other| shares_page(other, &range))) {
+                true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+                false => host.register(ptr, bytes, options).inspect(|()| pages.with(|pages| pages.push(range))),
+            }
+        });
+    };
+    "neighbors-refused": "Refuses a range that ends where another registration begins." => |h| {
+        let live = live_registrations(h, false);
+        h.host.register(move |host, ptr, bytes, options| {
+            let range = ptr.address()..ptr.address() + bytes;
+            match live.with(|live| live.iter().any(|other| other.start == range.end)) {
+                true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+                false => host.register(ptr, bytes, options).inspect(|()| live.with(|live| live.push(range))),
+            }
+        });
+    };
+    "pages-unregistered": "Unregisters all ranges of a page with one of them." => |h| {
+        let live = live_registrations(h, true);
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            live.with(|live| live.push(ptr.address()..ptr.address() + bytes));
+            Ok(())
+        });
+    };
+
     in "host.unregister-unknown":
     "anything-unregistered": "Unregisters memory that was never registered." =>
         |h| h.host.unregister(|host, ptr| forgiven(ErrorKind::InvalidPointer, host.unregister(ptr), ()));
@@ -89,6 +137,40 @@ mutants! {
             let address = host.device_address(ptr, device)?;
             Ok(if device > 0 { address.offset(1 << 40) } else { address })
         });
+}
+
+/// Returns whether two ranges have bytes in one page.
+fn shares_page(one: &Range<usize>, other: &Range<usize>) -> bool {
+    const PAGE: usize = 4096;
+    one.start / PAGE <= (other.end - 1) / PAGE && other.start / PAGE <= (one.end - 1) / PAGE
+}
+
+/// Returns the registered ranges, to which the hook of `register` adds. If `takes_pages`, a range takes all that share a page
+/// with it along when it is unregistered.
+fn live_registrations(h: &mut Hooks, takes_pages: bool) -> Shared<Vec<Range<usize>>> {
+    let live = Shared::<Vec<Range<usize>>>::default();
+    let taken = Shared::<HashSet<usize>>::default();
+    let known = live.clone();
+    h.host.unregister(move |host, ptr| {
+        if taken.with(|taken| taken.remove(&ptr.address())) {
+            return Ok(());
+        }
+        host.unregister(ptr)?;
+        let along = known.with(|known| {
+            let this = known.iter().find(|range| range.start == ptr.address()).cloned();
+            let goes = |range: &Range<usize>| this.as_ref().is_some_and(|this| shares_page(this, range));
+            let along: Vec<usize> = known.iter().filter(|range| goes(range)).map(|range| range.start).collect();
+            known.retain(|range| range.start != ptr.address() && !(takes_pages && goes(range)));
+            along
+        });
+        for start in along.into_iter().filter(|&start| takes_pages && start != ptr.address()) {
+            let other = NonNull::new(ptr.as_ptr().wrapping_offset(start as isize - ptr.address() as isize));
+            other.map_or(Ok(()), |other| host.unregister(HostPtr::new(other)))?;
+            taken.with(|taken| taken.insert(start));
+        }
+        Ok(())
+    });
+    live
 }
 
 /// Frees memory of a kind at an offset in bytes from the start of its block.

@@ -138,6 +138,8 @@ mutants! {
                 let of_it = pieces.iter().filter(|(_, piece)| piece.memory == memory);
                 of_it.map(|(start, piece)| (*start, piece.bytes)).collect::<Vec<_>>()
             });
+            // Outstanding work must not lose its memory.
+            reference.settle();
             for (start, bytes) in found {
                 reference.unmap_memory(memory.device(), DevicePtr::new(start), bytes)?;
             }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, StreamId};
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, StreamId};
 
 use super::super::reference::{is, renamed};
 use super::super::state::Shared;
@@ -105,6 +105,94 @@ mutants! {
             allocated
         });
         h.count(move |live| live.allocations += refused.get());
+    };
+
+    in "memory.info-counts":
+    "free-memory-of-the-start": "Reports the free memory of the first call for good." => |h| {
+        let first = Shared::<HashMap<u32, MemoryInfo>>::default();
+        h.backend.memory_info(move |reference, device| {
+            let info = reference.memory_info(device)?;
+            Ok(first.with(|first| *first.entry(device).or_insert(info)))
+        });
+    };
+    "shareable-bytes-free": "Counts shareable memory as free." => |h| {
+        let shareable = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
+        let (given, freed) = (shareable.clone(), shareable.clone());
+        h.backend.allocate(move |reference, device, options| {
+            let ptr = reference.allocate(device, options)?;
+            if let DeviceMemoryKind::Shareable(_) = options.kind {
+                given.with(|given| given.insert((device, ptr), options.bytes as u64));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            freed.with(|freed| freed.remove(&(device, ptr)));
+            reference.free(device, ptr, stream)
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            let bytes: u64 = shareable.with(|all| all.iter().filter(|((on, _), _)| *on == device).map(|all| all.1).sum());
+            info.free = info.total.min(info.free + bytes);
+            Ok(info)
+        });
+    };
+    "reserved-bytes-free": "Counts the bytes of reserved addresses as free." => |h| {
+        let reserved = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
+        let (given, freed) = (reserved.clone(), reserved.clone());
+        h.backend.reserve_addresses(move |reference, device, bytes| {
+            let ptr = reference.reserve_addresses(device, bytes)?;
+            given.with(|given| given.insert((device, ptr), bytes as u64));
+            Ok(ptr)
+        });
+        h.backend.free_addresses(move |reference, device, ptr, bytes| {
+            reference.free_addresses(device, ptr, bytes)?;
+            freed.with(|freed| freed.remove(&(device, ptr)));
+            Ok(())
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            let bytes: u64 = reserved.with(|all| all.iter().filter(|((on, _), _)| *on == device).map(|all| all.1).sum());
+            info.free = info.total.min(info.free + bytes);
+            Ok(info)
+        });
+    };
+
+    in "memory.info-returns":
+    "free-memory-never-grows": "Reports the least free memory that it ever had." => |h| {
+        let least = Shared::<HashMap<u32, u64>>::default();
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            info.free = least.with(|least| {
+                let known = least.entry(device).or_insert(info.free);
+                *known = info.free.min(*known);
+                *known
+            });
+            Ok(info)
+        });
+    };
+    "large-blocks-freed-late": "Frees a large block at the next allocation of its device." => |h| {
+        let kept = Shared::<HashMap<u32, Vec<DevicePtr>>>::default();
+        let large = Shared::<HashSet<(u32, DevicePtr)>>::default();
+        let (late, given, counted) = (kept.clone(), large.clone(), kept.clone());
+        h.backend.allocate(move |reference, device, options| {
+            let freed = late.with(|late| late.remove(&device)).unwrap_or_default();
+            freed.into_iter().try_for_each(|ptr| reference.free(device, ptr, None))?;
+            let ptr = reference.allocate(device, options)?;
+            if options.bytes >= 1 << 20 {
+                given.with(|given| given.insert((device, ptr)));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            if stream.is_none() && large.with(|large| large.remove(&(device, ptr))) {
+                kept.with(|kept| kept.entry(device).or_default().push(ptr));
+                return Ok(());
+            }
+            reference.free(device, ptr, stream)
+        });
+        h.count(move |live| {
+            live.allocations -= counted.with(|kept| kept.values().map(|blocks| blocks.len() as u64).sum::<u64>());
+        });
     };
 
     in "memory.stream-ordered":

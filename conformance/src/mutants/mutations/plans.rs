@@ -137,6 +137,26 @@ mutants! {
     "plans-destroyed-twice": "Destroys plans as often as asked." =>
         |h| h.handle.destroy_plan(|handle, plan| forgiven(ErrorKind::InvalidHandle, handle.destroy_plan(plan), ()));
 
+    in "plan.destroy-pending":
+    "runs-spoiled-with-their-plan": "Spoils the result of a run that is outstanding when its plan is destroyed." => |h| {
+        let results = Shared::<HashMap<(u64, PlanId), DevicePtr>>::default();
+        let noted = results.clone();
+        h.handle.run_plan(move |handle, plan, arguments| {
+            handle.run_plan(plan, arguments)?;
+            noted.with(|noted| noted.insert((handle.raw(), plan), arguments.d));
+            Ok(())
+        });
+        h.handle.destroy_plan(move |handle, plan| {
+            let result = results.with(|results| results.remove(&(handle.raw(), plan)));
+            if let (Some(result), Some(stream)) = (result, handle.stream)
+                && handle.backend.is_pending(stream)
+            {
+                handle.backend.overwrite(handle.device(), result, 16, stream);
+            }
+            handle.destroy_plan(plan)
+        });
+    };
+
     in "plan.alignment":
     "any-alignment": "Accepts operands with the alignment of their elements only." =>
         |h| planned(h, |options| options.alignment = options.shape.data_type.bytes());

@@ -1,9 +1,9 @@
 //! Streams: order, asynchrony, independence, and waiting.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use highwater_hal::{Completion, StreamId, StreamPriority};
+use highwater_hal::{AllocateOptions, Completion, Location, StreamId, StreamPriority};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, Way};
@@ -39,6 +39,83 @@ mutants! {
                 reference.is_capturing(stream).map(drop)
             } else {
                 reference.fill(fill, stream)
+            }
+        });
+    };
+
+    "sources-read-at-the-call": "Reads the source of a short copy to the device in the call that enqueues it." => |h| {
+        // The blocks that hold what was read. They are freed with the device.
+        let kept = Shared::new(0_u64);
+        let counted = kept.clone();
+        h.backend.copy(move |reference, copy, stream| {
+            let Location::Device { device, .. } = copy.dst else { return reference.copy(copy, stream) };
+            let is_short = (1..=1 << 17).contains(&copy.bytes);
+            if Way::of(copy) != Way::ToDevice || !is_short || !reference.is_pending(stream) {
+                return reference.copy(copy, stream);
+            }
+            let ptr = reference.allocate(device, &AllocateOptions::new(copy.bytes))?;
+            kept.set(kept.get() + 1);
+            let read = Location::Device { device, ptr };
+            let (mut early, mut late) = (*copy, *copy);
+            (early.dst, late.src) = (read, read);
+            reference.on_own_stream(device, |own| reference.copy(&early, own))?;
+            reference.copy(&late, stream)
+        });
+        h.count(move |live| live.allocations -= counted.get());
+    };
+
+    in "stream.enqueues":
+    "idle-copies-executed": "Executes a copy in the call if the stream is idle." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            let is_idle = !reference.is_pending(stream);
+            reference.copy(copy, stream)?;
+            if is_idle { reference.wait_for(stream) } else { Ok(()) }
+        });
+    "idle-fills-executed": "Executes a fill in the call if the stream is idle." => |h| h.backend.fill(|reference, fill, stream| {
+        let is_idle = !reference.is_pending(stream);
+        reference.fill(fill, stream)?;
+        if is_idle { reference.wait_for(stream) } else { Ok(()) }
+    });
+    "idle-launches-executed": "Executes a graph in the call if the stream is idle." =>
+        |h| h.backend.launch_graph(|reference, graph, stream| {
+            let is_idle = !reference.is_pending(stream);
+            reference.launch_graph(graph, stream)?;
+            if is_idle { reference.wait_for(stream) } else { Ok(()) }
+        });
+    "idle-products-executed": "Multiplies in the call if the stream is idle." => |h| h.handle.gemm(|handle, gemm| {
+        let is_idle = handle.stream.is_some_and(|stream| !handle.backend.is_pending(stream));
+        handle.gemm(gemm)?;
+        if is_idle { handle.wait() } else { Ok(()) }
+    });
+    "idle-plans-executed": "Runs a plan in the call if the stream is idle." =>
+        |h| h.handle.run_plan(|handle, plan, arguments| {
+            let is_idle = handle.stream.is_some_and(|stream| !handle.backend.is_pending(stream));
+            handle.run_plan(plan, arguments)?;
+            if is_idle { handle.wait() } else { Ok(()) }
+        });
+
+    in "stream.foreign-kept":
+    "wrappers-destroy-streams": "Destroys a stream with the id that wraps it." => |h| {
+        let owners = Shared::<HashMap<u64, StreamId>>::default();
+        let wrapped = Shared::<HashMap<StreamId, StreamId>>::default();
+        let (raws, wraps) = (owners.clone(), wrapped.clone());
+        h.backend.raw_stream(move |reference, stream| {
+            let raw = reference.raw_stream(stream)?;
+            raws.with(|raws| raws.insert(raw, stream));
+            Ok(raw)
+        });
+        h.backend.stream_from_raw(move |reference, device, raw| {
+            let wrapper = reference.stream_from_raw(device, raw)?;
+            if let Some(owner) = owners.with(|owners| owners.get(&raw).copied()) {
+                wraps.with(|wraps| wraps.insert(wrapper, owner));
+            }
+            Ok(wrapper)
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            reference.destroy_stream(stream)?;
+            match wrapped.with(|wrapped| wrapped.remove(&stream)) {
+                Some(owner) => reference.destroy_stream(owner),
+                None => Ok(()),
             }
         });
     };

@@ -3,9 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::thread::ThreadId;
 
-use highwater_hal::{Error, ErrorKind, FillPattern, StreamId};
+use highwater_hal::{Completion, Error, ErrorKind, FillPattern, GraphId, StreamId};
 
-use super::super::reference::wrong;
+use super::super::reference::{forgiven, wrong};
 use super::super::state::Shared;
 
 mutants! {
@@ -81,6 +81,57 @@ mutants! {
             let allocated = host.allocate(bytes, options);
             busy.set(false);
             allocated
+        });
+    };
+
+    in "backend.destroy-concurrent":
+    "streams-waited-for-by-id": "Asks again and again for the id of a stream that it waits for." =>
+        |h| h.backend.synchronize_stream(|reference, stream| {
+            while reference.query_stream(stream)? == Completion::Pending {
+                std::thread::sleep(std::time::Duration::from_micros(50));
+            }
+            reference.synchronize_stream(stream)
+        });
+    "events-waited-for-by-id": "Asks again and again for the id of an event that it waits for." =>
+        |h| h.backend.synchronize_event(|reference, event| {
+            while reference.query_event(event)? == Completion::Pending {
+                std::thread::sleep(std::time::Duration::from_micros(50));
+            }
+            reference.synchronize_event(event)
+        });
+    "waits-end-with-their-event": "Ends a wait for an event when the event is destroyed." => |h| {
+        h.settles = true;
+        h.backend.synchronize_event(|reference, event| {
+            reference.query_event(event)?;
+            while reference.query_event(event).is_ok_and(|completion| completion == Completion::Pending) {
+                std::thread::sleep(std::time::Duration::from_micros(50));
+            }
+            forgiven(ErrorKind::InvalidHandle, reference.synchronize_event(event), ())
+        });
+    };
+    "fills-lost-with-their-stream": "Loses a fill whose stream is destroyed during the call, and accepts it." =>
+        |h| h.backend.fill(|reference, fill, stream| {
+            let was_alive = reference.is_recording(stream) || reference.query_stream(stream).is_ok();
+            std::thread::sleep(std::time::Duration::from_micros(200));
+            let filled = reference.fill(fill, stream);
+            if was_alive { forgiven(ErrorKind::InvalidHandle, filled, ()) } else { filled }
+        });
+    "graphs-lost-while-used": "Fails to make a graph executable if the graph is destroyed during the call." => |h| {
+        let gone = Shared::<HashSet<GraphId>>::default();
+        let ends = gone.clone();
+        h.backend.destroy_graph(move |reference, graph| {
+            reference.destroy_graph(graph)?;
+            ends.with(|ends| ends.insert(graph));
+            Ok(())
+        });
+        h.backend.instantiate_graph(move |reference, graph| {
+            let executable = reference.instantiate_graph(graph)?;
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            if gone.with(|gone| gone.contains(&graph)) {
+                reference.destroy_graph_exec(executable)?;
+                return Err(wrong(ErrorKind::InvalidState, "instantiate_graph"));
+            }
+            Ok(executable)
         });
     };
 }
