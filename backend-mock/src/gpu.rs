@@ -23,7 +23,7 @@ use crate::command::{Command, Step};
 use crate::device::{self, Device, DeviceOptions};
 use crate::engine::{Engine, Scheduler, nanoseconds};
 use crate::event::Event;
-use crate::foreign::{self, ThreadStreams, Wrappers};
+use crate::foreign::{self, RawHandles, ThreadStreams, Wrappers};
 use crate::held::Held;
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
@@ -112,7 +112,7 @@ impl MockGpu {
         );
         let held = options.held.then(|| Arc::<Held>::default() as Arc<dyn Scheduler>);
         let scheduler = schedule.clone().map(|schedule| schedule as Arc<dyn Scheduler>).or(held);
-        let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers);
+        let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers, RawHandles::new(tag));
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
             identity,
@@ -480,14 +480,14 @@ unsafe impl Backend for MockGpu {
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
         let operation = Operation::RawStream;
         let shared = self.shared.enter_foreign(operation)?;
-        shared.stream(operation, stream).map(|stream| foreign::raw(&stream))
+        shared.stream(operation, stream).map(|stream| stream.raw)
     }
 
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
         let operation = Operation::StreamFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
-        let is_it = |stream: &Arc<Stream>| foreign::raw(stream) == raw && !stream.is_closed();
+        let is_it = |stream: &Arc<Stream>| stream.raw == raw && !stream.is_closed();
         let found = shared.engine.streams_of(device).into_iter().find(is_it);
         let stream = found.ok_or_else(|| foreign::unknown(operation, "stream", device, raw))?;
         let id = shared.streams.insert(operation.name(), device, stream)?;
@@ -514,9 +514,17 @@ unsafe impl Backend for MockGpu {
                 return Err(operation.lacks("interprocess_events"));
             }
             let state = SharedEvent::create(operation, shared.peers(), &shared.event_files)?;
-            return shared.events.insert(operation.name(), device, Event::interprocess(device, state));
+            return shared.events.insert(
+                operation.name(),
+                device,
+                Event::interprocess(device, state, shared.engine.raw_handles.take()),
+            );
         }
-        shared.events.insert(operation.name(), device, Event::new(device, options.timing))
+        shared.events.insert(
+            operation.name(),
+            device,
+            Event::new(device, options.timing, shared.engine.raw_handles.take()),
+        )
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
@@ -597,14 +605,14 @@ unsafe impl Backend for MockGpu {
 
     fn raw_event(&self, event: EventId) -> Result<u64> {
         let operation = Operation::RawEvent;
-        self.shared.enter_foreign(operation)?.event(operation, event).map(|event| foreign::raw(&event))
+        self.shared.enter_foreign(operation)?.event(operation, event).map(|event| event.raw.number)
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
         let operation = Operation::EventFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
-        let is_it = |event: &Arc<Event>| foreign::raw(event) == raw && event.device == device;
+        let is_it = |event: &Arc<Event>| event.raw.number == raw && event.device == device;
         let found = shared.events.objects().into_iter().find(is_it);
         let event = found.ok_or_else(|| foreign::unknown(operation, "event", device, raw))?;
         let id = shared.events.insert(operation.name(), device, event)?;
@@ -649,7 +657,7 @@ unsafe impl Backend for MockGpu {
         if options.bytes == 0 {
             return Err(operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1"));
         }
-        let ptr = device.allocate(operation, options.bytes, owner, in_order_of.as_ref().map(foreign::raw))?;
+        let ptr = device.allocate(operation, options.bytes, owner, in_order_of.as_ref().map(Stream::key))?;
         if let Some(stream) = in_order_of {
             stream.note_allocation(operation, ptr, options.bytes as u64);
         }
@@ -673,7 +681,7 @@ unsafe impl Backend for MockGpu {
         State::same_device(operation, id, "the memory", device.ordinal)?;
         let block = device.retire(operation, ptr, true)?;
         stream.enqueue(operation, Command::Release(block)).inspect_err(|_| device.revive(ptr))?;
-        device.offer(block, foreign::raw(&stream));
+        device.offer(block, stream.key());
         Ok(())
     }
 

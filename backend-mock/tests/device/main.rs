@@ -14,6 +14,7 @@ mod race_model;
 mod race_operands;
 mod races;
 mod reference;
+mod reuse;
 mod rig;
 mod schedules;
 mod shared_events;
