@@ -10,8 +10,8 @@ use highwater_hal::fork::Generation;
 use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
-    GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,
-    PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
+    GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill,
+    MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
 };
 use parking_lot::Mutex;
 
@@ -26,14 +26,15 @@ use crate::event::Event;
 use crate::foreign::{self, RawHandles, ThreadStreams, Wrappers};
 use crate::held::Held;
 use crate::host::MockHost;
+use crate::host_observer::MockHostObserver;
 use crate::ipc::{self, MockIpc};
 use crate::mapped_memory::MappedMemory;
 use crate::memory_use::uses;
 use crate::observer::{Observers, OrderObserver, Range, Space, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
-use crate::races::Race;
 use crate::races::finder::Finder;
+use crate::races::{HandOver, Race};
 use crate::recording::{self, OpenCaptures};
 use crate::schedule::Schedule;
 use crate::sealed_file::Exported;
@@ -86,7 +87,7 @@ impl MockGpu {
         identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
         identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
         let checks = options.checks.then(Arc::<Checks>::default);
-        let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls)));
+        let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls), options.thread_races));
         let observers = Observers {
             uses: checks.clone().map(|checks| checks as Arc<dyn UseObserver>),
             order: races.clone().map(|races| races as Arc<dyn OrderObserver>),
@@ -280,6 +281,14 @@ impl MockGpu {
         }
         let races: String = self.races().iter().map(|race| format!("\n{race}")).collect();
         Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{} found{races}", counted(count, "race"))))
+    }
+
+    /// Returns what the calling thread knows, for another thread to take over. It declares a hand-over of the program's own to
+    /// the race finder: a channel, a lock, or the end of a thread, which the finder does not see. See
+    /// [`MockOptions::with_thread_races`].
+    pub fn hand_over(&self) -> HandOver {
+        // In a child, a thread that the child does not have may hold the lock.
+        HandOver::new(self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process()))
     }
 
     /// Returns how many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]),
@@ -891,6 +900,11 @@ unsafe impl Backend for MockGpu {
 
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
         Arc::<MockHost>::clone(&self.shared.host)
+    }
+
+    fn host_observer(&self) -> Option<Arc<dyn HostObserver>> {
+        let order = self.shared.engine.observers.order.as_ref();
+        order.map(|_| Arc::new(MockHostObserver(Arc::clone(&self.shared))) as Arc<dyn HostObserver>)
     }
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {

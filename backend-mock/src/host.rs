@@ -199,7 +199,7 @@ impl MockHost {
     }
 }
 
-fn range_of(ptr: HostPtr, bytes: usize) -> Range {
+pub(crate) fn range_of(ptr: HostPtr, bytes: usize) -> Range {
     Range { space: Space::Host, address: ptr.address() as u64, bytes: bytes as u64 }
 }
 

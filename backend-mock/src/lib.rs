@@ -125,6 +125,7 @@ mod gpu;
 mod hash;
 mod held;
 mod host;
+mod host_observer;
 mod imports;
 mod ipc;
 mod kernel;

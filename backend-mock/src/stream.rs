@@ -287,6 +287,13 @@ impl Stream {
         completed
     }
 
+    /// Tells the order observer that every thread knows what the calling one has learned of the stream.
+    pub(crate) fn share(&self) {
+        if let Some(order) = self.order() {
+            order.shared(self.lane);
+        }
+    }
+
     /// Waits for the work that was enqueued before the call.
     pub(crate) fn synchronize(&self, operation: Operation) -> Result<()> {
         let queue = self.queue.lock();

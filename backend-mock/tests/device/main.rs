@@ -12,6 +12,7 @@ mod precision;
 mod products;
 mod race_model;
 mod race_operands;
+mod race_threads;
 mod races;
 mod reference;
 mod reuse;
