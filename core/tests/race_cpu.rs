@@ -37,8 +37,8 @@ type CpuAccess = fn(&mut PinnedBuffer<u32>);
 #[test]
 fn each_access_during_a_copy_that_was_not_noted_is_a_race() {
     let accesses: [CpuAccess; 4] = [
-        |pinned| drop(pinned.read().unwrap().len()),
-        |pinned| drop(pinned.write().unwrap().len()),
+        |pinned| assert_eq!(pinned.read().unwrap().len(), LEN),
+        |pinned| assert_eq!(pinned.write().unwrap().len(), LEN),
         |pinned| pinned.read_with(|values| assert_eq!(values.len(), LEN)).unwrap(),
         |pinned| pinned.write_with(|values| assert_eq!(values.len(), LEN)).unwrap(),
     ];
@@ -169,7 +169,8 @@ fn through_a_channel(options: MockOptions, declares: bool) -> Vec<[Operation; 2]
     let (sender, receiver) = mpsc::channel();
     let ready = std::sync::Barrier::new(2);
     thread::scope(|scope| {
-        scope.spawn(|| {
+        let (ready, other, buffer) = (&ready, &other, &buffer);
+        scope.spawn(move || {
             // The first call comes before the fill.
             other.is_complete().unwrap();
             ready.wait();
@@ -177,10 +178,10 @@ fn through_a_channel(options: MockOptions, declares: bool) -> Vec<[Operation; 2]
             if declares {
                 waited.take_over();
             }
-            assert_eq!(other.download(&buffer).unwrap(), [5; LEN]);
+            assert_eq!(other.download(buffer).unwrap(), [5; LEN]);
         });
         ready.wait();
-        one.fill(&buffer, 5_u32).unwrap();
+        one.fill(buffer, 5_u32).unwrap();
         one.synchronize().unwrap();
         sender.send(gpu.hand_over()).unwrap();
     });
