@@ -29,6 +29,7 @@ fn backend(host: MockHostAllocator) -> MockBackend {
     backend.expect_device_info().returning(|device| Ok(DeviceInfo::new(device, "scripted", [7; 16], 1 << 30)));
     backend.expect_capabilities().returning(move |_| Ok(capabilities));
     backend.expect_host_allocator().returning(move || Arc::clone(&host));
+    backend.expect_host_observer().returning(|| None);
     backend.expect_is_exiting().return_const(false);
     backend.expect_synchronize_device().returning(|_| Ok(()));
     backend.expect_live_objects().returning(LiveObjects::default);

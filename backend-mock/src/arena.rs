@@ -1,5 +1,9 @@
 //! The parts of a device's memory that are taken: best fit over the gaps, which merge when a block comes back.
 //!
+//! A request takes the block of its size that was freed last, if nothing else has taken bytes of it. So the next block of
+//! that size has the same address, and a late use of the freed one meets other contents. Without such a block, the request
+//! takes the tightest gap.
+//!
 //! A block is *live* from its allocation until it is retired. It is *retiring* until the stream that frees it has
 //! passed that point, and a *gap* after that. New work may use live blocks only; a retiring block still holds its
 //! bytes.
@@ -16,6 +20,9 @@ use crate::sealed_file::page_bytes;
 
 /// The alignment of every block.
 pub(crate) const ALIGNMENT: u64 = 256;
+
+/// The freed blocks that an arena remembers. It forgets all when there are more.
+const MOST_FREED: usize = 4096;
 
 /// The owner of a block, which decides how it is to be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +106,9 @@ pub(crate) struct Arena {
     gaps: BTreeMap<u64, u64>,
     /// The same gaps as (length, offset).
     gaps_by_length: BTreeSet<(u64, u64)>,
+    /// The offsets of freed blocks by their length, the latest last. Bytes of some were taken since.
+    freed: BTreeMap<u64, Vec<u64>>,
+    freed_count: usize,
     free_bytes: u64,
     callers_blocks: u64,
     allocations: u64,
@@ -117,6 +127,8 @@ impl Arena {
             reusable: BTreeSet::new(),
             gaps: BTreeMap::new(),
             gaps_by_length: BTreeSet::new(),
+            freed: BTreeMap::new(),
+            freed_count: 0,
             free_bytes: capacity,
             callers_blocks: 0,
             allocations: 0,
@@ -131,6 +143,11 @@ impl Arena {
     /// Takes a block. Returns `None` if no gap is long enough.
     pub(crate) fn allocate(&mut self, bytes: u64, owner: Owner) -> Option<u64> {
         let reserved = bytes.checked_next_multiple_of(owner.granule())?;
+        if let Some((gap, length, offset)) = self.freed_last(reserved, owner) {
+            self.take_from_gap(gap, length, offset, reserved);
+            self.go_live(offset, bytes, owner);
+            return Some(offset);
+        }
         let (gap, length, offset) = loop {
             // A gap may be long enough, and yet too short from the next multiple of the granule on.
             let found = self.gaps_by_length.range((reserved, 0)..).find_map(|&(length, gap)| {
@@ -142,6 +159,12 @@ impl Arena {
                 None => self.end_oldest_quarantine()?,
             }
         };
+        self.take_from_gap(gap, length, offset, reserved);
+        self.go_live(offset, bytes, owner);
+        Some(offset)
+    }
+
+    fn take_from_gap(&mut self, gap: u64, length: u64, offset: u64, reserved: u64) {
         self.remove_gap(gap, length);
         if offset > gap {
             self.insert_gap(gap, offset - gap);
@@ -151,8 +174,44 @@ impl Arena {
             self.insert_gap(offset + reserved, behind);
         }
         self.free_bytes -= reserved;
-        self.go_live(offset, bytes, owner);
-        Some(offset)
+    }
+
+    /// Returns the gap with its length, and the offset, of the block of that length that was freed last and is still free.
+    fn freed_last(&mut self, reserved: u64, owner: Owner) -> Option<(u64, u64, u64)> {
+        let mut offsets = self.freed.remove(&reserved)?;
+        self.freed_count -= offsets.len();
+        let mut found = None;
+        while let Some(offset) = offsets.pop() {
+            if let Some((gap, length)) = self.gap_around(offset, reserved) {
+                if offset.is_multiple_of(owner.granule()) {
+                    found = Some((gap, length, offset));
+                } else {
+                    offsets.push(offset);
+                }
+                break;
+            }
+        }
+        if !offsets.is_empty() {
+            self.freed_count += offsets.len();
+            self.freed.insert(reserved, offsets);
+        }
+        found
+    }
+
+    /// Returns offset and length of the gap that contains a range.
+    fn gap_around(&self, offset: u64, bytes: u64) -> Option<(u64, u64)> {
+        let (&gap, &length) = self.gaps.range(..=offset).next_back()?;
+        (offset + bytes <= gap + length).then_some((gap, length))
+    }
+
+    /// Notes a freed block for the next request of its length.
+    fn note_freed(&mut self, offset: u64, length: u64) {
+        if self.freed_count == MOST_FREED {
+            self.freed.clear();
+            self.freed_count = 0;
+        }
+        self.freed.entry(length).or_default().push(offset);
+        self.freed_count += 1;
     }
 
     /// Takes a block out of bytes that `stream` is about to free. Returns `None` if the stream frees no block of that
@@ -252,6 +311,7 @@ impl Arena {
         let (offset, length) = self.quarantined.pop_front()?;
         self.quarantined_bytes -= length;
         self.add_gap(offset, length);
+        self.note_freed(offset, length);
         Some(())
     }
 
@@ -319,6 +379,33 @@ mod tests {
         }
         assert_eq!(arena.allocate(500, Owner::Plain), Some(blocks[2]));
         assert_eq!(arena.allocate(600, Owner::Plain), Some(blocks[0]));
+    }
+
+    #[test]
+    fn the_next_request_of_a_size_takes_the_block_that_was_freed_last() {
+        let mut arena = Arena::new(CAPACITY, Quarantine::default());
+        let allocate = |arena: &mut Arena, bytes| arena.allocate(bytes, Owner::Plain).unwrap();
+        let blocks = [(); 4].map(|()| allocate(&mut arena, 512));
+        let hole = allocate(&mut arena, 512);
+        allocate(&mut arena, 256);
+        // The hole is the tightest gap. The others merge, and the last of them merges with nothing.
+        [hole, blocks[0], blocks[2], blocks[1]].into_iter().for_each(|offset| free(&mut arena, offset));
+        assert_eq!(allocate(&mut arena, 500), blocks[1]);
+        assert_eq!(allocate(&mut arena, 512), blocks[2]);
+        assert_eq!(allocate(&mut arena, 256), blocks[0], "the tightest gap, of which a freed block has 512 bytes");
+        assert_eq!(allocate(&mut arena, 512), hole, "a part of the block that was freed before was taken");
+    }
+
+    #[test]
+    fn the_list_of_freed_blocks_is_bounded() {
+        let mut arena = Arena::new(1 << 30, Quarantine::default());
+        for blocks in [1, MOST_FREED, 3 * MOST_FREED] {
+            let taken: Vec<_> = (0..blocks).map(|_| arena.allocate(256, Owner::Plain).unwrap()).collect();
+            taken.into_iter().for_each(|offset| free(&mut arena, offset));
+            assert!(arena.freed_count <= MOST_FREED);
+            assert_eq!(arena.freed_count, arena.freed.values().map(Vec::len).sum::<usize>());
+        }
+        assert_eq!((arena.free_bytes(), arena.longest_gap()), (1 << 30, 1 << 30));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use highwater_hal::{
 use crate::arena::Owner;
 use crate::calls::Tally;
 use crate::device::Device;
+use crate::foreign::RawHandle;
 use crate::kernel::OwnWorkspace;
 use crate::operation::Operation;
 use crate::product::{RawProduct, Scale, Scratch};
@@ -33,7 +34,10 @@ pub(crate) struct MockBlas(ManuallyDrop<Context>);
 struct Context {
     kind: BlasKind,
     device: u32,
+    /// The raw handle.
     number: u64,
+    /// Keeps the raw handle until the handle is destroyed.
+    raw: Option<RawHandle>,
     tally: Arc<Tally>,
     /// `None` once the handle was destroyed.
     own: Option<Arc<OwnWorkspace>>,
@@ -61,19 +65,20 @@ struct BoundStream {
 
 impl MockBlas {
     pub(crate) fn new(gpu: &Arc<Shared>, device: u32, kind: BlasKind) -> Result<Self> {
-        static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let operation = Operation::CreateBlasHandle;
         let owner = Arc::clone(gpu.device(operation, device)?);
         let ptr = owner.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock, None)?;
         let own = OwnWorkspace { device: owner, ptr, bytes: OWN_WORKSPACE_BYTES };
         gpu.handles.fetch_add(1, Ordering::Relaxed);
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let raw = gpu.engine.raw_handles.take();
+        let number = raw.number;
         let scales_on_device = Arc::default();
         gpu.raw_handles.lock().insert(number, Arc::clone(&scales_on_device));
         Ok(Self(ManuallyDrop::new(Context {
             kind,
             device,
             number,
+            raw: Some(raw),
             tally: gpu.calls.open_tally(),
             own: Some(Arc::new(own)),
             stream: None,
@@ -141,6 +146,7 @@ impl Context {
             self.stream = None;
             self.plans.clear();
             self.gpu.raw_handles.lock().remove(&self.number);
+            self.raw = None;
             self.gpu.handles.fetch_sub(1, Ordering::Relaxed);
         }
     }

@@ -14,9 +14,7 @@ use highwater_hal::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::hash::{checksum, scramble};
-use crate::operation::Operation;
-
-const COUNT: usize = Operation::ALL.len();
+use crate::operation::{COUNT, Operation};
 
 /// One set of counters, one per operation.
 #[derive(Debug)]
@@ -144,6 +142,11 @@ impl Calls {
             observer.called();
         }
         self.fail_if_told(operation)
+    }
+
+    /// Counts an access of the CPU, which is no call.
+    pub(crate) fn count_access(&self) {
+        self.tally.0[Operation::CpuAccess as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Enters a call with the counters of a handle, which no other thread writes at the same time.

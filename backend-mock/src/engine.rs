@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::device::Device;
 use crate::event::Point;
+use crate::foreign::RawHandles;
 use crate::observer::Observers;
 use crate::operation::Operation;
 use crate::shared_event::Progress;
@@ -57,6 +58,7 @@ pub(crate) struct Engine {
     /// If one is set, there are no workers.
     pub(crate) scheduler: Option<Arc<dyn Scheduler>>,
     pub(crate) observers: Observers,
+    pub(crate) raw_handles: Arc<RawHandles>,
 }
 
 impl Engine {
@@ -66,6 +68,7 @@ impl Engine {
         thread_name: String,
         scheduler: Option<Arc<dyn Scheduler>>,
         observers: Observers,
+        raw_handles: Arc<RawHandles>,
     ) -> Arc<Self> {
         Arc::new(Self {
             streams: devices.iter().map(|_| Mutex::default()).collect(),
@@ -76,6 +79,7 @@ impl Engine {
             thread_name,
             scheduler,
             observers,
+            raw_handles,
         })
     }
 

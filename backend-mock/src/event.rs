@@ -14,6 +14,7 @@ use std::sync::Arc;
 use highwater_hal::{Completion, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
+use crate::foreign::RawHandle;
 use crate::observer::Observed;
 use crate::operation::Operation;
 use crate::recording::CapturePoint;
@@ -97,16 +98,17 @@ pub(crate) struct Event {
     latest: Mutex<Option<Arc<Point>>>,
     /// The state of the event, if it is for several processes.
     pub(crate) shared: Option<Arc<SharedEvent>>,
+    pub(crate) raw: RawHandle,
 }
 
 impl Event {
-    pub(crate) fn new(device: u32, timing: bool) -> Arc<Self> {
-        Arc::new(Self { device, timing, latest: Mutex::new(None), shared: None })
+    pub(crate) fn new(device: u32, timing: bool, raw: RawHandle) -> Arc<Self> {
+        Arc::new(Self { device, timing, latest: Mutex::new(None), shared: None, raw })
     }
 
     /// Creates an event for several processes.
-    pub(crate) fn interprocess(device: u32, shared: Arc<SharedEvent>) -> Arc<Self> {
-        Arc::new(Self { device, timing: false, latest: Mutex::new(None), shared: Some(shared) })
+    pub(crate) fn interprocess(device: u32, shared: Arc<SharedEvent>, raw: RawHandle) -> Arc<Self> {
+        Arc::new(Self { device, timing: false, latest: Mutex::new(None), shared: Some(shared), raw })
     }
 
     /// Returns the latest record; `None` if there was none.

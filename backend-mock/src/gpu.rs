@@ -10,8 +10,8 @@ use highwater_hal::fork::Generation;
 use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
-    GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,
-    PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
+    GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill,
+    MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
 };
 use parking_lot::Mutex;
 
@@ -23,17 +23,18 @@ use crate::command::{Command, Step};
 use crate::device::{self, Device, DeviceOptions};
 use crate::engine::{Engine, Scheduler, nanoseconds};
 use crate::event::Event;
-use crate::foreign::{self, ThreadStreams, Wrappers};
+use crate::foreign::{self, RawHandles, ThreadStreams, Wrappers};
 use crate::held::Held;
 use crate::host::MockHost;
+use crate::host_observer::MockHostObserver;
 use crate::ipc::{self, MockIpc};
 use crate::mapped_memory::MappedMemory;
 use crate::memory_use::uses;
 use crate::observer::{Observers, OrderObserver, Range, Space, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
-use crate::races::Race;
 use crate::races::finder::Finder;
+use crate::races::{HandOver, Race};
 use crate::recording::{self, OpenCaptures};
 use crate::schedule::Schedule;
 use crate::sealed_file::Exported;
@@ -86,7 +87,7 @@ impl MockGpu {
         identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
         identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
         let checks = options.checks.then(Arc::<Checks>::default);
-        let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls)));
+        let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls), options.thread_races));
         let observers = Observers {
             uses: checks.clone().map(|checks| checks as Arc<dyn UseObserver>),
             order: races.clone().map(|races| races as Arc<dyn OrderObserver>),
@@ -112,7 +113,7 @@ impl MockGpu {
         );
         let held = options.held.then(|| Arc::<Held>::default() as Arc<dyn Scheduler>);
         let scheduler = schedule.clone().map(|schedule| schedule as Arc<dyn Scheduler>).or(held);
-        let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers);
+        let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers, RawHandles::new(tag));
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
             identity,
@@ -280,6 +281,14 @@ impl MockGpu {
         }
         let races: String = self.races().iter().map(|race| format!("\n{race}")).collect();
         Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{} found{races}", counted(count, "race"))))
+    }
+
+    /// Returns what the calling thread knows, for another thread to take over. It declares a hand-over of the program's own to
+    /// the race finder: a channel, a lock, or the end of a thread, which the finder does not see. See
+    /// [`MockOptions::with_thread_races`].
+    pub fn hand_over(&self) -> HandOver {
+        // In a child, a thread that the child does not have may hold the lock.
+        HandOver::new(self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process()))
     }
 
     /// Returns how many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]),
@@ -480,14 +489,14 @@ unsafe impl Backend for MockGpu {
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
         let operation = Operation::RawStream;
         let shared = self.shared.enter_foreign(operation)?;
-        shared.stream(operation, stream).map(|stream| foreign::raw(&stream))
+        shared.stream(operation, stream).map(|stream| stream.raw)
     }
 
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
         let operation = Operation::StreamFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
-        let is_it = |stream: &Arc<Stream>| foreign::raw(stream) == raw && !stream.is_closed();
+        let is_it = |stream: &Arc<Stream>| stream.raw == raw && !stream.is_closed();
         let found = shared.engine.streams_of(device).into_iter().find(is_it);
         let stream = found.ok_or_else(|| foreign::unknown(operation, "stream", device, raw))?;
         let id = shared.streams.insert(operation.name(), device, stream)?;
@@ -514,9 +523,17 @@ unsafe impl Backend for MockGpu {
                 return Err(operation.lacks("interprocess_events"));
             }
             let state = SharedEvent::create(operation, shared.peers(), &shared.event_files)?;
-            return shared.events.insert(operation.name(), device, Event::interprocess(device, state));
+            return shared.events.insert(
+                operation.name(),
+                device,
+                Event::interprocess(device, state, shared.engine.raw_handles.take()),
+            );
         }
-        shared.events.insert(operation.name(), device, Event::new(device, options.timing))
+        shared.events.insert(
+            operation.name(),
+            device,
+            Event::new(device, options.timing, shared.engine.raw_handles.take()),
+        )
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
@@ -597,14 +614,14 @@ unsafe impl Backend for MockGpu {
 
     fn raw_event(&self, event: EventId) -> Result<u64> {
         let operation = Operation::RawEvent;
-        self.shared.enter_foreign(operation)?.event(operation, event).map(|event| foreign::raw(&event))
+        self.shared.enter_foreign(operation)?.event(operation, event).map(|event| event.raw.number)
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
         let operation = Operation::EventFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
-        let is_it = |event: &Arc<Event>| foreign::raw(event) == raw && event.device == device;
+        let is_it = |event: &Arc<Event>| event.raw.number == raw && event.device == device;
         let found = shared.events.objects().into_iter().find(is_it);
         let event = found.ok_or_else(|| foreign::unknown(operation, "event", device, raw))?;
         let id = shared.events.insert(operation.name(), device, event)?;
@@ -649,7 +666,7 @@ unsafe impl Backend for MockGpu {
         if options.bytes == 0 {
             return Err(operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1"));
         }
-        let ptr = device.allocate(operation, options.bytes, owner, in_order_of.as_ref().map(foreign::raw))?;
+        let ptr = device.allocate(operation, options.bytes, owner, in_order_of.as_ref().map(Stream::key))?;
         if let Some(stream) = in_order_of {
             stream.note_allocation(operation, ptr, options.bytes as u64);
         }
@@ -673,7 +690,7 @@ unsafe impl Backend for MockGpu {
         State::same_device(operation, id, "the memory", device.ordinal)?;
         let block = device.retire(operation, ptr, true)?;
         stream.enqueue(operation, Command::Release(block)).inspect_err(|_| device.revive(ptr))?;
-        device.offer(block, foreign::raw(&stream));
+        device.offer(block, stream.key());
         Ok(())
     }
 
@@ -883,6 +900,11 @@ unsafe impl Backend for MockGpu {
 
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
         Arc::<MockHost>::clone(&self.shared.host)
+    }
+
+    fn host_observer(&self) -> Option<Arc<dyn HostObserver>> {
+        let order = self.shared.engine.observers.order.as_ref();
+        order.map(|_| Arc::new(MockHostObserver(Arc::clone(&self.shared))) as Arc<dyn HostObserver>)
     }
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {

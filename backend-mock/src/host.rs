@@ -3,6 +3,9 @@
 //! Nothing is really locked. The table makes copies as strict as on the strictest hardware: a range outside of the
 //! table, or across two entries of it, is an error. Registered memory counts against the limit as allocated memory
 //! does.
+//!
+//! An allocation takes the address of the block of its size that was freed last, unless the system has placed something
+//! else there. So a late use of the freed block meets the new one.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ptr::NonNull;
@@ -24,6 +27,9 @@ use highwater_hal::exit;
 const KEPT_BLOCKS: usize = 64;
 const KEPT_BYTES: usize = 64 << 20;
 
+/// The addresses of freed blocks that are kept for the next blocks of their size.
+const MOST_ADDRESSES: usize = 256;
+
 /// The distance between the host's and the device's address, if the two differ.
 const DEVICE_WINDOW: u64 = 1 << 62;
 
@@ -41,6 +47,8 @@ struct Table {
     locked_bytes: u64,
     /// In test mode, the freed blocks that are still mapped, the oldest first.
     freed: VecDeque<(HostPtr, usize)>,
+    /// Address and size of unmapped blocks, the latest last.
+    unmapped: VecDeque<(usize, usize)>,
 }
 
 impl Table {
@@ -51,6 +59,19 @@ impl Table {
     fn contains(&self, address: usize, bytes: usize) -> bool {
         self.around(address)
             .is_some_and(|(start, block)| address.checked_add(bytes).is_some_and(|end| end <= start + block.bytes))
+    }
+
+    /// Returns the address of the latest unmapped block of that size, or 0.
+    fn address_of_last(&mut self, bytes: usize) -> usize {
+        let found = self.unmapped.iter().rposition(|&(_, size)| size == bytes);
+        found.and_then(|index| self.unmapped.remove(index)).map_or(0, |(address, _)| address)
+    }
+
+    fn note_unmapped(&mut self, address: usize, bytes: usize) {
+        if self.unmapped.len() == MOST_ADDRESSES {
+            self.unmapped.pop_front();
+        }
+        self.unmapped.push_back((address, bytes));
     }
 }
 
@@ -178,7 +199,7 @@ impl MockHost {
     }
 }
 
-fn range_of(ptr: HostPtr, bytes: usize) -> Range {
+pub(crate) fn range_of(ptr: HostPtr, bytes: usize) -> Range {
     Range { space: Space::Host, address: ptr.address() as u64, bytes: bytes as u64 }
 }
 
@@ -208,10 +229,11 @@ unsafe impl HostAllocator for MockHost {
         if bytes as u64 > self.limit_bytes - locked {
             return Err(exhausted());
         }
-        // SAFETY: a new private mapping at an address of the kernel's choice.
+        let wanted = table.address_of_last(bytes);
+        // SAFETY: a new private mapping. The kernel places it at the wanted address only if nothing lies there.
         let address = unsafe {
             rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
+                std::ptr::without_provenance_mut(wanted),
                 bytes,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::PRIVATE,
@@ -252,6 +274,7 @@ unsafe impl HostAllocator for MockHost {
         }
         // SAFETY: `allocate` made the mapping with this length. The caller promises that nobody uses it any more.
         unsafe { unmap(ptr.as_ptr(), bytes) };
+        self.table.write().note_unmapped(ptr.address(), bytes);
         Ok(())
     }
 

@@ -1,10 +1,11 @@
 //! Memory of other processes, or of other devices of this one, that is open for a device, and memory that is mapped at
 //! reserved addresses; and its addresses on the device.
 //!
-//! Addresses are handed out going up, and a closed one returns only after all the others. Work that still uses a closed
-//! address meets nothing, not other memory.
+//! Closed memory and a range that was given back leave their addresses to the next request of the same size. Work that
+//! still uses a closed address meets nothing, or the memory that was opened there since. Other requests get addresses
+//! going up.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use crate::mapping::Mapping;
@@ -12,6 +13,9 @@ use crate::sealed_file::{FileId, page_bytes};
 
 /// The bytes of addresses that each device has for opened memory.
 const WINDOW: u64 = 1 << 52;
+
+/// The free addresses that are kept for the next requests of their size.
+const MOST_FREED: usize = 256;
 
 /// The memory that is open, and its identity when it is opened again. A block that was freed and allocated again in the
 /// same place is another one.
@@ -42,13 +46,22 @@ pub(crate) struct Imports {
     /// The bytes of each reserved range, by its offset.
     reserved: BTreeMap<u64, u64>,
     offsets: BTreeMap<Source, u64>,
+    /// Offset and bytes of ranges that are free again, the latest last.
+    freed: VecDeque<(u64, u64)>,
 }
 
 impl Imports {
     /// Creates the empty table of the device with this ordinal.
     pub(crate) fn new(ordinal: u32) -> Self {
         let start = (u64::from(ordinal) + 1) * WINDOW;
-        Self { start, next: 0, open: BTreeMap::new(), reserved: BTreeMap::new(), offsets: BTreeMap::new() }
+        Self {
+            start,
+            next: 0,
+            open: BTreeMap::new(),
+            reserved: BTreeMap::new(),
+            offsets: BTreeMap::new(),
+            freed: VecDeque::new(),
+        }
     }
 
     /// Counts one more open of memory that is open, and returns its offset.
@@ -60,7 +73,10 @@ impl Imports {
 
     /// Adds memory that was not open, and returns its offset; `None` if no addresses are left.
     pub(crate) fn insert(&mut self, source: Source, mapping: Mapping) -> Option<u64> {
-        let offset = self.place(mapping.bytes())?;
+        let offset = match self.freed_last(mapping.bytes(), 0, page_bytes()) {
+            Some(offset) => offset,
+            None => self.place(mapping.bytes())?,
+        };
         self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1, is_mapped: false });
         self.offsets.insert(source, offset);
         Some(offset)
@@ -69,15 +85,19 @@ impl Imports {
     /// Reserves addresses, which go to nothing else until [`Imports::unreserve`]. `base` is the address of offset 0, and
     /// the address is a multiple of `alignment`. Returns the offset; `None` if no addresses are left.
     pub(crate) fn reserve(&mut self, base: u64, bytes: u64, alignment: u64) -> Option<u64> {
-        let place = self.place(bytes.checked_add(alignment)?)?;
-        let offset = (base + place).checked_next_multiple_of(alignment)? - base;
+        let offset = match self.freed_last(bytes, base, alignment) {
+            Some(offset) => offset,
+            None => (base + self.place(bytes.checked_add(alignment)?)?).checked_next_multiple_of(alignment)? - base,
+        };
         self.reserved.insert(offset, bytes);
         Some(offset)
     }
 
     /// Ends a reservation.
     pub(crate) fn unreserve(&mut self, offset: u64) {
-        self.reserved.remove(&offset);
+        if let Some(bytes) = self.reserved.remove(&offset) {
+            self.note_freed(offset, bytes);
+        }
     }
 
     /// Adds a mapping at a reserved offset, of this device or another. Returns false if memory is open there.
@@ -102,6 +122,7 @@ impl Imports {
         let import = self.open.remove(&offset)?;
         if !import.is_mapped {
             self.offsets.remove(&import.source);
+            self.note_freed(offset, import.mapping.bytes());
         }
         Some(Some(import.mapping))
     }
@@ -142,6 +163,27 @@ impl Imports {
         self.open.range(..=offset).next_back().map(|(&start, import)| (start, import))
     }
 
+    fn note_freed(&mut self, offset: u64, bytes: u64) {
+        if self.freed.len() == MOST_FREED {
+            self.freed.pop_front();
+        }
+        self.freed.push_back((offset, bytes));
+    }
+
+    /// Returns the offset of the range of that many bytes that was free again last, at an address that is a multiple of
+    /// `alignment`. `base` is the address of offset 0.
+    fn freed_last(&mut self, bytes: u64, base: u64, alignment: u64) -> Option<u64> {
+        loop {
+            let fits = |&(offset, length): &(u64, u64)| length == bytes && (base + offset).is_multiple_of(alignment);
+            let (offset, _) = self.freed.iter().rposition(fits).and_then(|index| self.freed.remove(index))?;
+            // Another request may have got some of the addresses since.
+            let free = self.place_from(offset - self.start, bytes + page_bytes());
+            if free == Some(offset - self.start) {
+                return Some(offset);
+            }
+        }
+    }
+
     /// Returns an offset with that many free bytes behind it, and a page that stays free.
     fn place(&mut self, bytes: u64) -> Option<u64> {
         let length = bytes.checked_add(page_bytes())?;
@@ -179,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_address_comes_again_only_when_the_others_are_used_up() {
+    fn a_closed_address_comes_again_at_once_for_the_same_size() {
         let mut imports = Imports::new(0);
         let page = page_bytes();
         let (first, second) = (import(&mut imports, 1, 1), import(&mut imports, 2, 2));
@@ -188,15 +230,30 @@ mod tests {
         assert!(imports.mapping(second + 2 * page).is_none() && imports.mapping(first - 1).is_none());
         assert!(imports.close(first).is_some_and(|last| last.is_some()));
         assert!(imports.close(first).is_none());
-        let third = import(&mut imports, 1, 3);
-        assert!(third > second);
+        let third = import(&mut imports, 2, 3);
+        assert!(third > second, "another size");
+        assert_eq!(import(&mut imports, 1, 4), first);
+        imports.close(first).unwrap();
+        imports.close(third).unwrap();
+        assert_eq!([import(&mut imports, 2, 5), import(&mut imports, 1, 6)], [third, first]);
         // As if all the addresses up to the end had been used.
         imports.next = WINDOW - page;
-        assert_eq!(import(&mut imports, 1, 4), first);
-        let last = import(&mut imports, 8, 5);
+        let last = import(&mut imports, 8, 7);
         assert!(last >= third + 2 * page, "{last:#x} lies in the blocks up to {third:#x}");
         assert_eq!(imports.count(), 4);
         assert_ne!(import(&mut Imports::new(1), 1, 1), first);
+    }
+
+    #[test]
+    fn a_closed_address_of_which_another_request_has_a_part_does_not_come_again() {
+        let (mut imports, page) = (Imports::new(0), page_bytes());
+        let first = import(&mut imports, 4, 1);
+        imports.close(first).unwrap();
+        imports.next = 0;
+        let other = import(&mut imports, 2, 2);
+        assert_eq!(other, first);
+        let again = import(&mut imports, 4, 3);
+        assert!(again >= other + 3 * page, "{again:#x} overlaps the block at {other:#x}");
     }
 
     #[test]
@@ -208,7 +265,8 @@ mod tests {
         let other = import(&mut imports, 40, 1);
         assert!(other >= reserved + 4 * page, "{other:#x} overlaps the reservation at {reserved:#x}");
         imports.unreserve(reserved);
-        imports.next = reserved - imports.start;
-        assert_eq!(import(&mut imports, 3, 2), reserved);
+        assert_eq!(imports.reserve(page, 4 * page, 16 * page), Some(reserved));
+        imports.unreserve(reserved);
+        assert_eq!(import(&mut imports, 4, 2), reserved, "opened memory of the same size");
     }
 }

@@ -159,6 +159,6 @@ impl IpcSharing for MockIpc {
             return Err(operation.lacks("interprocess_events"));
         }
         let shared = SharedEvent::open(operation, handle, device_uuid(device), gpu.peers())?;
-        gpu.events.insert(operation.name(), device, Event::interprocess(device, shared))
+        gpu.events.insert(operation.name(), device, Event::interprocess(device, shared, gpu.engine.raw_handles.take()))
     }
 }

@@ -56,6 +56,11 @@
 //! [`AtomicsMode::Allowed`](highwater_hal::AtomicsMode). Then sums over a long k are added in another order each time, on
 //! purpose.
 //!
+//! **It reuses early.** The next block, range of addresses or raw handle takes the place of the one that ended last, as soon
+//! as the contract allows it: a block of equal size at the same address, and stream-ordered memory with the earlier work
+//! still outstanding. So a program that uses something too late meets its successor. Test mode and a quarantine keep freed
+//! memory back instead. Ids are never reused, only their slots.
+//!
 //! **It leaves out what no correct program can see.** Stream priorities change nothing, and a graph executes one operation
 //! after the other.
 //!
@@ -120,6 +125,7 @@ mod gpu;
 mod hash;
 mod held;
 mod host;
+mod host_observer;
 mod imports;
 mod ipc;
 mod kernel;

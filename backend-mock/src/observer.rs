@@ -98,6 +98,15 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
     /// Notes that the host has seen a point reached.
     fn host_saw(&self, point: &Observed);
 
+    /// Notes that every thread knows from here on what the calling one has learned of a stream.
+    fn shared(&self, lane: usize);
+
+    /// Notes that every thread knows from here on that a point was reached.
+    fn shared_point(&self, point: &Observed);
+
+    /// Notes that the CPU accesses page-locked memory.
+    fn accessed(&self, operation: Operation, touch: Touch);
+
     /// Notes that a call frees memory at once.
     fn freed(&self, operation: Operation, touch: Touch);
 
@@ -113,6 +122,8 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
 pub(crate) struct Observed {
     /// The operations that come before the point.
     pub(crate) clock: OnceLock<Clock>,
+    /// What the thread knew that recorded it, if threads are told apart.
+    pub(crate) known: OnceLock<Clock>,
     /// The file and the number of the record, if the event is shared between processes.
     pub(crate) shared: Option<(u64, u64)>,
 }

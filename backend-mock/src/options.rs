@@ -60,6 +60,7 @@ pub struct MockOptions {
     pub(crate) quarantine: Quarantine,
     pub(crate) checks: bool,
     pub(crate) race_detector: bool,
+    pub(crate) thread_races: bool,
     /// Whether the mock prints its races to standard error at the end.
     pub(crate) prints_races: bool,
     pub(crate) schedule: Option<u64>,
@@ -92,6 +93,7 @@ impl MockOptions {
             quarantine: Quarantine::default(),
             checks: false,
             race_detector: false,
+            thread_races: false,
             prints_races: false,
             schedule: None,
             held: false,
@@ -242,6 +244,18 @@ impl MockOptions {
         self
     }
 
+    /// Turns the race finder on, and has it tell the threads of the host apart. A wait then counts for the thread that
+    /// waited, and not for all.
+    ///
+    /// The finder sees what core's locks and the calls of the backend order. It does not see the program's own locks,
+    /// channels and joins, so the program declares each of these with [`MockGpu::hand_over`](crate::MockGpu::hand_over). A
+    /// program that does not is blamed though it is correct. [`races`](crate::races) has the rules.
+    #[must_use]
+    pub fn with_thread_races(mut self) -> Self {
+        self.thread_races = true;
+        self.with_race_detector()
+    }
+
     /// Executes the streams' operations in an order that follows from `seed` and the calls, instead of on worker
     /// threads. A test that fails with a seed fails with it again, and each seed tries another order.
     ///
@@ -308,7 +322,7 @@ impl MockOptions {
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
     /// | `seed`, `quarantine-frees` | a number |
     /// | `quarantine-bytes` | bytes |
-    /// | `checks`, `race-detector` | `on` or `off` |
+    /// | `checks`, `race-detector`, `thread-races` | `on` or `off`; `thread-races=on` turns the race finder on too |
     /// | `schedule` | a number, the seed |
     /// | an ability or a fact by the name of its field, `lt` for short | `on` or `off` |
     ///
@@ -387,6 +401,10 @@ impl MockOptions {
             }
             "checks" => self.checks = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
             "race-detector" => self.race_detector = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
+            "thread-races" => {
+                self.thread_races = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?;
+                self.race_detector |= self.thread_races;
+            }
             "schedule" => self.schedule = Some(value.parse().map_err(|_| bad("a number, the seed"))?),
             "seed" => self.seed = value.parse().map_err(|_| bad("a number"))?,
             "quarantine-bytes" => self.quarantine.bytes = Some(bytes()?),
@@ -593,6 +611,7 @@ const KEYS: &[&str] = &[
     "quarantine-frees",
     "checks",
     "race-detector",
+    "thread-races",
     "schedule",
     "lt",
 ];
@@ -675,7 +694,9 @@ mod tests {
         assert_eq!((capabilities.workspace_alignment, capabilities.register_piece_bytes), (512, 2 << 20));
         assert!(capabilities.ipc_transports.is_empty());
         assert!(options.checks && options.race_detector && options.schedule == Some(99));
-        assert!(!MockOptions::parse("race_detector=off").unwrap().race_detector);
+        assert!(!options.thread_races && !MockOptions::parse("race_detector=off").unwrap().race_detector);
+        let apart = MockOptions::parse("thread_races=on").unwrap();
+        assert!(apart.thread_races && apart.race_detector);
         assert!(!options.prints_races && MockOptions::from_variable("race_detector=on").unwrap().prints_races);
         assert_eq!((options.seed, options.quarantine), (42, Quarantine { bytes: Some(1 << 20), frees: Some(10) }));
         assert_eq!(

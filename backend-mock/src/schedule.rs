@@ -216,8 +216,10 @@ mod tests {
     use crate::command::Command;
     use crate::device::{Device, DeviceOptions};
     use crate::engine::Engine;
+    use crate::foreign::RawHandles;
     use crate::observer::Observers;
     use crate::operation::Operation;
+    use highwater_hal::BackendTag;
 
     const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };
 
@@ -225,7 +227,8 @@ mod tests {
         let device = Device::new(0, 1 << 20, &DeviceOptions::default(), Observers::default()).unwrap();
         let scheduler = Arc::<Schedule>::clone(schedule);
         let name = "hw-mock-test".to_owned();
-        Engine::new(vec![Arc::new(device)], Duration::ZERO, name, Some(scheduler), Observers::default())
+        let raw_handles = RawHandles::new(BackendTag::next());
+        Engine::new(vec![Arc::new(device)], Duration::ZERO, name, Some(scheduler), Observers::default(), raw_handles)
     }
 
     #[test]

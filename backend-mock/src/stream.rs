@@ -23,6 +23,7 @@ use crate::command::{Command, Settled, Step};
 use crate::device::{self, Device};
 use crate::engine::{Engine, Goal};
 use crate::event::Point;
+use crate::foreign::RawHandle;
 use crate::memory_use::{touches, uses};
 use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
@@ -44,6 +45,8 @@ pub(crate) struct Stream {
     passed: Condvar,
     /// The lane that the order observer assigned; 0 without one.
     lane: usize,
+    /// The raw handle. Another stream may have it once this one is closed.
+    pub(crate) raw: u64,
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +62,8 @@ pub(crate) struct Queue {
     closed: bool,
     /// The capture that the stream takes part in. It may have ended since.
     pub(crate) part: Option<Part>,
+    /// Keeps the raw handle until the stream is closed.
+    raw: Option<RawHandle>,
 }
 
 impl Queue {
@@ -89,18 +94,25 @@ impl Stream {
     }
 
     fn with_kind(engine: &Arc<Engine>, ordinal: u32, is_legacy: bool) -> Arc<Self> {
+        let raw = engine.raw_handles.take();
         let stream = Arc::new(Self {
             device: ordinal,
             id: OnceLock::new(),
             is_legacy,
             engine: Arc::clone(engine),
-            queue: Mutex::new(Queue::default()),
+            raw: raw.number,
+            queue: Mutex::new(Queue { raw: Some(raw), ..Queue::default() }),
             arrived: Condvar::new(),
             passed: Condvar::new(),
             lane: engine.observers.order.as_ref().map_or(0, |order| order.stream_opened(ordinal)),
         });
         engine.add_stream(&stream);
         stream
+    }
+
+    /// Returns a number that no other stream has as long as this one, or a command of it, exists.
+    pub(crate) fn key(self: &Arc<Self>) -> u64 {
+        Arc::as_ptr(self).addr() as u64
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -249,10 +261,11 @@ impl Stream {
     pub(crate) fn close(&self) {
         let mut queue = self.queue.lock();
         queue.closed = true;
+        let raw = queue.raw.take();
         let part = queue.part.take().map(Part::leave);
         drop(queue);
         self.arrived.notify_one();
-        drop(part);
+        drop((part, raw));
     }
 
     pub(crate) fn query(&self, operation: Operation) -> Result<Completion> {
@@ -272,6 +285,13 @@ impl Stream {
             order.host_waited(&order.clock_of_stream(self.lane));
         }
         completed
+    }
+
+    /// Tells the order observer that every thread knows what the calling one has learned of the stream.
+    pub(crate) fn share(&self) {
+        if let Some(order) = self.order() {
+            order.shared(self.lane);
+        }
     }
 
     /// Waits for the work that was enqueued before the call.
@@ -447,12 +467,21 @@ impl Drop for Stream {
 mod tests {
     use super::*;
     use crate::device::DeviceOptions;
+    use crate::foreign::RawHandles;
     use crate::observer::Observers;
+    use highwater_hal::BackendTag;
 
     fn engine() -> Arc<Engine> {
         let device = |ordinal| Device::new(ordinal, 1 << 20, &DeviceOptions::default(), Observers::default()).unwrap();
         let devices = (0..2).map(|ordinal| Arc::new(device(ordinal))).collect();
-        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), None, Observers::default())
+        Engine::new(
+            devices,
+            Duration::ZERO,
+            "hw-mock-test".to_owned(),
+            None,
+            Observers::default(),
+            RawHandles::new(BackendTag::next()),
+        )
     }
 
     #[test]

@@ -298,6 +298,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// Otherwise the backend's error from the wait: the error of a failed copy appears here.
     pub fn read(&self) -> Result<&[T]> {
         self.pool.get().wait_for_uses(self.block(), true)?;
+        self.note_access(false);
         // SAFETY: The block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
         // pattern is a `T`. No device writes it: earlier writes are done, no graph writes it, and enqueuing or recording
         // another write needs `&mut self`.
@@ -310,6 +311,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// As [`PinnedBuffer::read`]; `InvalidState` also if a live graph reads it. Then use [`PinnedBuffer::write_with`].
     pub fn write(&mut self) -> Result<&mut [T]> {
         self.pool.get().wait_for_uses(self.block(), false)?;
+        self.note_access(true);
         // SAFETY: As in `read`. No device and no graph reads or writes the block. Enqueuing or recording either needs a borrow
         // of `self`, which is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
@@ -322,6 +324,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// `Capture` if an open capture uses the buffer; otherwise the backend's error from the wait.
     pub fn read_with<R>(&self, access: impl FnOnce(&[T]) -> R) -> Result<R> {
         let _access = self.pool.get().access(self.block(), false)?;
+        let _noted = NotedAccess::begin(self, false);
         // SAFETY: As in `read`. Launches of graphs that write the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
@@ -334,8 +337,33 @@ impl<T: Element> PinnedBuffer<T> {
     /// As [`PinnedBuffer::read_with`].
     pub fn write_with<R>(&mut self, access: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let _access = self.pool.get().access(self.block(), true)?;
+        let _noted = NotedAccess::begin(self, true);
         // SAFETY: As in `write`. Launches of graphs that use the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
+    }
+
+    /// Tells the observer of the backend, if it has one, that the CPU accesses the values now.
+    fn note_access(&self, writes: bool) {
+        self.pool.get().note_access(self.ptr(), self.len * size_of::<T>(), writes);
+    }
+}
+
+/// An access by the CPU for the time of a closure. The observer of the backend learns of its begin and of its end.
+struct NotedAccess<'b, T: Element> {
+    buffer: &'b PinnedBuffer<T>,
+    writes: bool,
+}
+
+impl<'b, T: Element> NotedAccess<'b, T> {
+    fn begin(buffer: &'b PinnedBuffer<T>, writes: bool) -> Self {
+        buffer.note_access(writes);
+        Self { buffer, writes }
+    }
+}
+
+impl<T: Element> Drop for NotedAccess<'_, T> {
+    fn drop(&mut self) {
+        self.buffer.note_access(self.writes);
     }
 }
 

@@ -16,8 +16,8 @@ use crate::numerics::Numerics;
 use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool};
 use highwater_hal::{
-    Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
-    IpcSharing, Result, StreamId, fork::Generation,
+    AnyId, Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
+    HostObserver, HostPtr, IpcSharing, Result, StreamId, fork::Generation,
 };
 
 /// The runtime, as seen from the pools. Each method concerns pools that the caller does not know.
@@ -33,6 +33,7 @@ pub(crate) trait Owner: Any + Send + Sync {
 /// The bottom layer of a runtime.
 pub(crate) struct Services {
     pub(crate) backend: Arc<dyn Backend>,
+    observer: Option<Arc<dyn HostObserver>>,
     pub(crate) generation: Generation,
     /// The policy for products of threads and leases that set none.
     pub(crate) numerics: Numerics,
@@ -105,6 +106,7 @@ impl Services {
         devices: Box<[DeviceState]>,
     ) -> Self {
         Self {
+            observer: backend.host_observer(),
             backend,
             generation,
             numerics,
@@ -182,8 +184,34 @@ impl Services {
         } else if self.backend.query_event(completion.event())? != Completion::Complete {
             return Ok(false);
         }
+        self.share(AnyId::Event(completion.event()));
         progress.set_passed();
         Ok(true)
+    }
+
+    /// Returns whether a stream has executed everything, as far as the backend can tell. Other threads may rely on it.
+    pub(crate) fn is_stream_idle(&self, stream: StreamId) -> bool {
+        let is_idle = self.backend.query_stream(stream).is_ok_and(Completion::is_complete);
+        if is_idle {
+            self.share(AnyId::Stream(stream));
+        }
+        is_idle
+    }
+
+    /// Tells the backend's observer that other threads may rely on what this one has learned of an event or a stream.
+    #[inline]
+    pub(crate) fn share(&self, id: AnyId) {
+        if let Some(observer) = &self.observer {
+            observer.shared(id);
+        }
+    }
+
+    /// Tells the backend's observer that the CPU accesses page-locked memory.
+    #[inline]
+    pub(crate) fn note_access(&self, ptr: HostPtr, bytes: usize, writes: bool) {
+        if let Some(observer) = &self.observer {
+            observer.accessed(ptr, bytes, writes);
+        }
     }
 
     /// Returns whether the completion event is passed, as far as the backend can tell. An error proves nothing about the work:

@@ -6,8 +6,13 @@
 //!
 //! Each stream has a lane, and the host has one. The clock of a stream grows by its own operations, by the clocks of
 //! the points that it waits for, and by all that the host knows at the time of each call. The host knows the clock of
-//! everything that it has waited for, or has seen complete. The host is *one* lane, whichever threads call. Locks and
-//! channels between threads are not seen here, so a wait of one thread counts for all from then on.
+//! everything that it has waited for, or has seen complete. Locks and channels between threads are not seen here, so the
+//! host is *one* lane, whichever threads call, and a wait of one thread counts for all from then on.
+//!
+//! If threads are told apart, each has a lane and a clock of its own. A thread learns what another knows by calls on the same
+//! stream (under its submission lock), by a record and a wait for it, by core's own locks ([`OrderObserver::shared`]), and
+//! by a hand-over that the program declares. A new thread begins with what any thread knew at its first call, because its
+//! creation comes after what its creator did.
 //!
 //! A capture has lanes and bytes of its own, so branches of one graph are compared with each other while they are
 //! recorded. A launch is one operation of its stream that uses all memory of the recorded ones.
@@ -18,10 +23,11 @@
 //! Lock: `book` is taken last, and no lock is taken under it.
 
 use std::backtrace::Backtrace;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 
@@ -38,7 +44,7 @@ use crate::shared_event;
 
 /// The races that are kept in full. All are counted.
 const KEPT: usize = 1000;
-/// The lane of the host.
+/// The lane of the host, if threads are not told apart.
 const HOST: usize = 0;
 
 /// The race finder of one backend.
@@ -49,13 +55,26 @@ pub(crate) struct Finder {
     book: Mutex<Book>,
 }
 
+/// What one thread knows, and its lane.
+#[derive(Debug)]
+struct Thread {
+    lane: usize,
+    known: Clock,
+}
+
 #[derive(Debug, Default)]
 struct Book {
-    /// The operations that the host knows to have happened.
+    /// The operations that every thread of the host knows to have happened.
     host: Clock,
-    /// By lane. The entry of the host is not used.
+    /// What each thread knows; `None` if threads are not told apart.
+    threads: Option<HashMap<ThreadId, Thread>>,
+    /// What any thread knows.
+    known_to_any: Clock,
+    /// By lane. The entries of the host and its threads are not used.
     lanes: Vec<Clock>,
-    /// The device of each lane; none for the host.
+    /// By lane, what the threads knew that called on the stream, if threads are told apart.
+    callers: Vec<Clock>,
+    /// The device of each lane; none for the host and its threads.
     devices: Vec<Option<u32>>,
     /// The lanes of streams that are gone.
     ended: Vec<usize>,
@@ -116,6 +135,10 @@ impl Now<'_> {
             return (finishes && earlier.writes && earlier.product() != access.product())
                 .then_some(RaceKind::Interleaved);
         }
+        // Two accesses of the CPU concern no device. The language orders them.
+        if earlier.is_by_cpu() && access.is_by_cpu() {
+            return None;
+        }
         let ordered = earlier.number <= self.clock.get(earlier.lane);
         (!ordered && (earlier.writes || access.writes)).then_some(RaceKind::Unordered)
     }
@@ -136,8 +159,11 @@ impl Reports {
 }
 
 impl Finder {
-    pub(crate) fn new(calls: Arc<Calls>) -> Arc<Self> {
-        let book = Book { lanes: vec![Clock::default()], devices: vec![None], ..Book::default() };
+    /// Creates a finder, which tells threads apart or does not.
+    pub(crate) fn new(calls: Arc<Calls>, tells_threads_apart: bool) -> Arc<Self> {
+        let threads = tells_threads_apart.then(HashMap::new);
+        let mut book = Book { threads, ..Book::default() };
+        book.new_lane();
         Arc::new(Self { calls, origins: AtomicU64::new(0), book: Mutex::new(book) })
     }
 
@@ -165,12 +191,94 @@ impl Finder {
         let _ = std::io::stderr().lock().write_all(text.as_bytes());
     }
 
+    /// Returns whether this process opened the mock. In a child, a thread that the child does not have may hold the lock.
+    pub(crate) fn is_own_process(&self) -> bool {
+        self.calls.is_own_process()
+    }
+
+    /// Adds to what the calling thread knows.
+    pub(crate) fn learn(&self, known: &Clock) {
+        self.book.lock().learn(known);
+    }
+
+    /// Returns what the calling thread knows.
+    pub(crate) fn known(&self) -> Clock {
+        self.book.lock().known()
+    }
+
     fn site_of_host(&self, operation: Operation) -> Arc<Site> {
         Arc::new(Site { origin: self.origin(operation), stream: None, recorded: None, in_capture: false })
     }
 }
 
 impl Book {
+    fn new_lane(&mut self) -> usize {
+        self.lanes.push(Clock::default());
+        self.callers.push(Clock::default());
+        self.devices.push(None);
+        self.lanes.len() - 1
+    }
+
+    /// Returns the calling thread; `None` if threads are not told apart.
+    fn thread(&mut self) -> Option<&mut Thread> {
+        let threads = self.threads.as_ref()?;
+        let id = std::thread::current().id();
+        if !threads.contains_key(&id) {
+            let thread = Thread { lane: self.new_lane(), known: self.known_to_any.clone() };
+            self.threads.as_mut()?.insert(id, thread);
+        }
+        let thread = self.threads.as_mut()?.get_mut(&id)?;
+        thread.known.join(&self.host);
+        Some(thread)
+    }
+
+    /// Returns what the calling thread knows.
+    fn known(&mut self) -> Clock {
+        match self.thread() {
+            Some(thread) => thread.known.clone(),
+            None => self.host.clone(),
+        }
+    }
+
+    /// Adds to what the calling thread knows.
+    fn learn(&mut self, clock: &Clock) {
+        match self.thread() {
+            Some(thread) => {
+                thread.known.join(clock);
+                self.known_to_any.join(clock);
+            }
+            None => self.host.join(clock),
+        }
+    }
+
+    /// Adds to what every thread knows.
+    fn tell_all(&mut self, clock: &Clock) {
+        self.host.join(clock);
+        self.known_to_any.join(clock);
+    }
+
+    /// Counts an operation of the calling thread. Returns its lane, its number, and what comes before it.
+    fn host_operation(&mut self) -> (usize, u64, Clock) {
+        let (lane, known) = match self.thread() {
+            Some(thread) => (thread.lane, &mut thread.known),
+            None => (HOST, &mut self.host),
+        };
+        let number = known.tick(lane);
+        let known = known.clone();
+        if self.threads.is_some() {
+            self.known_to_any.join(&known);
+        }
+        (lane, number, known)
+    }
+
+    /// Notes an operation of the calling thread on memory.
+    fn host_touches(&mut self, site: &Arc<Site>, touch: &Touch, frees: bool) {
+        self.operations += 1;
+        let (lane, number, known) = self.host_operation();
+        let now = Now { lane, number, clock: &known, site, frees };
+        now.touch(touch, &self.host, &mut self.shadow, &mut self.reports);
+    }
+
     /// Returns what comes before a point.
     fn clock_of(&self, point: &Observed) -> Clock {
         if let Some(clock) = point.clock.get() {
@@ -201,18 +309,16 @@ impl OrderObserver for Finder {
     /// Gives a stream the lane of one that is gone, if the host knows the work of that one, else a new lane.
     fn stream_opened(&self, device: u32) -> usize {
         let mut book = self.book.lock();
-        let Book { host, lanes, devices, ended, .. } = &mut *book;
+        let known = book.known();
+        let Book { host, lanes, ended, .. } = &mut *book;
         let free = ended.iter().position(|&lane| lanes[lane].get(lane) <= host.get(lane));
         let lane = match free {
             Some(index) => ended.swap_remove(index),
-            None => {
-                lanes.push(Clock::default());
-                devices.push(None);
-                lanes.len() - 1
-            }
+            None => book.new_lane(),
         };
-        lanes[lane].join(host);
-        devices[lane] = Some(device);
+        book.lanes[lane].join(&known);
+        book.callers[lane] = known;
+        book.devices[lane] = Some(device);
         lane
     }
 
@@ -222,15 +328,25 @@ impl OrderObserver for Finder {
 
     fn begins(&self, lane: usize) {
         let mut book = self.book.lock();
-        let Book { host, lanes, operations, .. } = &mut *book;
-        *operations += 1;
-        lanes[lane].join(host);
-        lanes[lane].tick(lane);
+        book.operations += 1;
+        if book.threads.is_some() {
+            // The calls on a stream take turns, so the thread comes after those that called before.
+            let callers = std::mem::take(&mut book.callers[lane]);
+            book.learn(&callers);
+            book.callers[lane] = book.known();
+        }
+        let known = book.known();
+        book.lanes[lane].join(&known);
+        book.lanes[lane].tick(lane);
     }
 
     fn records(&self, lane: usize, point: &Observed) {
         let mut book = self.book.lock();
         let clock = book.lanes[lane].clone();
+        if book.threads.is_some() {
+            // A point is recorded once.
+            let _ = point.known.set(book.known());
+        }
         if let Some((file, number)) = point.shared {
             book.exported.join(&clock);
             book.records.remove(&(file, number.wrapping_sub(shared_event::SLOTS as u64)));
@@ -244,6 +360,9 @@ impl OrderObserver for Finder {
         let mut book = self.book.lock();
         let clock = book.clock_of(point);
         book.lanes[lane].join(&clock);
+        if let Some(known) = point.known.get() {
+            book.learn(known);
+        }
     }
 
     fn uses(
@@ -298,35 +417,55 @@ impl OrderObserver for Finder {
     }
 
     fn host_waited(&self, clock: &Clock) {
-        self.book.lock().host.join(clock);
+        self.book.lock().learn(clock);
     }
 
     fn host_saw(&self, point: &Observed) {
         let mut book = self.book.lock();
         let clock = book.clock_of(point);
-        book.host.join(&clock);
+        book.learn(&clock);
+    }
+
+    fn shared(&self, lane: usize) {
+        let mut book = self.book.lock();
+        if book.threads.is_some() {
+            // Another thread may have enqueued more since, which nobody has seen done.
+            let known = book.known();
+            let is_all = book.lanes[lane].get(lane) <= known.get(lane);
+            let clock = if is_all { book.lanes[lane].clone() } else { known };
+            book.tell_all(&clock);
+        }
+    }
+
+    fn shared_point(&self, point: &Observed) {
+        let mut book = self.book.lock();
+        if book.threads.is_some() {
+            let clock = book.clock_of(point);
+            book.tell_all(&clock);
+        }
+    }
+
+    fn accessed(&self, operation: Operation, touch: Touch) {
+        self.calls.count_access();
+        let site = self.site_of_host(operation);
+        self.book.lock().host_touches(&site, &touch, false);
     }
 
     fn freed(&self, operation: Operation, touch: Touch) {
         let site = self.site_of_host(operation);
-        let mut book = self.book.lock();
-        let Book { host, shadow, reports, operations, .. } = &mut *book;
-        *operations += 1;
-        let number = host.tick(HOST);
-        let now = Now { lane: HOST, number, clock: host, site: &site, frees: true };
-        now.touch(&touch, host, shadow, reports);
+        self.book.lock().host_touches(&site, &touch, true);
     }
 
     fn closed(&self, operation: Operation, touch: Touch) {
         let site = self.site_of_host(operation);
         let mut book = self.book.lock();
-        let Book { host, shadow, reports, .. } = &mut *book;
-        let number = host.tick(HOST);
+        let (lane, number, known) = book.host_operation();
+        let Book { shadow, reports, .. } = &mut *book;
         let range = touch.used.range;
-        let access = Access { lane: HOST, number, writes: true, frees: true, role: Role::Whole, site, range };
+        let access = Access { lane, number, writes: true, frees: true, role: Role::Whole, site, range };
         shadow.look(touch.store, (touch.start, touch.end()), |earlier, from, to| {
             let by_these_addresses = earlier.range.meets(&range);
-            if by_these_addresses && !earlier.frees && earlier.number > host.get(earlier.lane) {
+            if by_these_addresses && !earlier.frees && earlier.number > known.get(earlier.lane) {
                 let address = range.address + (from - touch.start);
                 let overlap = Range { space: range.space, address, bytes: to - from };
                 reports.add(RaceKind::Unordered, (earlier, &access), overlap, false);

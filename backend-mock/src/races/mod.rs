@@ -35,10 +35,19 @@
 //! the answer of a query depends on time. [`MockOptions::with_schedule`](crate::MockOptions::with_schedule) makes it
 //! depend on a seed.
 //!
+//! # Threads
+//! Normally a wait of one thread counts for all from then on. So a program whose threads use locks or channels is never
+//! blamed, and a thread that should have waited for another may be missed.
+//!
+//! [`MockOptions::with_thread_races`](crate::MockOptions::with_thread_races) tells threads apart. A wait counts for its thread
+//! then. Calls on one stream, a record and a wait for it, the locks of core, and the first call of a new thread order threads.
+//! The program declares every other order between its threads with [`MockGpu::hand_over`](crate::MockGpu::hand_over) and
+//! [`HandOver::take_over`].
+//!
 //! # What the finder does not see
-//! - *Accesses of the CPU* to page-locked memory. Copies from and to it are seen, and its allocation and release.
-//! - *Locks and channels of host threads.* A wait of one thread counts for all from then on. So a program whose threads
-//!   use locks or channels is never blamed, and a thread that should have waited for another may be missed.
+//! - *Accesses of the CPU* to page-locked memory that nobody tells it of. The owning types of Highwater do, through
+//!   [`Backend::host_observer`](highwater_hal::Backend::host_observer). An access is compared with the work of devices, and not
+//!   with other accesses of the CPU.
 //! - *Other processes.* A wait for an event that another process recorded counts as a wait for all that this process
 //!   let others wait for. Nobody is blamed for that, and a race may be missed. Events that one process has opened twice
 //!   are one.
@@ -52,15 +61,17 @@
 //! - Two threads that make products on one stream with one workspace without taking turns are found if their operations
 //!   interleave ([`RaceKind::Interleaved`]).
 //!
-//! [`examples`] holds twenty mistakes and their corrections, and [`measure`] runs them.
+//! [`examples`] holds 26 mistakes and their corrections, and [`measure`] runs them.
 
 pub mod examples;
 pub(crate) mod finder;
+mod hand_over;
 mod measure;
 mod report;
 mod shadow;
 mod site;
 
+pub use hand_over::HandOver;
 pub use measure::{Detail, Measured, measure};
 pub use report::{Bytes, Place, Race, RaceKind};
 pub use site::Frame;

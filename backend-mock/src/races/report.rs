@@ -169,6 +169,7 @@ impl fmt::Display for Place {
         match &self.site.stream {
             Some(stream) if self.site.in_capture => write!(f, ", recorded on {stream}")?,
             Some(stream) => write!(f, ", on {stream}")?,
+            None if origin.operation == Operation::CpuAccess => f.write_str(", by the CPU")?,
             None => f.write_str(", at once")?,
         }
         write!(f, ", called by thread `{}`", origin.thread)?;
@@ -239,6 +240,9 @@ impl fmt::Display for Race {
         f.write_str(match self.kind {
             RaceKind::Unordered if self.second.site.stream.is_none() => {
                 "  hint: before the second, wait for the stream of the first, or for an event recorded after it"
+            }
+            RaceKind::Unordered if self.first.site.stream.is_none() => {
+                "  hint: order the second thread after the first, and declare it with `MockGpu::hand_over`"
             }
             RaceKind::Unordered => {
                 "  hint: record an event after the first and let the stream of the second wait for it, or let the host \

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::observer::{Range, Role, Store};
+use crate::operation::Operation;
 use crate::races::site::Site;
 
 /// One operation, as kept for a byte that it touched.
@@ -26,6 +27,11 @@ pub(crate) struct Access {
 }
 
 impl Access {
+    /// Returns whether the CPU accesses page-locked memory.
+    pub(crate) fn is_by_cpu(&self) -> bool {
+        self.site.origin.operation == Operation::CpuAccess
+    }
+
     /// Returns the product whose intermediate results the bytes are.
     pub(crate) fn product(&self) -> Option<usize> {
         if let Role::Workspace { product, .. } = self.role { Some(product) } else { None }

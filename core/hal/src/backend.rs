@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::blas::{BlasHandle, BlasOptions};
 use crate::capability::Capabilities;
 use crate::error::{Error, Result};
-use crate::host::HostAllocator;
+use crate::host::{HostAllocator, HostObserver};
 use crate::id::{BackendTag, EventId, GraphExecId, GraphId, PhysicalMemoryId, StreamId};
 use crate::ipc::IpcSharing;
 use crate::memory::{AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo, PhysicalMemoryOptions};
@@ -706,6 +706,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// - `ipc.offered`: sharing is offered if and only if the `ipc_transports` of a device are not empty.
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
+        None
+    }
+
+    /// Returns the observer of the host, if the backend has one. Core asks once, when it opens a runtime.
+    fn host_observer(&self) -> Option<Arc<dyn HostObserver>> {
         None
     }
 }

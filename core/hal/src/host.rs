@@ -1,9 +1,10 @@
-//! The trait [`HostAllocator`]: raw page-locked host memory.
+//! The traits [`HostAllocator`], raw page-locked host memory, and [`HostObserver`], which follows what the host does with it.
 
 use std::fmt;
 
 use crate::error::{Error, Result};
 use crate::memory::{DevicePtr, HostPtr};
+use crate::operations::AnyId;
 
 /// Kinds of page-locked memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -102,4 +103,18 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     ///
     /// - `host.device-address`: it is the CPU's address if the fact `host_address_is_device_address` holds.
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr>;
+}
+
+/// An observer of the host: a part of a backend that follows the order of accesses, such as the race finder of the mock.
+///
+/// A backend sees calls only. Core tells the observer of the two other facts that order needs. The calls have no effect on
+/// devices, cannot fail, and are made in the thread that they concern. Backends of vendors have no observer.
+pub trait HostObserver: Send + Sync + fmt::Debug {
+    /// Notes that the CPU reads or writes page-locked memory now. An access that takes time is noted at its begin and at its
+    /// end.
+    fn accessed(&self, ptr: HostPtr, bytes: usize, writes: bool);
+
+    /// Notes that every thread may rely on what the calling thread has learned of an event or a stream: that the work before
+    /// it is done. The caller passes the answer on through its own locks.
+    fn shared(&self, id: AnyId);
 }

@@ -15,7 +15,7 @@ use crate::backend::{Backend, Completion, DeviceInfo, Identity, LiveObjects};
 use crate::blas::{BlasHandle, BlasKind, PlanId};
 use crate::capability::Capabilities;
 use crate::error::Result;
-use crate::host::HostAllocator;
+use crate::host::{HostAllocator, HostObserver};
 use crate::id::{EventId, GraphExecId, GraphId, IdParts, ObjectId, PhysicalMemoryId, StreamId};
 use crate::ipc::{EventHandle, IpcSharing, MemoryHandle};
 use crate::memory::{DevicePtr, HostPtr, MemoryInfo};
@@ -287,6 +287,8 @@ macro_rules! layers {
                 fn host_allocator(&self) -> Arc<dyn HostAllocator>;
                 /// Returns the sharing with other processes.
                 fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>>;
+                /// Returns the observer of the host.
+                fn host_observer(&self) -> Option<Arc<dyn HostObserver>>;
             } { $($b)* }
         }
         layers! {
@@ -395,7 +397,15 @@ mod tests {
         let sources =
             [include_str!("backend.rs"), include_str!("blas.rs"), include_str!("host.rs"), include_str!("ipc.rs")];
         let infallible: [&[&str]; 4] = [
-            &["identity", "device_count", "live_objects", "is_exiting", "host_allocator", "ipc_sharing"],
+            &[
+                "identity",
+                "device_count",
+                "live_objects",
+                "is_exiting",
+                "host_allocator",
+                "ipc_sharing",
+                "host_observer",
+            ],
             &["kind", "device", "raw"],
             &[],
             &[],

@@ -699,6 +699,12 @@ impl PinnedPool {
         }
     }
 
+    /// Notes that the CPU accesses a block now, for the observer of the backend.
+    #[inline]
+    pub(crate) fn note_access(&self, ptr: HostPtr, bytes: usize, writes: bool) {
+        self.services.note_access(ptr, bytes, writes);
+    }
+
     /// Frees the unused memory of all pools of the runtime, because memory is scarce.
     fn trim_all(&self) -> Result<()> {
         let trim = |pool: &Self| pool.trim_for(Reason::Exhaustion);

@@ -20,8 +20,7 @@ use crate::pool::stream_use::{LiveStream, StreamEnd, StreamUse};
 use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
 use highwater_hal::{
-    BlasKind, Completion, DevicePtr, Error, ErrorKind, FillPattern, MemoryFill, Products, Result, StreamId, Workspace,
-    fork,
+    BlasKind, DevicePtr, Error, ErrorKind, FillPattern, MemoryFill, Products, Result, StreamId, Workspace, fork,
 };
 
 /// The state that all users of a stream share. The last user ends the stream. It does not keep the runtime alive.
@@ -243,8 +242,7 @@ impl LiveStream for StreamCore {
             }
             None => {
                 // A query would invalidate a capture by other code.
-                self.refuse_if_captured("query_stream").is_ok()
-                    && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
+                self.refuse_if_captured("query_stream").is_ok() && self.services.is_stream_idle(self.id)
             }
         }
     }
@@ -271,7 +269,7 @@ impl LiveStream for StreamCore {
         let Some(submission) = self.try_lock_submission() else { return false };
         submission.recording.is_none()
             && self.refuse_if_captured("query_stream").is_ok()
-            && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete)
+            && self.services.is_stream_idle(self.id)
     }
 
     fn count_failed_release(&self, error: &Error) {

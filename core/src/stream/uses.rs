@@ -18,7 +18,7 @@ use super::submission::{SubmissionGuard, SubmissionState};
 use crate::pool::block::Block;
 use crate::pool::completion_events::{CloseBatch, CompletionEvent, Point, Recorder, WaitForEnd, never_recorded};
 use crate::pool::use_batches::MOST_BYTES;
-use highwater_hal::{Completion, Result};
+use highwater_hal::{AnyId, Result};
 
 thread_local! {
     /// The key of the stream on which the thread last used page-locked memory; 0 before the first use.
@@ -112,7 +112,10 @@ impl StreamCore {
     pub(super) fn wait_for_batch(&self) {
         let Some(batch) = self.take_batch(&mut self.lock_submission()) else { return };
         match self.services.backend.synchronize_stream(self.id) {
-            Ok(()) => batch.progress().set_passed(),
+            Ok(()) => {
+                self.services.share(AnyId::Stream(self.id));
+                batch.progress().set_passed();
+            }
             // The blocks wait for the end of the runtime.
             Err(error) => self.services.count_failed_release(&error),
         }
@@ -133,7 +136,7 @@ impl CloseBatch for StreamCore {
         }
         // A query or a record would invalidate a capture by other code, or become part of it.
         self.refuse_if_captured("record_event")?;
-        if !wait && self.services.backend.query_stream(self.id).is_ok_and(Completion::is_complete) {
+        if !wait && self.services.is_stream_idle(self.id) {
             // No record is needed. The open batch is closed under the same hold of the lock, so no later use joins it.
             let closed = self.take_batch(&mut submission);
             drop(submission);
@@ -150,6 +153,7 @@ impl CloseBatch for StreamCore {
         // Without a record, the only remaining option is to wait. No later use may join the batch in the meantime.
         let closed = self.take_batch(&mut submission);
         self.wait_for_all(submission)?;
+        self.services.share(AnyId::Stream(self.id));
         closed.iter().for_each(|closed| closed.progress().set_passed());
         batch.progress().set_passed();
         Ok(true)

@@ -9,7 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::capture_state::{CAPTURES, Part};
 use crate::code::{Answer, Code};
 use crate::current::with_context;
-use crate::handles::{Stream, new_handles};
+use crate::handles::{Handles, Stream};
 use crate::process::{Simulation, die, simulation};
 use crate::streams;
 use crate::variants::{Vendor, hip_major, vendor};
@@ -62,6 +62,7 @@ impl Event {
 
 /// Every live event.
 static EVENTS: RwLock<BTreeMap<u64, Arc<Event>>> = RwLock::new(BTreeMap::new());
+static HANDLES: Handles = Handles::new();
 
 impl Simulation {
     /// Returns the event of a raw handle.
@@ -75,7 +76,7 @@ impl Simulation {
     }
 
     pub(crate) fn insert_event(&self, id: EventId, device: u32, flags: u32, is_import: bool) -> u64 {
-        let raw = new_handles(1);
+        let raw = HANDLES.take();
         let (last, exported) = (Mutex::default(), Mutex::new(None));
         let event = Arc::new(Event { id, device, flags, is_import, last, exported });
         EVENTS.write().insert(raw, event);
@@ -85,9 +86,10 @@ impl Simulation {
     /// Destroys the events of a context that ends.
     pub(crate) fn end_events(&self, device: u32) {
         let ended: Vec<_> = EVENTS.write().extract_if(.., |_, event| event.device == device).collect();
-        for (_, event) in ended {
+        for (raw, event) in ended {
             // The mock's table holds it as long as this table does.
             let _ = self.gpu.destroy_event(event.id);
+            HANDLES.give_back(raw);
         }
     }
 
@@ -180,7 +182,9 @@ pub fn destroy(raw: u64) -> Answer<()> {
     simulation.check_context(events.get(&raw).ok_or(Code::INVALID_HANDLE)?.device)?;
     let event = events.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
     drop(events);
-    simulation.gpu.destroy_event(event.id).map_err(|error| simulation.code_of(error))
+    let destroyed = simulation.gpu.destroy_event(event.id).map_err(|error| simulation.code_of(error));
+    HANDLES.give_back(raw);
+    destroyed
 }
 
 /// `cuEventRecord`.

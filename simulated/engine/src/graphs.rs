@@ -8,7 +8,7 @@ use parking_lot::RwLock;
 
 use crate::blocks::GraphMemory;
 use crate::code::{Answer, Code};
-use crate::handles::{STEP, new_handles};
+use crate::handles::{Handles, STEP, new_handles};
 use crate::process::{Simulation, simulation};
 
 /// The nodes and the memory of a graph.
@@ -30,12 +30,14 @@ struct Executable {
 }
 
 static GRAPHS: RwLock<BTreeMap<u64, (GraphId, Arc<Recorded>)>> = RwLock::new(BTreeMap::new());
+static GRAPH_HANDLES: Handles = Handles::new();
+static EXECUTABLE_HANDLES: Handles = Handles::new();
 static EXECUTABLES: RwLock<BTreeMap<u64, Arc<Executable>>> = RwLock::new(BTreeMap::new());
 
 /// Registers a recorded graph with the kinds of its nodes, and returns its handle.
 pub(crate) fn insert(id: GraphId, device: u32, nodes: Vec<u32>, memory: Arc<GraphMemory>) -> u64 {
     let first_node = new_handles(nodes.len() as u64);
-    let graph = new_handles(1);
+    let graph = GRAPH_HANDLES.take();
     GRAPHS.write().insert(graph, (id, Arc::new(Recorded { device, nodes, first_node, memory })));
     graph
 }
@@ -46,12 +48,14 @@ impl Simulation {
         let graphs: Vec<_> = GRAPHS.write().extract_if(.., |_, (_, recorded)| recorded.device == device).collect();
         let executables: Vec<_> =
             EXECUTABLES.write().extract_if(.., |_, graph| graph.recorded.device == device).collect();
-        for (_, (id, _)) in graphs {
+        for (raw, (id, _)) in graphs {
             // The mock's table holds them as long as this table does.
             let _ = self.gpu.destroy_graph(id);
+            GRAPH_HANDLES.give_back(raw);
         }
-        for (_, executable) in executables {
+        for (raw, executable) in executables {
             let _ = self.gpu.destroy_graph_exec(executable.id);
+            EXECUTABLE_HANDLES.give_back(raw);
         }
     }
 }
@@ -76,7 +80,7 @@ pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
     let id = simulation.gpu.instantiate_graph(*graph).map_err(|error| simulation.code_of(error))?;
     let executable = Arc::new(Executable { id, recorded: Arc::clone(recorded) });
     drop(graphs);
-    let raw = new_handles(1);
+    let raw = EXECUTABLE_HANDLES.take();
     EXECUTABLES.write().insert(raw, executable);
     Ok(raw)
 }
@@ -112,7 +116,9 @@ pub fn destroy_graph(raw: u64) -> Answer<()> {
     let (id, recorded) = graphs.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
     drop(graphs);
     drop(recorded);
-    simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error))
+    let destroyed = simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error));
+    GRAPH_HANDLES.give_back(raw);
+    destroyed
 }
 
 /// `cuGraphExecDestroy`. Enqueued launches are still executed.
@@ -125,7 +131,9 @@ pub fn destroy_executable(raw: u64) -> Answer<()> {
     simulation.check_context(executables.get(&raw).ok_or(Code::INVALID_HANDLE)?.recorded.device)?;
     let executable = executables.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
     drop(executables);
-    simulation.gpu.destroy_graph_exec(executable.id).map_err(|error| simulation.code_of(error))
+    let destroyed = simulation.gpu.destroy_graph_exec(executable.id).map_err(|error| simulation.code_of(error));
+    EXECUTABLE_HANDLES.give_back(raw);
+    destroyed
 }
 
 /// `cuGraphGetNodes`: the handles of a graph's nodes.

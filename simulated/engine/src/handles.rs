@@ -3,11 +3,32 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_hal::StreamId;
+use parking_lot::Mutex;
 
 /// The distance between handles of one call of [`new_handles`].
 pub(crate) const STEP: u64 = 64;
 
-/// Returns the first of `count` new handles. They look like addresses and are never reused, so a stale handle is detected.
+/// The handles of one kind of object. The next object gets the handle of the one that ended last, as with the vendors.
+#[derive(Debug)]
+pub(crate) struct Handles(Mutex<Vec<u64>>);
+
+impl Handles {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Returns the handle of a new object.
+    pub(crate) fn take(&self) -> u64 {
+        self.0.lock().pop().unwrap_or_else(|| new_handles(1))
+    }
+
+    /// Takes the handle of an object back that no table contains any more.
+    pub(crate) fn give_back(&self, raw: u64) {
+        self.0.lock().push(raw);
+    }
+}
+
+/// Returns the first of `count` handles that no object had before. They look like addresses.
 pub(crate) fn new_handles(count: u64) -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0x5000_0000_0000);
     // Relaxed: only the number counts.

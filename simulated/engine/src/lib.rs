@@ -34,7 +34,7 @@
 //! 8. [`border`]: arguments and results at the C boundary
 //!
 //! # What is not modeled
-//! - A stale handle returns 400; a real driver crashes. Handle numbers are never reused.
+//! - A stale handle returns 400, unless another object has it since; a real driver may crash.
 //! - Every process has its own devices. Allocations of another process do not reduce their free memory.
 //! - Memory that was freed in stream order returns to the device at once, whatever the pool's threshold.
 //! - Pools other than the default one, managed memory, host memory from `cuMemCreate`, and fabric handles do not exist.

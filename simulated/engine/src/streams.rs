@@ -11,7 +11,7 @@ use parking_lot::RwLock;
 use crate::capture_state::{CAPTURES, node};
 use crate::code::{Answer, Code};
 use crate::current::{self, with_context};
-use crate::handles::new_handles;
+use crate::handles::Handles;
 pub use crate::handles::{NON_BLOCKING, Stream};
 use crate::process::{IN_HOST_FUNCTION, Simulation, die, simulation};
 use crate::variants::{Vendor, hip_major, vendor};
@@ -27,6 +27,7 @@ pub const HIP_PRIORITIES: (i32, i32) = (1, -1);
 
 /// Every live stream.
 static STREAMS: RwLock<BTreeMap<u64, Arc<Stream>>> = RwLock::new(BTreeMap::new());
+static HANDLES: Handles = Handles::new();
 
 /// Returns the code for an unknown stream.
 fn unknown_stream() -> Code {
@@ -95,9 +96,10 @@ impl Simulation {
     /// Destroys the streams of a context that ends.
     pub(crate) fn end_streams(&self, device: u32) {
         let ended: Vec<_> = STREAMS.write().extract_if(.., |_, stream| stream.device == device).collect();
-        for (_, stream) in ended {
+        for (raw, stream) in ended {
             // The mock's table holds it as long as this table does.
             let _ = self.gpu.destroy_stream(stream.id);
+            HANDLES.give_back(raw);
         }
     }
 }
@@ -119,7 +121,7 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
         Vendor::Hip => HIP_PRIORITIES,
     };
     let priority = priority.clamp(greatest, least);
-    let raw = new_handles(1);
+    let raw = HANDLES.take();
     STREAMS.write().insert(raw, Arc::new(Stream { id, device, flags, priority, number }));
     Ok(raw)
 }
@@ -154,7 +156,9 @@ pub fn destroy(raw: u64) -> Answer<()> {
         // The wait fails if the stream still takes part in another stream's capture. Then no work is outstanding.
         let _ = simulation.gpu.synchronize_stream(stream.id);
     }
-    simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error))
+    let destroyed = simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error));
+    HANDLES.give_back(raw);
+    destroyed
 }
 
 /// `cuStreamQuery`.

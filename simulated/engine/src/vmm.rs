@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use crate::blocks::{Block, Kind, MEMORY, around};
 use crate::code::{Answer, Code};
 use crate::devices;
-use crate::handles::{new_handles, new_number};
+use crate::handles::{Handles, new_number};
 use crate::process::{Simulation, simulation};
 
 /// The unit of sizes and addresses.
@@ -50,14 +50,19 @@ struct Allocation {
     handle_types: u32,
     /// Its share of the device's memory; `None` for an import.
     taken: Option<DevicePtr>,
+    raw: u64,
 }
+
+static HANDLES: Handles = Handles::new();
 
 impl Drop for Allocation {
     fn drop(&mut self) {
         // At exit and in a forked child the device is not touched.
-        if let (Some(taken), Ok(simulation)) = (self.taken, simulation()) {
+        let Ok(simulation) = simulation() else { return };
+        if let Some(taken) = self.taken {
             simulation.hooks.give_back(self.device, taken, self.bytes as usize);
         }
+        HANDLES.give_back(self.raw);
     }
 }
 
@@ -154,12 +159,12 @@ pub fn create(bytes: usize, properties: &Properties, flags: u64) -> Answer<u64> 
         if is_too_long { Code::OUT_OF_MEMORY } else { Code::OPERATING_SYSTEM }
     })?;
     let handle_types = properties.handle_types;
-    Ok(simulation.add(Allocation { file, bytes: wide, device, handle_types, taken: Some(taken) }))
+    Ok(simulation.add(Allocation { file, bytes: wide, device, handle_types, taken: Some(taken), raw: HANDLES.take() }))
 }
 
 impl Simulation {
     fn add(&self, allocation: Allocation) -> u64 {
-        let raw = new_handles(1);
+        let raw = allocation.raw;
         VIRTUAL.lock().handles.insert(raw, Handle { allocation: Arc::new(allocation), uses: 1 });
         raw
     }
@@ -379,5 +384,5 @@ pub fn import(descriptor: RawFd, handle_type: u32) -> Answer<u64> {
     if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
         return Err(Code::INVALID_VALUE);
     }
-    Ok(simulation.add(Allocation { file, bytes, device, handle_types: DESCRIPTOR, taken: None }))
+    Ok(simulation.add(Allocation { file, bytes, device, handle_types: DESCRIPTOR, taken: None, raw: HANDLES.take() }))
 }

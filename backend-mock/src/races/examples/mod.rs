@@ -1,12 +1,15 @@
-//! Twenty mistakes that programs make with streams, events, memory, workspaces and graphs, each with its correction.
+//! 26 mistakes that programs make with streams, events, memory, the CPU, threads, workspaces and graphs, each with its
+//! correction.
 //!
 //! Every function takes a [`Bench`] and makes the calls of one short program. [`measure`](super::measure) runs them.
 //! They show each mistake next to the correct program.
 
 mod graphs;
+mod host;
 mod memory;
 mod products;
 mod streams;
+mod threads;
 
 use std::sync::Arc;
 
@@ -17,9 +20,11 @@ use highwater_hal::{
 };
 
 pub use graphs::*;
+pub use host::*;
 pub use memory::*;
 pub use products::*;
 pub use streams::*;
+pub use threads::*;
 
 use crate::{MockGpu, MockOptions, Operation};
 
@@ -67,6 +72,12 @@ examples! {
     host_block_reused host_block_reused_corrected Copy Copy,
     freed_on_another_stream freed_on_another_stream_corrected Fill Free,
     allocated_on_another_stream allocated_on_another_stream_corrected Allocate Fill,
+    read_too_early read_too_early_corrected Copy CpuAccess,
+    overwritten_during_the_copy overwritten_during_the_copy_corrected Copy CpuAccess,
+    copied_during_the_access copied_during_the_access_corrected Copy CpuAccess,
+    waited_in_another_thread waited_in_another_thread_corrected Copy HostFree,
+    block_of_two_threads block_of_two_threads_corrected Fill Copy,
+    read_in_another_thread read_in_another_thread_corrected Copy CpuAccess,
     launch_against_use launch_against_use_corrected LaunchGraph Copy,
     launched_twice_at_once launched_twice_at_once_corrected LaunchGraph LaunchGraph,
     branches_of_a_graph branches_of_a_graph_corrected Fill Copy,
@@ -84,8 +95,8 @@ pub struct Block {
 /// Bytes of each block: a matrix of 4 x 4 numbers of 32 bits.
 pub const BLOCK_BYTES: usize = 64;
 
-/// The mock that an example runs on: two devices with the finder on, under a schedule and in test mode. Operations
-/// happen within calls, on the caller's thread, and freed page-locked memory stays mapped while work uses it. So a
+/// The mock that an example runs on: two devices with the finder on, which tells threads apart, under a schedule and in test
+/// mode. Operations happen within calls, on the caller's thread, and freed page-locked memory stays mapped while work uses it. So a
 /// mistake spoils contents and nothing else.
 #[derive(Debug)]
 pub struct Bench {
@@ -101,7 +112,7 @@ impl Bench {
     /// As for [`MockGpu::open`].
     pub fn new(seed: u64) -> Result<Self> {
         let options = MockOptions::new().with_devices(2).with_memory_bytes(1 << 20).with_checks();
-        let gpu = MockGpu::open(options.with_schedule(seed).with_race_detector())?;
+        let gpu = MockGpu::open(options.with_schedule(seed).with_thread_races())?;
         Ok(Self { host: gpu.host_allocator(), gpu })
     }
 
@@ -146,6 +157,13 @@ impl Bench {
     fn free_host_block(&self, block: HostPtr) -> Result<()> {
         // SAFETY: in test mode, a freed block stays mapped while work uses it.
         unsafe { self.host.free(block) }
+    }
+
+    /// Notes an access of the CPU, as the owning types of Highwater do.
+    fn access(&self, block: HostPtr, writes: bool) {
+        if let Some(observer) = self.gpu.host_observer() {
+            observer.accessed(block, BLOCK_BYTES, writes);
+        }
     }
 
     fn fill(&self, block: Block, stream: StreamId) -> Result<()> {

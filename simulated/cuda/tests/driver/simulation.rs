@@ -139,6 +139,39 @@ isolated! {
         gate.open();
     }
 
+    fn a_new_object_has_the_handle_of_the_one_that_ended_last(_) over [] {
+        start();
+        let gate = gate_on(null_mut());
+        let (first, block) = (stream(), memory(64));
+        // Outstanding work does not keep the handle.
+        ok!(cuMemsetD8Async(block, 1, 64, first));
+        ok!(cuStreamDestroy_v2(first));
+        let next = stream();
+        assert_eq!((next, cu!(cuStreamSynchronize(next))), (first, 0));
+        assert_ne!(stream(), next);
+        let done = event(0);
+        ok!(cuEventDestroy_v2(done));
+        assert_eq!(event(0), done);
+        let record = || {
+            let mut graph = null_mut();
+            ok!(cuStreamBeginCapture_v2(next, 1));
+            ok!(cuStreamEndCapture(next, &mut graph));
+            graph
+        };
+        let instantiate = |graph| {
+            let mut executable = null_mut();
+            ok!(cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+            executable
+        };
+        let graph = record();
+        let executable = instantiate(graph);
+        ok!(cuGraphExecDestroy(executable));
+        assert_eq!(instantiate(graph), executable);
+        ok!(cuGraphDestroy(graph));
+        assert_eq!(record(), graph);
+        gate.open();
+    }
+
     fn memory_is_counted_to_the_byte(_) over [] with HIGHWATER_MOCK = "memory=16MiB" {
         const GRANULARITY: usize = 2 << 20;
         start();

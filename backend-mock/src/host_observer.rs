@@ -1,0 +1,57 @@
+//! The observer of the host: tells the race finder what calls do not show.
+
+use std::fmt;
+use std::sync::Arc;
+
+use highwater_hal::{AnyId, HostObserver, HostPtr};
+
+use crate::host::range_of;
+use crate::observer::{Store, Touch};
+use crate::operation::Operation;
+use crate::state::Shared;
+
+/// The observer of a mock with a race finder.
+pub(crate) struct MockHostObserver(pub(crate) Arc<Shared>);
+
+impl fmt::Debug for MockHostObserver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockHostObserver").finish_non_exhaustive()
+    }
+}
+
+impl HostObserver for MockHostObserver {
+    fn accessed(&self, ptr: HostPtr, bytes: usize, writes: bool) {
+        // In a child, a thread that the child does not have may hold the lock.
+        if !self.0.calls.is_own_process() || bytes == 0 {
+            return;
+        }
+        if let Some(order) = &self.0.engine.observers.order {
+            let mut touch = Touch::whole(Store::Host, ptr.address() as u64, range_of(ptr, bytes));
+            touch.used.writes = writes;
+            order.accessed(Operation::CpuAccess, touch);
+        }
+    }
+
+    fn shared(&self, id: AnyId) {
+        if !self.0.calls.is_own_process() {
+            return;
+        }
+        // An object that has ended since orders nothing more.
+        match id {
+            AnyId::Stream(stream) => {
+                if let Ok(stream) = self.0.stream(Operation::QueryStream, stream) {
+                    stream.share();
+                }
+            }
+            AnyId::Event(event) => {
+                if let Ok(event) = self.0.event(Operation::QueryEvent, event)
+                    && let Some(point) = event.latest()
+                    && let Some(order) = &self.0.engine.observers.order
+                {
+                    order.shared_point(&point.observed);
+                }
+            }
+            _ => {}
+        }
+    }
+}
