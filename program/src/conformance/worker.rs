@@ -7,7 +7,8 @@ use std::os::unix::net::UnixStream;
 
 use anyhow::Result;
 use highwater::hal::Backend;
-use highwater_conformance::{Executor as _, InProcess, cases};
+use highwater_conformance::{CellAxis, CellTable, Executor as _, InProcess, cases, cell_tables};
+use serde_json::{Value, json};
 
 use super::super::args::ConformanceWorkerArguments;
 use super::super::backends::Prober;
@@ -37,7 +38,10 @@ fn serve(socket: &UnixStream, mut inbox: Inbox, choice: &Choice) -> Result<()> {
         let case = cases().find(|case| case.name == name);
         let case = case.ok_or_else(|| io::Error::other(format!("the runner names an unknown case: {name}")))?;
         let notice = match order {
-            Order::Run(_) => Notice::Ended(executor.run(case)),
+            Order::Run(_, seed) => {
+                executor.draw_from(seed);
+                Notice::Ended(executor.run(case))
+            }
             Order::Points(_) => Notice::Points(executor.points(case)),
             Order::Fault(_, fault) => Notice::Faulted(executor.run_with_fault(case, &fault)),
         };
@@ -55,5 +59,12 @@ fn about(backend: &dyn Backend) -> highwater::Result<About> {
         real_device: identity.real_device,
         versions: identity.versions.clone(),
         devices: devices.collect::<highwater::Result<_>>()?,
+        cells: cell_tables(backend)?.iter().map(cells_to_json).collect(),
     })
+}
+
+fn cells_to_json(table: &CellTable) -> Value {
+    let axis = |axis: &CellAxis| json!({ "axis": axis.name, "values": axis.values, "left_out": axis.left_out });
+    let axes: Vec<Value> = table.axes.iter().map(axis).collect();
+    json!({ "case": table.case, "axes": axes, "always": table.always, "drawn": table.drawn })
 }

@@ -28,6 +28,7 @@ pub(super) struct Workers {
     limit: Duration,
     about: About,
     identity: Identity,
+    seed: u64,
     /// `None` if the last one was lost.
     worker: Option<Worker>,
 }
@@ -42,7 +43,7 @@ impl Workers {
         let mut identity = Identity::new(&about.name, &about.description, BackendTag::next());
         identity.real_device = about.real_device;
         identity.versions.clone_from(&about.versions);
-        Ok(Self { choice: choice.clone(), limit, about, identity, worker: Some(worker) })
+        Ok(Self { choice: choice.clone(), limit, about, identity, seed: 0, worker: Some(worker) })
     }
 
     pub(super) fn about(&self) -> &About {
@@ -82,8 +83,12 @@ impl Executor for Workers {
         &self.identity
     }
 
+    fn draw_from(&mut self, seed: u64) {
+        self.seed = seed;
+    }
+
     fn run(&mut self, case: &'static Case) -> Status {
-        match self.ask(&Order::Run(case.name.to_owned())) {
+        match self.ask(&Order::Run(case.name.to_owned(), self.seed)) {
             Ok(Notice::Ended(status)) => status,
             Ok(other) => Status::Failed(misfit(&other)),
             Err(lost) => Status::Failed(lost),
