@@ -104,8 +104,8 @@ pub use case::{Case, Need};
 pub use cases::{CellAxis, CellTable, cases, cell_tables, clauses_without_case};
 pub use highwater_hal::{Clause, clauses};
 pub use mutants::{
-    Class, Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, generated_mutants, mutants,
-    run_mutants,
+    Class, Mutant, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, generated_mutants,
+    mutants, run_mutants, run_mutants_on,
 };
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};

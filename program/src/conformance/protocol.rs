@@ -59,6 +59,10 @@ impl Order {
 }
 
 impl About {
+    pub(super) fn device_count(&self) -> u32 {
+        self.devices.as_array().map_or(0, |devices| u32::try_from(devices.len()).unwrap_or(u32::MAX))
+    }
+
     pub(super) fn to_json(&self) -> Value {
         let versions: Vec<Value> =
             self.versions.iter().map(|(what, version)| json!({ "what": what, "version": version })).collect();
