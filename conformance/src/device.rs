@@ -371,7 +371,7 @@ impl<'b> Block<'b> {
     /// Allocates a block that holds `bytes`.
     #[track_caller]
     pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
-        let [block] = holding_all(backend, [bytes])?;
+        let [block] = holding_all(backend, DEVICE, [bytes])?;
         Ok(block)
     }
 
@@ -523,20 +523,21 @@ pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<V
     Ok(blocks.iter().map(|block| rest.split_off(..block.bytes).unwrap_or_default().to_vec()).collect())
 }
 
-/// Allocates blocks on the first device that hold these bytes, through one pinned block.
+/// Allocates blocks on a device that hold these bytes, through one pinned block.
 #[track_caller]
 pub(crate) fn holding_all<'b, const N: usize>(
     backend: &'b dyn Backend,
+    device: u32,
     contents: [&[u8]; N],
 ) -> Result<[Block<'b>; N]> {
     let pinned = Pinned::holding(backend, &contents.concat())?;
-    let stream = Stream::new(backend)?;
+    let stream = Stream::on(backend, device)?;
     let mut blocks = Vec::with_capacity(N);
     let mut end = 0;
     for content in contents {
         let start = end;
         end += content.len();
-        let block = Block::new(backend, content.len())?;
+        let block = Block::on(backend, device, content.len())?;
         stream.copy(block.all(), pinned.span(start..end))?;
         blocks.push(block);
     }

@@ -95,22 +95,24 @@ mod raw_calls;
 mod report;
 mod retry;
 mod run;
+mod seed;
 mod stream_load;
 mod sweep;
 mod validation;
 
 pub use case::{Case, Need};
-pub use cases::{cases, clauses_without_case};
+pub use cases::{CellAxis, CellTable, cases, cell_tables, clauses_without_case};
 pub use highwater_hal::{Clause, clauses};
 pub use mutants::{
-    Class, Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, generated_mutants, mutants,
-    run_mutants,
+    Class, Mutant, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, generated_mutants,
+    mutants, run_mutants, run_mutants_on,
 };
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use raw_calls::{RawCalls, RawHandle};
 pub use report::{CaseReport, Progress, Report, Status};
 pub use run::{Executor, InProcess, run, run_observed, run_on};
+pub use seed::seed;
 pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};
 
 /// The example of the README, compiled with the other doc tests.

@@ -9,7 +9,7 @@
 use highwater_hal::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
 
 use crate::case::{CaseResult, Failure, check};
-use crate::device::{Block, Handle, Stream, holding_all, read_all};
+use crate::device::{Block, DEVICE, Handle, Stream, holding_all, read_all};
 use crate::random::Random;
 
 /// The byte around the matrices of a [`Product`].
@@ -162,22 +162,30 @@ impl Product {
         gemm.with_scale(self.alpha, self.beta)
     }
 
-    /// Puts the matrices on a device.
+    /// Puts the matrices on the first device.
     pub(crate) fn place<'b>(&self, backend: &'b dyn Backend) -> Result<Placed<'b>, Failure> {
+        self.place_on(backend, DEVICE)
+    }
+
+    /// Puts the matrices on a device.
+    pub(crate) fn place_on<'b>(&self, backend: &'b dyn Backend, device: u32) -> Result<Placed<'b>, Failure> {
         let (factor, result) = (self.shape.data_type, self.shape.output);
         let encoded = |of: DataType, elements: &[f64]| guarded(&encode(of, elements));
         let (a, b, c) = (encoded(factor, &self.a), encoded(factor, &self.b), encoded(result, &self.c));
-        let [a, b, c] = holding_all(backend, [a.as_slice(), b.as_slice(), c.as_slice()])?;
+        let [a, b, c] = holding_all(backend, device, [a.as_slice(), b.as_slice(), c.as_slice()])?;
         let bias = match &self.bias {
-            Some(bias) => Some(Block::holding(backend, &encoded(result, bias))?),
+            Some(bias) => {
+                let [bias] = holding_all(backend, device, [encoded(result, bias).as_slice()])?;
+                Some(bias)
+            }
             None => None,
         };
         Ok(Placed { backend, a, b, c, bias })
     }
 
-    /// Places the matrices, runs the product as a GEMM, waits, and checks every byte.
+    /// Places the matrices on the device of the stream, runs the product as a GEMM, waits, and checks every byte.
     pub(crate) fn prove(&self, backend: &dyn Backend, handle: &mut Handle<'_>, stream: &Stream<'_>) -> CaseResult {
-        let placed = self.place(backend)?;
+        let placed = self.place_on(backend, stream.id().device())?;
         placed.gemm(self, handle)?;
         stream.synchronize()?;
         placed.check(self)

@@ -21,6 +21,8 @@ pub struct Options {
     pub rounds: u32,
     /// Shuffles the cases of each round with this seed. `None` keeps the order of [`cases`].
     pub shuffle: Option<u64>,
+    /// The seed from which cases draw in the first round; each further round adds 1. `None` takes [`seed`](crate::seed()).
+    pub seed: Option<u64>,
 }
 
 impl Options {
@@ -62,6 +64,13 @@ impl Options {
     #[must_use]
     pub fn with_shuffle(mut self, seed: u64) -> Self {
         self.shuffle = Some(seed);
+        self
+    }
+
+    /// Sets the seed from which cases draw shapes, values and cells.
+    #[must_use]
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
         self
     }
 

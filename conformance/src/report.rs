@@ -48,19 +48,27 @@ pub struct Report {
     backend: Identity,
     cases: Vec<CaseReport>,
     unknown_expectations: Vec<Expectation>,
+    seed: Option<u64>,
 }
 
 impl Report {
-    pub(crate) fn new(backend: Identity, cases_run: Vec<CaseReport>, options: &Options) -> Self {
+    pub(crate) fn new(backend: Identity, cases_run: Vec<CaseReport>, options: &Options, seed: Option<u64>) -> Self {
         let unknown = |expectation: &&Expectation| !cases().any(|case| case.name == expectation.case);
         let unknown_expectations = options.expected_failures.iter().filter(unknown).cloned().collect();
-        Self { backend, cases: cases_run, unknown_expectations }
+        Self { backend, cases: cases_run, unknown_expectations, seed }
     }
 
     /// Returns the identity of the tested backend.
     #[must_use]
     pub fn backend(&self) -> &Identity {
         &self.backend
+    }
+
+    /// Returns the seed from which the cases of the first round drew; that of each further round is 1 more. `None` if the
+    /// environment variable is no number, which fails these cases.
+    #[must_use]
+    pub fn seed(&self) -> Option<u64> {
+        self.seed
     }
 
     /// Returns every case that the filter selected, in the order of the run, once for each round.

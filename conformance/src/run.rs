@@ -10,6 +10,7 @@ use crate::case::{Case, CaseResult, Run};
 use crate::options::Options;
 use crate::peer::Launcher;
 use crate::report::{CaseReport, Progress, Report, Status};
+use crate::seed;
 use crate::sweep::{Fault, Faulted, Gate, Points};
 use crate::validation::Validated;
 
@@ -17,6 +18,9 @@ use crate::validation::Validated;
 pub trait Executor {
     /// Returns the identity of the tested backend.
     fn identity(&self) -> &Identity;
+
+    /// Sets the seed from which the cases draw from now on.
+    fn draw_from(&mut self, seed: u64);
 
     /// Runs a case.
     fn run(&mut self, case: &'static Case) -> Status;
@@ -33,13 +37,15 @@ pub trait Executor {
 pub struct InProcess<'b> {
     backend: &'b dyn Backend,
     launcher: Option<Launcher>,
+    /// `None` for one of the environment or of the clock.
+    seed: Option<u64>,
 }
 
 impl<'b> InProcess<'b> {
     /// Creates an executor for this backend. Cases of sharing need a launcher.
     #[must_use]
     pub fn new(backend: &'b dyn Backend, launcher: Option<Launcher>) -> Self {
-        Self { backend, launcher }
+        Self { backend, launcher, seed: None }
     }
 
     /// Runs a case through the validation layer. Returns its result and the layer's findings.
@@ -66,7 +72,7 @@ impl<'b> InProcess<'b> {
             (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
         let validated = Validated::new(backend, gate);
-        let status = match catch_unwind(AssertUnwindSafe(|| body(&validated))) {
+        let status = match catch_unwind(AssertUnwindSafe(|| seed::during(self.seed, || body(&validated)))) {
             Ok(Ok(())) => Status::Passed,
             Ok(Err(failure)) => Status::Failed(failure.explained(backend).to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),
@@ -83,6 +89,10 @@ const NO_LAUNCHER: &str = "no launcher for a second process was given";
 impl Executor for InProcess<'_> {
     fn identity(&self) -> &Identity {
         self.backend.identity()
+    }
+
+    fn draw_from(&mut self, seed: u64) {
+        self.seed = Some(seed);
     }
 
     fn run(&mut self, case: &'static Case) -> Status {
@@ -158,7 +168,12 @@ pub fn run_on(executor: &mut dyn Executor, options: &Options, observer: &mut dyn
     let rounds = options.rounds.max(1);
     let total = options.round(0).len() * rounds as usize;
     let mut reports = Vec::with_capacity(total);
+    // A variable that is no number fails the cases that draw.
+    let seed = options.seed.or_else(|| seed::seed().ok());
     for round in 0..rounds {
+        if let Some(seed) = seed {
+            executor.draw_from(seed.wrapping_add(u64::from(round)));
+        }
         for case in options.round(round) {
             let index = reports.len();
             observer(Progress::Started { case, index, total });
@@ -169,7 +184,7 @@ pub fn run_on(executor: &mut dyn Executor, options: &Options, observer: &mut dyn
             reports.push(report);
         }
     }
-    Report::new(executor.identity().clone(), reports, options)
+    Report::new(executor.identity().clone(), reports, options, seed)
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {

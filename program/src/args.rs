@@ -191,6 +191,10 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "N", default_value = "1", requires = "sampled", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
+    /// Seconds after which --saboteurs or --mutants try no further mutant and skip the rest [default: unlimited]
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["fault_sweep", "races"], requires = "sampled", allow_negative_numbers = true, value_parser = seconds)]
+    pub(super) total_limit: Option<u64>,
+
     /// Processes of --fault-sweep [default: one on a real device, else one for each processor]
     #[arg(long, value_name = "N", requires = "fault_sweep", allow_negative_numbers = true, value_parser = jobs)]
     pub(super) jobs: Option<usize>,
@@ -204,6 +208,10 @@ pub(super) struct ConformanceWorkerArguments {
 
     #[command(flatten)]
     pub(super) backend: BackendArguments,
+
+    /// Mutant that makes the backend wrong
+    #[arg(long, value_name = "NAME")]
+    pub(super) mutant: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -3,15 +3,14 @@
 //! A failure describes the random product in full and names the seed of the run. The environment variable
 //! `HIGHWATER_CONFORMANCE_SEED` makes a run draw the same products again.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use highwater_hal::numbers::Coded;
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
 
-use crate::case::{CaseResult, Failure, cases};
+use crate::case::{CaseResult, cases};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{Operand, Product, Types};
 use crate::random::Random;
+use crate::seed::with_seed;
 
 cases! {
     group "arithmetic";
@@ -44,30 +43,6 @@ cases! {
     infinity_goes_where_it_enters_f16: ["gemm.value"] needs [has::gemm_f16] => special(Types::F16, INFINITE);
     infinity_goes_where_it_enters_bf16: ["gemm.value"] needs [has::gemm_bf16] => special(Types::BF16, INFINITE);
     empty_products_of_every_type_write_nothing: ["gemm.empty"];
-}
-
-/// The seed of the run.
-const SEED_VARIABLE: &str = "HIGHWATER_CONFORMANCE_SEED";
-
-/// Returns the requested seed, or one that differs from run to run.
-fn seed() -> Result<u64, Failure> {
-    match std::env::var(SEED_VARIABLE) {
-        Ok(text) => text
-            .parse()
-            .map_err(|_| Failure::new(format!("{SEED_VARIABLE} is `{text}`, expected a number below 2^64; unset it"))),
-        Err(_) => {
-            // With a clock before 1970, every run draws the same products.
-            let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            Ok(Random::new(since.as_nanos() as u64).next())
-        }
-    }
-}
-
-/// Runs products that are drawn from the seed of the run, which a failure names.
-pub(super) fn with_seed(salt: u64, prove: impl FnOnce(&mut Random) -> CaseResult) -> CaseResult {
-    let seed = seed()?;
-    prove(&mut Random::new(seed ^ salt))
-        .map_err(|failure| failure.with_details(&format!("{SEED_VARIABLE}={seed} draws the same again")))
 }
 
 fn below(random: &mut Random, limit: usize) -> usize {

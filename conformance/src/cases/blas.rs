@@ -261,12 +261,16 @@ fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// A backend may return `Unsupported`. The handle is then unchanged.
 fn settings_are_those_of_a_fresh_handle_after_a_reset(backend: &dyn Backend) -> CaseResult {
-    let capabilities = backend.capabilities(DEVICE)?;
+    (0..backend.device_count().min(2)).try_for_each(|device| reset_on(backend, device))
+}
+
+/// A backend may return `Unsupported`. The handle is then unchanged.
+fn reset_on(backend: &dyn Backend, device: u32) -> CaseResult {
+    let capabilities = backend.capabilities(device)?;
     let bytes = workspace_bytes(backend)?;
-    let memory = Block::filled(backend, bytes, 0)?;
-    let streams = [Stream::new(backend)?, Stream::new(backend)?];
+    let memory = Block::filled_on(backend, device, bytes, 0)?;
+    let streams = [Stream::on(backend, device)?, Stream::on(backend, device)?];
     let per_stream = capabilities.handle_per_stream;
     let mut handle = Handle::new(backend, BlasKind::Blas, &streams[0])?;
     let mut round = |index: usize| -> Result<bool, Failure> {

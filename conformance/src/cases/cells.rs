@@ -7,15 +7,17 @@
 //!
 //! Work that is added to [`Work`] has all cells. An axis gets a value by one line in [`Cell::values`].
 
+use std::fmt;
+
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
     Backend, BlasKind, CaptureMode, Completion, DataType, DeviceMemoryKind, DevicePtr, Epilogue, FillPattern, Gemm,
     GemmShape, PlanId, PlanOptions, Result, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport,
 };
 
-use super::arithmetic::with_seed;
-use crate::case::{CaseResult, Failure, cases, check};
+use crate::case::{Case, CaseResult, Failure, cases, check};
 use crate::device::{Block, Capture, Event, Executable, Handle, Memory, Object, Pinned, Span, Stream};
+use crate::seed::with_seed;
 use crate::validation::made_here;
 
 cases! {
@@ -59,6 +61,19 @@ enum Work {
 }
 
 impl Work {
+    /// Each kind of work, in the order of the cases.
+    const ALL: [Self; CASES.len()] = [
+        Self::Fill,
+        Self::ToDevice,
+        Self::ToHost,
+        Self::OnDevice,
+        Self::ToOther,
+        Self::FromOther,
+        Self::Gemm,
+        Self::Batch,
+        Self::Plan,
+    ];
+
     fn multiplies(self) -> Option<BlasKind> {
         match self {
             Self::Gemm | Self::Batch => Some(BlasKind::Blas),
@@ -172,6 +187,8 @@ struct Cell {
 
 /// The number of cells that are drawn.
 const DRAWN: usize = 12;
+/// The number of devices that take part.
+const DEVICES: u32 = 2;
 
 /// The values of each axis that a backend has; the first is plain.
 #[derive(Debug)]
@@ -213,7 +230,7 @@ impl Axes {
         let offered = Transport::ALL.iter().copied().filter(|&transport| can.ipc_transports.contains(transport));
         memory.extend(offered.filter(|_| can.shareable_memory).map(MemoryKind::Shareable));
         Ok(Self {
-            devices: (0..backend.device_count().min(2)).collect(),
+            devices: (0..backend.device_count().min(DEVICES)).collect(),
             streams: there([
                 (true, StreamKind::Normal),
                 (can.stream_priority, StreamKind::Low),
@@ -238,6 +255,42 @@ impl Axes {
 
     fn plain(&self) -> Cell {
         self.cell(|_| 0)
+    }
+
+    /// Returns each axis by name, with the values that run and those that are left out.
+    fn named(&self) -> Vec<CellAxis> {
+        use Observer::{
+            Device, DeviceAfterDestroy, Event, EventQuery, OtherStream, OtherStreamAfterDestroy, Stream, StreamQuery,
+            ThirdStream,
+        };
+        use StreamKind::{Foreign, High, Legacy, Low, Normal, PerThread};
+        let observers = [
+            Stream,
+            Device,
+            Event,
+            StreamQuery,
+            EventQuery,
+            OtherStream,
+            OtherStreamAfterDestroy,
+            ThirdStream,
+            DeviceAfterDestroy,
+        ];
+        let mut memory = vec![MemoryKind::Plain, MemoryKind::StreamOrdered, MemoryKind::Mapped];
+        memory.extend(Transport::ALL.iter().copied().map(MemoryKind::Shareable));
+        let devices: Vec<u32> = (0..DEVICES).collect();
+        vec![
+            CellAxis::new("device", &self.devices, &devices, |device| format!("device {device}")),
+            CellAxis::new("stream", &self.streams, &[Normal, Low, High, Legacy, PerThread, Foreign], words),
+            CellAxis::new("thread", &self.moves, &[false, true], |moves| {
+                if *moves { "another thread" } else { "the thread that made the objects" }.to_owned()
+            }),
+            CellAxis::new("route", &self.routes, &[Route::Direct, Route::Graph, Route::Member, Route::Chain], words),
+            CellAxis::new("observer", &self.observers, &observers, words),
+            CellAxis::new("memory", &self.memory, &memory, words),
+            CellAxis::new("size", &self.sizes, &[false, true], |is_large| {
+                if *is_large { "more than 1 MiB" } else { "1 KiB" }.to_owned()
+            }),
+        ]
     }
 
     /// Returns the cell with these indices: those of devices, streams, threads, routes, observers, memory, sizes.
@@ -266,6 +319,72 @@ impl Axes {
         cells.extend(self.sizes[1..].iter().map(|&is_large| Cell { is_large, ..plain }));
         cells
     }
+}
+
+/// An axis of the cells of a case.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CellAxis {
+    /// The name.
+    pub name: &'static str,
+    /// The values that run. The first is the plain one.
+    pub values: Vec<String>,
+    /// The values that are left out, because the device lacks them or the work has none.
+    pub left_out: Vec<String>,
+}
+
+impl CellAxis {
+    fn new<T: PartialEq>(name: &'static str, there: &[T], all: &[T], text: impl Fn(&T) -> String) -> Self {
+        let left_out = all.iter().filter(|value| !there.contains(value));
+        Self { name, values: there.iter().map(&text).collect(), left_out: left_out.map(&text).collect() }
+    }
+}
+
+/// The cells of one case by construction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CellTable {
+    /// The name of the case.
+    pub case: &'static str,
+    /// The axes.
+    pub axes: Vec<CellAxis>,
+    /// The number of cells that run in each run: each value of each axis, with the plain values of the others.
+    pub always: usize,
+    /// The number of cells that are drawn from the seed in addition.
+    pub drawn: usize,
+}
+
+/// Returns the cells of each case by construction on this backend. A case that needs an absent capability has none.
+///
+/// # Errors
+/// If the capabilities of the first device cannot be read.
+pub fn cell_tables(backend: &dyn Backend) -> Result<Vec<CellTable>> {
+    let capabilities = backend.capabilities(0)?;
+    let runs = |case: &Case| case.unmet(&capabilities, backend.device_count()).is_none();
+    let works = CASES.iter().zip(Work::ALL).filter(|(case, _)| runs(case));
+    let table = |(case, work): (&Case, Work)| {
+        let axes = Axes::of(backend, work)?;
+        Ok(CellTable { case: case.name, axes: axes.named(), always: axes.singles().len(), drawn: DRAWN })
+    };
+    works.map(table).collect()
+}
+
+/// Returns the words of a variant: `other stream after destroy`.
+fn words<T: fmt::Debug>(value: &T) -> String {
+    let mut words = String::new();
+    for letter in format!("{value:?}").chars() {
+        match letter {
+            '(' => words.push_str(" by "),
+            ')' => {}
+            letter => {
+                if letter.is_uppercase() && !words.is_empty() && !words.ends_with(' ') {
+                    words.push(' ');
+                }
+                words.extend(letter.to_lowercase());
+            }
+        }
+    }
+    words
 }
 
 /// Returns the values that a backend has.

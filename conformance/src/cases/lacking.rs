@@ -10,7 +10,7 @@ use highwater_hal::{
 
 use super::ids::forge;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, DEVICE, Event, Handle, Pages, Stream};
+use crate::device::{Addresses, Block, DEVICE, Event, Handle, Pages, Stream};
 use crate::matrix::Product;
 
 cases! {
@@ -239,6 +239,14 @@ fn peer_copy(backend: &dyn Backend) -> CaseResult {
     check_error!(stream.copy(near.all(), far.all()), Unsupported, "copy from another device");
     stream.synchronize()?;
     check!(near.read()? == [1; 256] && far.read()? == [2; 256], "a refused copy was executed");
+    let capabilities = backend.capabilities(0)?;
+    if capabilities.mapped_memory {
+        let bytes = capabilities.mapped_memory_granularity;
+        let addresses = Addresses::new(backend, 0, bytes)?;
+        // Its own device has access all the same.
+        let _memory = addresses.fill_in(0..bytes)?;
+        check_error!(addresses.give_access(0..bytes, 1), Unsupported, "access of another device to mapped memory");
+    }
     Ok(())
 }
 

@@ -294,6 +294,10 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
         };
         stream.set(block.span(0..4096), 1)?;
         block.free_in_order()?;
+        // A part, for which the stream may take a part of the same bytes at once. The rest comes back too.
+        let part = Block::with_kind(backend, DEVICE, bytes / 3, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.set(part.span(0..4096), 2)?;
+        part.free_in_order()?;
         stream.synchronize()?;
     }
     Ok(())

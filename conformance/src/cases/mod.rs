@@ -28,6 +28,7 @@ use highwater_hal::{Clause, clauses};
 
 use crate::case::Case;
 
+pub use cells::{CellAxis, CellTable, cell_tables};
 pub(crate) use ids::forge;
 
 /// The groups in the order of a run. A group comes after the groups that it depends on.

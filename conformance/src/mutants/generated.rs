@@ -12,8 +12,8 @@ use std::thread::{self, ThreadId};
 
 use highwater_hal::{
     AnyId, AtomicsMode, Call, CaptureMode, DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId,
-    HostPtr, MathMode, MemoryCopy, MemoryFill, MemoryHandle, PhysicalMemoryId, PlanArguments, PlanId, PlanOptions,
-    StreamId, StreamOptions, StreamPriority, Transport, Workspace, clauses,
+    HostPtr, Identity, MathMode, MemoryCopy, MemoryFill, MemoryHandle, PhysicalMemoryId, PlanArguments, PlanId,
+    PlanOptions, StreamId, StreamOptions, StreamPriority, Transport, Workspace, clauses,
 };
 
 use super::reference::Reference;
@@ -238,12 +238,48 @@ fn equivalent(operation: &str, mistake: Mistake, condition: Condition) -> Option
     }
 }
 
+/// Returns why a mutant is not given to a real device, in one sentence, if so.
+///
+/// A real device does not check every range. No mutation passes another range than the suite did, so the question is what still uses
+/// memory, an object or a handle when the suite gives it back:
+///
+/// | mistake | on a real device |
+/// | --- | --- |
+/// | the work is left out, or done twice or early | it uses memory that lives: early work is waited for in the call |
+/// | the work comes later | every call that is no work releases it, before anything is given back |
+/// | the work goes to a neighbor | that stream is waited for before memory is given back; a stream that records is no neighbor, because its graph would use the memory later |
+/// | a wait is left out | the wrapper waits for all devices before memory is given back, so that no copy writes to host memory that is free |
+/// | a release is left out | the object leaks until the process of the mutant ends |
+/// | a release is done twice | the backend knows its blocks and captures, and refuses the second |
+/// | a handle keeps another stream or workspace | the backend refuses a stream that is gone; products use the device's memory alone, and a fault ends one process |
+/// | memory is not mapped, or no device has access | the device faults, and that ends one process |
+/// | another stream or event is destroyed | **left out** |
+fn unfit_for_devices(operation: &str, mistake: Mistake) -> Option<&'static str> {
+    match (operation, mistake) {
+        ("destroy_stream" | "destroy_event", Neighbor) => Some(
+            "the neighbor may be what other code knows by its raw handle, and a driver that gets the handle of a destroyed object may do \
+             anything",
+        ),
+        _ => None,
+    }
+}
+
 /// One generated mutant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Mutation {
     pub(super) operation: &'static str,
     pub(super) mistake: Mistake,
     pub(super) condition: Condition,
+}
+
+impl Mutation {
+    /// Returns why a backend does not get the mutant, if so.
+    pub(super) fn unfit_for(self, identity: &Identity, device_count: u32) -> Option<&'static str> {
+        match self.condition {
+            OtherDevice if device_count < 2 => Some("the backend has one device"),
+            _ => unfit_for_devices(self.operation, self.mistake).filter(|_| identity.real_device),
+        }
+    }
 }
 
 /// Returns every generated mutant. They live as long as the process, as the others do.
@@ -306,6 +342,8 @@ pub(super) struct Handle {
 /// A generated mutation, applied to the calls of one backend.
 pub(super) struct Applied {
     pub(super) mutation: Mutation,
+    /// Whether the device is real: see [`unfit_for_devices`].
+    pub(super) is_real: bool,
     tracks: Shared<Tracks>,
     pub(super) deferred: Deferred,
 }
@@ -320,8 +358,8 @@ impl fmt::Debug for Applied {
 const ENQUEUE: [&str; 7] = ["copy", "fill", "record_event", "stream_wait_event", "launch_graph", "gemm", "run_plan"];
 
 impl Applied {
-    pub(super) fn new(mutation: Mutation) -> Self {
-        Self { mutation, tracks: Shared::default(), deferred: Deferred::default() }
+    pub(super) fn new(mutation: Mutation, is_real: bool) -> Self {
+        Self { mutation, is_real, tracks: Shared::default(), deferred: Deferred::default() }
     }
 
     /// Releases what was delayed, if the call enqueues nothing.
@@ -443,11 +481,15 @@ impl Applied {
     }
 
     /// Returns another stream of the same device.
-    fn beside_stream(&self, stream: StreamId) -> StreamId {
-        let other = self.tracks.with(|tracks| {
-            tracks.streams.iter().rev().copied().find(|other| *other != stream && other.device() == stream.device())
-        });
-        other.unwrap_or(stream)
+    fn beside_stream(&self, below: &Reference, stream: StreamId) -> StreamId {
+        let beside = |other: &StreamId| *other != stream && other.device() == stream.device();
+        let mut others: Vec<StreamId> =
+            self.tracks.with(|tracks| tracks.streams.iter().rev().copied().filter(beside).collect());
+        if self.is_real {
+            let is_recording = below.is_recording(stream);
+            others.retain(|other| below.is_recording(*other) == is_recording);
+        }
+        others.first().copied().unwrap_or(stream)
     }
 
     /// Returns another event of the same device.
@@ -490,7 +532,7 @@ pub(super) trait Treat: Copy {
     }
 
     /// Returns the neighbor of the argument, if it is a stream or, where the call has no stream, an event.
-    fn neighbor(self, _: &Applied, _has_stream: bool) -> Self {
+    fn neighbor(self, _: &Applied, _: &Reference, _has_stream: bool) -> Self {
         self
     }
 
@@ -556,8 +598,8 @@ impl Treat for StreamId {
         stream
     }
 
-    fn neighbor(self, applied: &Applied, _: bool) -> Self {
-        applied.beside_stream(self)
+    fn neighbor(self, applied: &Applied, below: &Reference, _: bool) -> Self {
+        applied.beside_stream(below, self)
     }
 
     fn keep(self) -> Self::Kept {
@@ -568,7 +610,7 @@ impl Treat for StreamId {
 impl Treat for EventId {
     type Kept = Value<Self>;
 
-    fn neighbor(self, applied: &Applied, has_stream: bool) -> Self {
+    fn neighbor(self, applied: &Applied, _: &Reference, has_stream: bool) -> Self {
         if has_stream { self } else { applied.beside_event(self) }
     }
 

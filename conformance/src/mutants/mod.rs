@@ -34,9 +34,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use highwater_hal::{Backend, Error, ErrorKind, Result, display_foreign};
+use highwater_hal::{Backend, Error, ErrorKind, Identity, Result, display_foreign};
 
-pub use run::{Class, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, run_mutants};
+pub use run::{
+    Class, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, run_mutants, run_mutants_on,
+};
 
 use generated::{Applied, Mutation};
 use hooks::Hooks;
@@ -84,6 +86,23 @@ impl Mutant {
         }
     }
 
+    /// Returns the mutant of this name, written or by construction.
+    #[must_use]
+    pub fn named(name: &str) -> Option<&'static Self> {
+        mutants().chain(generated_mutants()).find(|mutant| mutant.name == name)
+    }
+
+    /// Returns why a backend with this identity and number of devices does not get the mutant, if so.
+    #[must_use]
+    pub fn unfit_for(&self, identity: &Identity, device_count: u32) -> Option<&'static str> {
+        match self.act {
+            Act::Written(_) => identity
+                .real_device
+                .then_some("a real device does not check every range that a mutant may pass; use a simulated device"),
+            Act::Generated(mutation) => mutation.unfit_for(identity, device_count),
+        }
+    }
+
     /// Returns whether the mutant breaks this clause.
     #[must_use]
     pub fn breaks(&self, clause: &str) -> bool {
@@ -120,7 +139,7 @@ impl Mutant {
             Act::Written(act) => act(&mut hooks),
             Act::Generated(mutation) => {
                 hooks.settles = mutation.operation.starts_with("synchronize");
-                applied = Some(Applied::new(mutation));
+                applied = Some(Applied::new(mutation, backend.identity().real_device));
             }
         }
         Arc::new(Wrapper::new(backend, hooks, applied, stopped))
@@ -150,7 +169,7 @@ const VARIABLE: &str = "HIGHWATER_CONFORMANCE_MUTANT";
 /// Applies the mutant of the first process, if any, to the backend of a second process.
 pub(crate) fn as_in_the_first_process(backend: Arc<dyn Backend>) -> Result<Arc<dyn Backend>> {
     let Some(name) = std::env::var_os(VARIABLE) else { return Ok(backend) };
-    match mutants().chain(generated_mutants()).find(|mutant| *mutant.name == *name) {
+    match name.to_str().and_then(Mutant::named) {
         Some(mutant) => Ok(mutant.wrap_until(backend, Arc::default())),
         None => Err(Error::new(
             ErrorKind::InvalidArgument,

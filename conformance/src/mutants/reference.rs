@@ -30,8 +30,8 @@ macro_rules! operations {
                 // SAFETY: the suite has the backend to itself, and promises to the wrapper what the method asks for. That
                 // holds for every part of a range too. The suite touches and frees memory only after it has waited for the
                 // device; if a mutant breaks these waits, the wrapper waits before memory is given back. A mutant that frees
-                // early frees device memory, which only streams touch. The backends that mutants are made for refuse a range
-                // that leaves its block.
+                // early frees device memory, which only streams touch. The simulated backends refuse a range that leaves its
+                // block; mutants for real devices pass no such range (the table of `generated::unfit_for_devices`).
                 unsafe { self.$field.$method($($arg),*) }
             })*
         }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use highwater_hal::{Backend, Result};
+use highwater_hal::{Backend, Error, ErrorKind, Identity, Result};
 
 use super::{Mutant, VARIABLE, generated_mutants, mutants};
 use crate::case::Case;
@@ -14,7 +14,7 @@ use crate::cases::cases;
 use crate::options::Options;
 use crate::peer::Launcher;
 use crate::report::Status;
-use crate::run::run;
+use crate::run::{Executor, InProcess, run};
 
 /// Selects the mutants of a run.
 #[derive(Debug, Clone)]
@@ -30,6 +30,8 @@ pub struct MutantOptions {
     pub launcher: Option<Launcher>,
     /// The time limit of a case. A case that exceeds it has noticed a mistake, so the mutant is caught.
     pub case_limit: Duration,
+    /// The time after which no further mutant is tried; the rest are skipped. `None` tries all.
+    pub total_limit: Option<Duration>,
 }
 
 impl Default for MutantOptions {
@@ -42,7 +44,14 @@ impl MutantOptions {
     /// Selects every mutant, without a second process and with 20 seconds for a case.
     #[must_use]
     pub fn new() -> Self {
-        Self { filter: None, generated: false, every: 1, launcher: None, case_limit: Duration::from_secs(20) }
+        Self {
+            filter: None,
+            generated: false,
+            every: 1,
+            launcher: None,
+            case_limit: Duration::from_secs(20),
+            total_limit: None,
+        }
     }
 
     /// Sets the filter: a part of a mutant's name, or the id of a clause.
@@ -78,6 +87,13 @@ impl MutantOptions {
     #[must_use]
     pub fn with_case_limit(mut self, limit: Duration) -> Self {
         self.case_limit = limit;
+        self
+    }
+
+    /// Sets the time after which no further mutant is tried.
+    #[must_use]
+    pub fn with_total_limit(mut self, limit: Duration) -> Self {
+        self.total_limit = Some(limit);
         self
     }
 
@@ -319,33 +335,81 @@ impl fmt::Display for Score {
     }
 }
 
-/// The reason for keeping mutants from real devices.
-const REAL_DEVICE: &str = "a real device does not check every range that a mutant may pass; use a simulated device";
+/// The reason for keeping mutants of this process from real devices.
+const IN_THIS_PROCESS: &str = "on a real device, each mutant needs a process of its own; use `run_mutants_on`";
 
 /// Gives the mutants that `options` selects to the suite, one after the other. `open` makes a backend for each, and
 /// `observer` sees the progress.
 ///
 /// Cases and mutants that need a second process are skipped without a launcher. Mutants of a clause that proves nothing about
 /// this backend are skipped too. On a real device ([`Identity::real_device`](highwater_hal::Identity)) all are skipped,
-/// because it does not check the arguments of a mutant. Each case runs in its own thread. If it exceeds the limit, the
-/// wrapper is stopped, and the case ends with its next call. A thread that waits forever stays, with its backend, until the
-/// process ends.
+/// because a fault of the device would spoil the next ones; see [`run_mutants_on`]. Each case runs in its own thread. If it exceeds the
+/// limit, the wrapper is stopped, and the case ends with its next call. A thread that waits forever stays, with its backend,
+/// until the process ends.
 #[must_use]
 pub fn run_mutants(
     open: impl Fn() -> Result<Arc<dyn Backend>>,
     options: &MutantOptions,
     observer: &mut dyn FnMut(MutantProgress<'_>),
 ) -> Score {
+    score(options, observer, |mutant| match open() {
+        Ok(backend) if backend.identity().real_device => Outcome::Skipped(IN_THIS_PROCESS.to_owned()),
+        Ok(backend) if let Some(why) = mutant.unfit_for(backend.identity(), backend.device_count()) => {
+            Outcome::Skipped(why.to_owned())
+        }
+        Ok(_) if mutant.needs_launcher && options.launcher.is_none() => {
+            Outcome::Skipped("no launcher for a second process was given".to_owned())
+        }
+        Ok(backend) => {
+            let trial = Trial::new(mutant, backend, options);
+            judge(mutant, &mut |case| trial.run_case(case))
+        }
+        Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
+    })
+}
+
+/// Gives the mutants that `options` selects to the suite, each in an executor that `start` makes, such as a process. The executor runs
+/// the cases on a [`Mutated`] backend.
+///
+/// A mutant that is unfit for a backend with this identity and number of devices ([`Mutant::unfit_for`]) is skipped with the reason. The
+/// executor limits the time of a case, and has its own launcher.
+#[must_use]
+pub fn run_mutants_on<E: Executor>(
+    identity: &Identity,
+    device_count: u32,
+    mut start: impl FnMut(&'static Mutant) -> std::result::Result<E, String>,
+    options: &MutantOptions,
+    observer: &mut dyn FnMut(MutantProgress<'_>),
+) -> Score {
+    score(options, observer, |mutant| {
+        if let Some(reason) = mutant.unfit_for(identity, device_count) {
+            return Outcome::Skipped(reason.to_owned());
+        }
+        match start(mutant) {
+            Ok(mut executor) => judge(mutant, &mut |case| executor.run(case)),
+            Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
+        }
+    })
+}
+
+/// Tries the mutants one after the other.
+fn score(
+    options: &MutantOptions,
+    observer: &mut dyn FnMut(MutantProgress<'_>),
+    mut attempt: impl FnMut(&'static Mutant) -> Outcome,
+) -> Score {
     let selected = options.mutants();
     let total = selected.len();
     let mut score = Score::default();
+    let started = Instant::now();
     for (index, mutant) in selected.into_iter().enumerate() {
         observer(MutantProgress::Started { mutant, index, total });
         let begun = Instant::now();
-        let outcome = match open() {
-            Ok(backend) if backend.identity().real_device => Outcome::Skipped(REAL_DEVICE.to_owned()),
-            Ok(backend) => Trial::new(mutant, backend, options).run(),
-            Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
+        let outcome = match options.total_limit {
+            Some(limit) if started.elapsed() >= limit => {
+                Outcome::Skipped(format!("the run had reached its limit of {} s", limit.as_secs()))
+            }
+            _ => attempt(mutant),
         };
         let verdict = Verdict { mutant, outcome, duration: begun.elapsed() };
         observer(MutantProgress::Finished { verdict: &verdict, index, total });
@@ -354,9 +418,67 @@ pub fn run_mutants(
     score
 }
 
+/// Gives one mutant to the cases: first those of its clauses, then the others, up to the first that fails.
+fn judge(mutant: &'static Mutant, run_case: &mut dyn FnMut(&'static Case) -> Status) -> Outcome {
+    let names_it = |case: &&Case| case.clauses.iter().any(|clause| mutant.breaks(clause));
+    let mut reason = None;
+    for case in cases().filter(names_it) {
+        match run_case(case) {
+            Status::Failed(failure) => return Outcome::Caught { case, by_its_clause: true, failure },
+            Status::Skipped(why) if reason.is_none() => reason = Some(Err(why)),
+            Status::Skipped(_) => {}
+            _ => reason = Some(Ok(())),
+        }
+    }
+    // The backend lacks the ability that the mutant breaks.
+    if let Some(Err(why)) = reason {
+        return Outcome::Skipped(format!("no case of its clause runs here: {why}"));
+    }
+    // Many mutants by construction are equivalent. That no other case notices one is in its proof.
+    let is_proved = mutant.class().is_some() && mutant.survives.is_some();
+    for case in cases().filter(|case| !is_proved && !names_it(case)) {
+        if let Status::Failed(failure) = run_case(case) {
+            return Outcome::Caught { case, by_its_clause: false, failure };
+        }
+    }
+    Outcome::Survived
+}
+
+/// A backend that a mutant makes wrong, for the suite alone. An executor in a process of its own gives it to cases.
+pub struct Mutated {
+    backend: Arc<dyn Backend>,
+    launcher: Option<Launcher>,
+}
+
+impl Mutated {
+    /// Makes the backend wrong, also in the second process that the launcher starts.
+    ///
+    /// # Errors
+    /// `Unsupported` if the mutant is unfit for the backend.
+    pub fn new(mutant: &'static Mutant, backend: Arc<dyn Backend>, launcher: Option<Launcher>) -> Result<Self> {
+        if let Some(reason) = mutant.unfit_for(backend.identity(), backend.device_count()) {
+            let message = format!("the mutant `{}` is kept from this backend: {reason}", mutant.name);
+            return Err(Error::new(ErrorKind::Unsupported, "mutant", message));
+        }
+        let launcher = launcher.map(|launcher| launcher.with_environment(VARIABLE, mutant.name));
+        Ok(Self { backend: mutant.wrap_until(backend, Arc::default()), launcher })
+    }
+
+    /// Returns an executor of cases in this process.
+    #[must_use]
+    pub fn executor(&self) -> InProcess<'_> {
+        InProcess::new(&*self.backend, self.launcher.clone())
+    }
+}
+
+impl fmt::Debug for Mutated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mutated").field("identity", self.backend.identity()).finish_non_exhaustive()
+    }
+}
+
 /// The trial of one mutant.
 pub(super) struct Trial<'o> {
-    mutant: &'static Mutant,
     backend: Arc<dyn Backend>,
     stopped: Arc<AtomicBool>,
     launcher: Option<Launcher>,
@@ -368,35 +490,7 @@ impl<'o> Trial<'o> {
         let stopped = Arc::<AtomicBool>::default();
         let backend = mutant.wrap_until(backend, Arc::clone(&stopped));
         let launcher = options.launcher.clone().map(|launcher| launcher.with_environment(VARIABLE, mutant.name));
-        Self { mutant, backend, stopped, launcher, options }
-    }
-
-    fn run(&self) -> Outcome {
-        if self.mutant.needs_launcher && self.launcher.is_none() {
-            return Outcome::Skipped("no launcher for a second process was given".to_owned());
-        }
-        let names_it = |case: &&Case| case.clauses.iter().any(|clause| self.mutant.breaks(clause));
-        let mut reason = None;
-        for case in cases().filter(names_it) {
-            match self.run_case(case) {
-                Status::Failed(failure) => return Outcome::Caught { case, by_its_clause: true, failure },
-                Status::Skipped(why) if reason.is_none() => reason = Some(Err(why)),
-                Status::Skipped(_) => {}
-                _ => reason = Some(Ok(())),
-            }
-        }
-        // The backend lacks the ability that the mutant breaks.
-        if let Some(Err(why)) = reason {
-            return Outcome::Skipped(format!("no case of its clause runs here: {why}"));
-        }
-        // Many mutants by construction are equivalent. That no other case notices one is in its proof.
-        let is_proved = self.mutant.class().is_some() && self.mutant.survives.is_some();
-        for case in cases().filter(|case| !is_proved && !names_it(case)) {
-            if let Status::Failed(failure) = self.run_case(case) {
-                return Outcome::Caught { case, by_its_clause: false, failure };
-            }
-        }
-        Outcome::Survived
+        Self { backend, stopped, launcher, options }
     }
 
     /// Runs one case in its own thread, and waits for it until the limit.

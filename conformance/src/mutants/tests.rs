@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
-use highwater_hal::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, StreamId, StreamOptions};
+use highwater_hal::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, Identity, StreamId, StreamOptions};
 use highwater_mock::{MockGpu, MockOptions};
 
 use super::run::Trial;
@@ -11,7 +11,7 @@ use super::state::Shared;
 use super::*;
 use crate::case::Case;
 use crate::cases::cases;
-use crate::{Launcher, Options, Status, run, serve_peer};
+use crate::{Executor, Fault, Faulted, Launcher, Options, Points, Status, run, serve_peer};
 
 fn mock(options: MockOptions) -> Arc<dyn Backend> {
     MockGpu::open(options).unwrap()
@@ -236,6 +236,72 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
     let open = || Err(Error::new(ErrorKind::DeviceMissing, "open", "none"));
     let score = run_mutants(open, &MutantOptions::new().with_filter("memory.zero"), &mut |_| {});
     assert_eq!((score.mutants(), score.skipped()), (0, 1), "{score}");
+}
+
+/// An executor as a process has it.
+struct Alone(Mutated);
+
+impl Executor for Alone {
+    fn identity(&self) -> &Identity {
+        unreachable!("a run of mutants has an identity")
+    }
+
+    fn draw_from(&mut self, _: u64) {}
+
+    fn run(&mut self, case: &'static Case) -> Status {
+        self.0.executor().run(case)
+    }
+
+    fn points(&mut self, case: &'static Case) -> Points {
+        self.0.executor().points(case)
+    }
+
+    fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted {
+        self.0.executor().run_with_fault(case, fault)
+    }
+}
+
+#[test]
+fn a_real_device_gets_the_mutants_by_construction_that_are_fit_for_it() {
+    let mut real = mock(MockOptions::new()).identity().clone();
+    real.real_device = true;
+    let start =
+        |mutant| Mutated::new(mutant, mock(MockOptions::new()), None).map(Alone).map_err(|error| error.to_string());
+    let options = MutantOptions::new().with_generated().with_filter("destroy-event-").with_every(5);
+    let score = run_mutants_on(&real, 1, start, &options, &mut |_| {});
+    let [drop, neighbor] = score.verdicts() else { panic!("{score}") };
+    assert_eq!(
+        (drop.mutant.name, neighbor.mutant.name),
+        ("destroy-event-drop-always", "destroy-event-neighbor-always")
+    );
+    assert!(matches!(drop.outcome, Outcome::Caught { by_its_clause: true, .. }), "{score}");
+    assert!(matches!(&neighbor.outcome, Outcome::Skipped(why) if why.contains("raw handle")), "{score}");
+    // The process itself refuses what is unfit, whatever it was told.
+    let real = || -> Arc<dyn Backend> {
+        let backend = wrapped(MockOptions::new(), |h| {
+            h.identity = Some(|identity| {
+                let mut real = identity.clone();
+                real.real_device = true;
+                real
+            });
+        });
+        backend.create_stream(0, &StreamOptions::new()).unwrap();
+        Arc::new(backend)
+    };
+    assert!(Mutated::new(drop.mutant, real(), None).is_ok());
+    for unfit in [neighbor.mutant, mutants().next().unwrap()] {
+        assert_eq!(Mutated::new(unfit, real(), None).unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+    // With one device, nothing happens on another.
+    let other = Mutant::named("free-drop-other-device").unwrap();
+    assert_eq!(
+        (other.unfit_for(real().identity(), 1), other.unfit_for(real().identity(), 2)),
+        (Some("the backend has one device"), None)
+    );
+    // Without time, nothing is tried.
+    let options = options.with_total_limit(Duration::ZERO);
+    let score = run_mutants_on(mock(MockOptions::new()).identity(), 1, start, &options, &mut |_| {});
+    assert_eq!((score.mutants(), score.skipped()), (0, 2), "{score}");
 }
 
 #[test]

@@ -71,16 +71,18 @@ impl Core {
         if stopped && !GIVE_BACK.contains(&operation) {
             return Err(wrong(ErrorKind::DeviceLost, operation));
         }
-        if (stopped || self.hooks.settles)
+        // Before the wait, which is for this work too.
+        if let Some(applied) = &self.applied {
+            applied.enter(&self.below, operation)?;
+        }
+        let is_real = self.applied.as_ref().is_some_and(|applied| applied.is_real);
+        if (stopped || self.hooks.settles || is_real)
             // A free in the order of a stream needs no wait.
             && stream.is_none()
             && !self.applied.as_ref().is_some_and(Applied::captures)
             && matches!(operation, "free" | "host_free" | "host_unregister" | "close_memory" | "unmap_memory")
         {
             self.below.settle();
-        }
-        if let Some(applied) = &self.applied {
-            applied.enter(&self.below, operation)?;
         }
         self.hook(&self.hooks.before).map_or(Ok(()), |before| before(&self.below, operation, stream))
     }
@@ -214,7 +216,7 @@ macro_rules! wrappers {
                 }
                 (_, Some((_applied, Mistake::Neighbor))) => {
                     let _has_stream = call.stream().is_some();
-                    $(let $arg = $arg.neighbor(_applied, _has_stream);)*
+                    $(let $arg = $arg.neighbor(_applied, &core.below, _has_stream);)*
                     self.below.$method($($arg),*)
                 }
                 (_, Some((_, Mistake::Early))) => wrappers!(early $hooks $method self call $($arg)*),

@@ -116,6 +116,20 @@ fn an_ability_lacking_beside_another_is_refused() {
     assert!(report.is_success() && report.passed() == 1, "{report}");
 }
 
+/// Devices that have everything but one ability.
+#[test]
+fn what_an_ability_does_not_concern_works_without_it() {
+    let passes = |lacking: fn(&mut Capabilities), filters: &[&str]| {
+        let backend = open(MockOptions::new().with_devices(2).with_capabilities(lacking));
+        for filter in filters {
+            let report = run(&*backend, &Options::new().with_filter(*filter));
+            assert!(report.is_success() && report.passed() > 0, "{filter}: {report}");
+        }
+    };
+    passes(|capabilities| capabilities.peer_copy = false, &["mapped.", "lacking.peer_copy"]);
+    passes(|capabilities| capabilities.create_during_capture = false, &["capture.", "blas."]);
+}
+
 #[test]
 fn a_mock_that_keeps_its_workspace_passes() {
     let options = MockOptions::new().with_capabilities(|c| c.set_stream_resets_workspace = false);

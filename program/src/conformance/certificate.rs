@@ -74,11 +74,13 @@ fn to_json(run: &Run<'_>, about: &About, now: SystemTime) -> Value {
         "conforms": run.is_success(),
         "rounds": run.options.rounds.max(1),
         "seed": run.options.shuffle,
+        "drawn_from": report.seed(),
         "seconds": run.seconds,
         "cases": report.cases().len(),
         "passed": report.passed(),
         "failed": report.failed(),
         "skipped": report.skipped(),
+        "cells": about.cells,
         "clauses": clauses,
         "expected_failures": expected.collect::<Vec<_>>(),
     })

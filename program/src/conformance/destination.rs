@@ -1,14 +1,15 @@
 //! A file to write after a long run: checked before the run, and touched only after it.
 //!
 //! A whole new file replaces a regular file, or nothing does. The new file has no name while it is written, so that an
-//! interrupted run leaves nothing. Any other writable target, such as a pipe or `/dev/stdout`, is written into and
-//! otherwise unchanged.
+//! interrupted run leaves nothing. Only a file that replaces another has a second name, between two calls: no call of Linux
+//! links over an existing file. Any other writable target, such as a pipe or `/dev/stdout`, is written into and otherwise unchanged.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
@@ -62,6 +63,15 @@ fn folder_of(path: &Path) -> &Path {
 }
 
 fn write_into(path: &Path) -> io::Result<Destination> {
+    let there = fs::metadata(path)?;
+    // A stream of this process is not opened again: a second position in one file would overwrite what the first has written.
+    for ours in [io::stdout().as_fd().try_clone_to_owned()?, io::stderr().as_fd().try_clone_to_owned()?] {
+        let ours = File::from(ours);
+        let of_ours = ours.metadata()?;
+        if (of_ours.dev(), of_ours.ino()) == (there.dev(), there.ino()) {
+            return Ok(Destination::Write(ours));
+        }
+    }
     Ok(Destination::Write(OpenOptions::new().append(true).open(path)?))
 }
 
@@ -94,7 +104,9 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
     };
     let folder = folder_of(path);
     let mut draft = path.file_name().unwrap_or_default().to_owned();
-    draft.push(format!(".{}.draft", std::process::id()));
+    // The process id alone could be that of a process in another container.
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    draft.push(format!(".{}.{}.draft", std::process::id(), since.as_nanos()));
     let draft = Draft(folder.join(draft));
     let nameless = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     match rustix::fs::open(folder, nameless, Mode::from_raw_mode(0o666)) {
@@ -113,6 +125,10 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
         Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => fill(&File::create_new(&draft.0)?)?,
         Err(error) => return Err(error.into()),
     }
+    // The run was long, and something else may be there now.
+    if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "what is there now is no regular file"));
+    }
     fs::rename(&draft.0, path)
 }
 
@@ -128,7 +144,8 @@ impl Drop for Draft {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{MetadataExt as _, symlink};
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
 
     use super::*;
 
@@ -219,6 +236,67 @@ mod tests {
         assert_eq!(reader.join().unwrap(), "text");
         assert!(fs::metadata(&fifo).unwrap().file_type().is_fifo());
         assert_eq!(folder.names(), ["fifo", "open"]);
+    }
+
+    #[test]
+    fn what_takes_the_place_during_the_run_stays() {
+        let folder = Folder::new("meanwhile");
+        let path = folder.0.join("a.json");
+        for was_there in [false, true] {
+            if was_there {
+                fs::write(&path, "old").unwrap();
+            }
+            let destination = Destination::of(&path).unwrap();
+            let _ = fs::remove_file(&path);
+            rustix::fs::mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+            let error = destination.write("text").unwrap_err();
+            assert!(error.to_string().contains("no regular file"), "{error}");
+            assert!(fs::symlink_metadata(&path).unwrap().file_type().is_fifo());
+            assert_eq!(folder.names(), ["a.json"]);
+            fs::remove_file(&path).unwrap();
+        }
+        // A file that another run has made is replaced.
+        let destination = Destination::of(&path).unwrap();
+        fs::write(&path, "of another run").unwrap();
+        destination.write("text").unwrap();
+        assert_eq!((fs::read_to_string(&path).unwrap(), folder.names()), ("text".into(), vec!["a.json".to_owned()]));
+    }
+
+    #[test]
+    fn runs_that_end_together_leave_one_whole_file() {
+        let folder = Folder::new("together");
+        let path = folder.0.join("a.json");
+        for _ in 0..20 {
+            let texts = ["one".repeat(10_000), "two".repeat(20_000), "three".repeat(30_000)];
+            std::thread::scope(|scope| {
+                for text in &texts {
+                    let destination = Destination::of(&path).unwrap();
+                    scope.spawn(move || destination.write(text).unwrap());
+                }
+            });
+            assert!(texts.contains(&fs::read_to_string(&path).unwrap()));
+            assert_eq!(folder.names(), ["a.json"]);
+        }
+    }
+
+    #[test]
+    fn a_socket_a_folder_and_links_without_a_file_are_refused_or_followed() {
+        let folder = Folder::new("kinds");
+        let _socket = UnixListener::bind(folder.0.join("socket")).unwrap();
+        fs::create_dir(folder.0.join("folder")).unwrap();
+        symlink("folder", folder.0.join("to-folder")).unwrap();
+        symlink("/dev/null", folder.0.join("to-device")).unwrap();
+        symlink("made", folder.0.join("dangling")).unwrap();
+        let names = folder.names();
+        for name in ["socket", "folder", "to-folder", "folder/"] {
+            assert!(Destination::of(&folder.0.join(name)).is_err(), "{name}");
+        }
+        Destination::of(&folder.0.join("to-device")).unwrap().write("text").unwrap();
+        assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+        assert_eq!(folder.names(), names);
+        Destination::of(&folder.0.join("dangling")).unwrap().write("text").unwrap();
+        assert_eq!(fs::read_to_string(folder.0.join("made")).unwrap(), "text");
+        assert!(fs::symlink_metadata(folder.0.join("dangling")).unwrap().is_symlink());
     }
 
     #[test]

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::ErrorKind;
-use highwater_conformance::{Case, Options, Progress as Step, Report, Status, cases, run_on, serve_peer};
+use highwater_conformance::{Case, Options, Progress as Step, Report, Status, cases, run_on, seed, serve_peer};
 
 use self::certificate::Certificate;
 use self::choice::Choice;
@@ -85,7 +85,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
 
 /// Converts the arguments to the options of the library.
 fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Options> {
-    let mut options = Options::new().with_rounds(arguments.repeat);
+    let mut options = Options::new().with_rounds(arguments.repeat).with_seed(seed()?);
     if let Some(backend) = backend {
         options = expected::with_expected_failures(options, backend)?;
     }

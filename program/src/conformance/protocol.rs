@@ -14,8 +14,8 @@ use super::super::frame::{Field, Frame, Payload, fields, malformed, messages};
 messages! {
     /// A request of the runner.
     enum Order {
-        /// Run the case of this name.
-        1 Run(case: String),
+        /// Run the case of this name, which draws from this seed.
+        1 Run(case: String, seed: u64),
         2 Points(case: String),
         3 Fault(case: String, fault: Fault),
     }
@@ -42,21 +42,27 @@ pub(super) struct About {
     pub(super) versions: Vec<(String, String)>,
     /// The devices, in the format of `doctor --json`.
     pub(super) devices: Value,
+    /// The cells of the cases by construction, in the format of the certificate.
+    pub(super) cells: Value,
 }
 
-fields!(About { name, description, real_device, versions, devices });
+fields!(About { name, description, real_device, versions, devices, cells });
 fields!(Fault { thread, operation, index });
 fields!(Calls { thread, operation, count });
 fields!(Faulted { status, reached, retried, findings });
 
 impl Order {
     pub(super) fn case(&self) -> &str {
-        let (Self::Run(case) | Self::Points(case) | Self::Fault(case, _)) = self;
+        let (Self::Run(case, _) | Self::Points(case) | Self::Fault(case, _)) = self;
         case
     }
 }
 
 impl About {
+    pub(super) fn device_count(&self) -> u32 {
+        self.devices.as_array().map_or(0, |devices| u32::try_from(devices.len()).unwrap_or(u32::MAX))
+    }
+
     pub(super) fn to_json(&self) -> Value {
         let versions: Vec<Value> =
             self.versions.iter().map(|(what, version)| json!({ "what": what, "version": version })).collect();
@@ -129,7 +135,7 @@ mod tests {
     fn orders_and_notices_arrive_as_they_were_sent_and_no_truncation_is_read() {
         let case = || "stream.order".to_owned();
         let fault = Fault { thread: 1, operation: "copy".into(), index: 3 };
-        for order in [Order::Run(case()), Order::Points(case()), Order::Fault(case(), fault)] {
+        for order in [Order::Run(case(), 7), Order::Points(case()), Order::Fault(case(), fault)] {
             check_round_trip(&order);
         }
         let about = About {
@@ -138,6 +144,7 @@ mod tests {
             real_device: false,
             versions: vec![("mock".into(), "1".into())],
             devices: json!([{ "ordinal": 0 }]),
+            cells: json!([]),
         };
         let calls = vec![Calls { thread: 0, operation: "host_free".into(), count: 7 }];
         let failed = Status::Failed("it \"was\" wrong".into());

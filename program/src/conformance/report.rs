@@ -60,6 +60,7 @@ impl Run<'_> {
             "expected_failures": report.expected_failures(),
             "rounds": self.options.rounds.max(1),
             "seed": self.options.shuffle,
+            "drawn_from": report.seed(),
             "clauses": clauses().len(),
             "clauses_without_case": without_case,
             "seconds": self.seconds,

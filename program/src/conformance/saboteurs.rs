@@ -1,13 +1,14 @@
 //! `highwater conformance --saboteurs` and `--mutants`: backends that break one promise each. The suite must catch them.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::hal::Backend;
+use highwater::hal::{Backend, Identity};
 use highwater::mock::{ENVIRONMENT_VARIABLE as MOCK, MockGpu, MockOptions};
 use highwater_conformance::{
-    Mutant, MutantOptions, MutantProgress as Step, Outcome, Score, Survivor, Verdict as Judged, mutants, run_mutants,
+    Case, Executor, Fault, Faulted, Mutant, MutantOptions, MutantProgress as Step, Outcome, Points, Score, Status,
+    Survivor, Verdict as Judged, mutants, run_mutants, run_mutants_on, seed,
 };
 use serde_json::{Value, json};
 
@@ -17,14 +18,19 @@ use super::super::failure::Failure;
 use super::super::progress::Progress;
 use super::super::{Verdict, output};
 use super::choice::Choice;
+use super::workers::Workers;
 
 pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
     if arguments.list {
         list(arguments, json)?;
         return Ok(Verdict::Good);
     }
-    // Opened once, so that a plugin is probed, and a backend that does not open is reported.
-    drop(choice.open(Prober::ThisProgram)?);
+    let limit = MutantOptions::new().case_limit.min(Duration::from_secs(arguments.limit));
+    // Opened once, so that a plugin is probed, and a backend that does not open is reported. In a process of its own, because one that
+    // has used a real device keeps memory of it.
+    let tried = Workers::start(choice, limit)?;
+    let (identity, devices) = (tried.identity().clone(), tried.about().device_count());
+    drop(tried);
     // Some mutants need two devices to do wrong. Without a description, the mock has two.
     let two_devices = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
     let open = || -> highwater::Result<Arc<dyn Backend>> {
@@ -36,12 +42,15 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     if arguments.mutants {
         options = options.with_generated();
     }
+    if let Some(seconds) = arguments.total_limit {
+        options = options.with_total_limit(Duration::from_secs(seconds));
+    }
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
     let begun = Instant::now();
     let mut progress = None;
-    let score = run_mutants(open, &options, &mut |step| match step {
+    let mut observer = |step: Step<'_>| match step {
         Step::Started { mutant, total, .. } => {
             progress.get_or_insert_with(|| Progress::new("mutants", total as u64, json)).now(mutant.name);
         }
@@ -53,7 +62,14 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
             progress.advance(1);
         }
         _ => {}
-    });
+    };
+    let score = if identity.real_device {
+        let seed = seed()?;
+        let start = |mutant| Trial::start(choice, mutant, limit, seed).map_err(|error| format!("{error:#}"));
+        run_mutants_on(&identity, devices, start, &options, &mut observer)
+    } else {
+        run_mutants(open, &options, &mut observer)
+    };
     drop(progress);
     if score.verdicts().is_empty() {
         let filter = arguments.filter.as_deref().unwrap_or_default();
@@ -69,6 +85,46 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
         output::result(&score)?;
     }
     Ok(if score.is_success() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The process of one mutant.
+struct Trial(Workers);
+
+impl Trial {
+    fn start(choice: &Choice, mutant: &'static Mutant, limit: Duration, seed: u64) -> Result<Self> {
+        let mut workers = Workers::start_mutated(choice, Some(mutant), limit)?;
+        workers.draw_from(seed);
+        Ok(Self(workers))
+    }
+}
+
+impl Drop for Trial {
+    fn drop(&mut self) {
+        // A wrong backend need not end well.
+        self.0.abandon();
+    }
+}
+
+impl Executor for Trial {
+    fn identity(&self) -> &Identity {
+        self.0.identity()
+    }
+
+    fn draw_from(&mut self, seed: u64) {
+        self.0.draw_from(seed);
+    }
+
+    fn run(&mut self, case: &'static Case) -> Status {
+        self.0.run(case)
+    }
+
+    fn points(&mut self, case: &'static Case) -> Points {
+        self.0.points(case)
+    }
+
+    fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted {
+        self.0.run_with_fault(case, fault)
+    }
 }
 
 /// Prints the mutants that the filter selects, with their clauses.

@@ -4,10 +4,12 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use anyhow::Result;
 use highwater::hal::Backend;
-use highwater_conformance::{Executor as _, InProcess, cases};
+use highwater_conformance::{CellAxis, CellTable, Executor as _, InProcess, Mutant, Mutated, cases, cell_tables};
+use serde_json::{Value, json};
 
 use super::super::args::ConformanceWorkerArguments;
 use super::super::backends::Prober;
@@ -20,7 +22,7 @@ use super::protocol::{About, Notice, Order};
 /// Runs until the runner closes the socket.
 pub(in super::super) fn command(arguments: &ConformanceWorkerArguments) -> Result<Verdict> {
     let (socket, inbox) = child::serve(arguments.child.parent, c"hw-cases", "highwater conformance")?;
-    let outcome = serve(&socket, inbox, &Choice::of(&arguments.backend));
+    let outcome = serve(&socket, inbox, &Choice::of(&arguments.backend), arguments.mutant.as_deref());
     if let Err(error) = &outcome {
         // If the runner is gone, the message is lost.
         let _ = Notice::Failed(Explanation::of(error)).send(&socket);
@@ -28,16 +30,30 @@ pub(in super::super) fn command(arguments: &ConformanceWorkerArguments) -> Resul
     Ok(if outcome.is_ok() { Verdict::Good } else { Verdict::Bad })
 }
 
-fn serve(socket: &UnixStream, mut inbox: Inbox, choice: &Choice) -> Result<()> {
-    let backend = choice.open(Prober::ThisProgram)?;
-    let mut executor = InProcess::new(&*backend, Some(choice.launcher()?));
-    Notice::Ready(about(&*backend)?).send(socket)?;
+fn serve(socket: &UnixStream, mut inbox: Inbox, choice: &Choice, mutant: Option<&str>) -> Result<()> {
+    // The runner of mutants has probed a plugin before.
+    let backend = choice.open(if mutant.is_some() { Prober::Nobody } else { Prober::ThisProgram })?;
+    let (about, launcher) = (about(&*backend)?, Some(choice.launcher()?));
+    let mutated = match mutant {
+        Some(name) => {
+            let mutant = Mutant::named(name);
+            let mutant =
+                mutant.ok_or_else(|| io::Error::other(format!("the runner names an unknown mutant: {name}")))?;
+            Some(Mutated::new(mutant, Arc::clone(&backend), launcher.clone())?)
+        }
+        None => None,
+    };
+    let mut executor = mutated.as_ref().map_or_else(|| InProcess::new(&*backend, launcher), Mutated::executor);
+    Notice::Ready(about).send(socket)?;
     while let Some(order) = inbox.wait::<Order>(socket)? {
         let name = order.case();
         let case = cases().find(|case| case.name == name);
         let case = case.ok_or_else(|| io::Error::other(format!("the runner names an unknown case: {name}")))?;
         let notice = match order {
-            Order::Run(_) => Notice::Ended(executor.run(case)),
+            Order::Run(_, seed) => {
+                executor.draw_from(seed);
+                Notice::Ended(executor.run(case))
+            }
             Order::Points(_) => Notice::Points(executor.points(case)),
             Order::Fault(_, fault) => Notice::Faulted(executor.run_with_fault(case, &fault)),
         };
@@ -55,5 +71,12 @@ fn about(backend: &dyn Backend) -> highwater::Result<About> {
         real_device: identity.real_device,
         versions: identity.versions.clone(),
         devices: devices.collect::<highwater::Result<_>>()?,
+        cells: cell_tables(backend)?.iter().map(cells_to_json).collect(),
     })
+}
+
+fn cells_to_json(table: &CellTable) -> Value {
+    let axis = |axis: &CellAxis| json!({ "axis": axis.name, "values": axis.values, "left_out": axis.left_out });
+    let axes: Vec<Value> = table.axes.iter().map(axis).collect();
+    json!({ "case": table.case, "axes": axes, "always": table.always, "drawn": table.drawn })
 }

@@ -2,12 +2,13 @@
 //!
 //! Nothing is retried: the case in flight has failed.
 
+use std::ffi::OsString;
 use std::time::Duration;
 
 use anyhow::Result;
 use highwater::ErrorKind;
 use highwater::hal::{BackendTag, Identity};
-use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
+use highwater_conformance::{Case, Executor, Fault, Faulted, Mutant, Points, Status};
 
 use super::super::child::Child;
 use super::super::failure::Failure;
@@ -25,9 +26,12 @@ const ENDING: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct Workers {
     choice: Choice,
+    /// The mutant that makes the backend wrong.
+    mutant: Option<&'static Mutant>,
     limit: Duration,
     about: About,
     identity: Identity,
+    seed: u64,
     /// `None` if the last one was lost.
     worker: Option<Worker>,
 }
@@ -38,11 +42,16 @@ impl Workers {
     /// # Errors
     /// If the backend does not open, or no process can be started.
     pub(super) fn start(choice: &Choice, limit: Duration) -> Result<Self> {
-        let (worker, about) = Worker::start(choice, limit)?;
+        Self::start_mutated(choice, None, limit)
+    }
+
+    /// The same on a backend that a mutant makes wrong.
+    pub(super) fn start_mutated(choice: &Choice, mutant: Option<&'static Mutant>, limit: Duration) -> Result<Self> {
+        let (worker, about) = Worker::start(choice, mutant, limit)?;
         let mut identity = Identity::new(&about.name, &about.description, BackendTag::next());
         identity.real_device = about.real_device;
         identity.versions.clone_from(&about.versions);
-        Ok(Self { choice: choice.clone(), limit, about, identity, worker: Some(worker) })
+        Ok(Self { choice: choice.clone(), mutant, limit, about, identity, seed: 0, worker: Some(worker) })
     }
 
     pub(super) fn about(&self) -> &About {
@@ -54,13 +63,18 @@ impl Workers {
         let mut worker = match self.worker.take() {
             Some(worker) => worker,
             None => {
-                let started = Worker::start(&self.choice, self.limit);
+                let started = Worker::start(&self.choice, self.mutant, self.limit);
                 started.map_err(|error| format!("the backend could not be opened again for it: {error:#}"))?.0
             }
         };
         let notice = worker.ask(order, self.limit)?;
         self.worker = Some(worker);
         Ok(notice)
+    }
+
+    /// Kills the last worker, which then has no chance to free anything.
+    pub(super) fn abandon(&mut self) {
+        self.worker = None;
     }
 
     /// Makes the last worker free everything. Returns a text if that fails.
@@ -82,8 +96,12 @@ impl Executor for Workers {
         &self.identity
     }
 
+    fn draw_from(&mut self, seed: u64) {
+        self.seed = seed;
+    }
+
     fn run(&mut self, case: &'static Case) -> Status {
-        match self.ask(&Order::Run(case.name.to_owned())) {
+        match self.ask(&Order::Run(case.name.to_owned(), self.seed)) {
             Ok(Notice::Ended(status)) => status,
             Ok(other) => Status::Failed(misfit(&other)),
             Err(lost) => Status::Failed(lost),
@@ -124,8 +142,10 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(choice: &Choice, limit: Duration) -> Result<(Self, About)> {
-        let arguments = [vec!["conformance-worker".into()], choice.arguments()].concat();
+    fn start(choice: &Choice, mutant: Option<&'static Mutant>, limit: Duration) -> Result<(Self, About)> {
+        let mutant = mutant.map(|mutant| ["--mutant".into(), mutant.name.into()]);
+        let command = std::iter::once("conformance-worker".into()).chain(mutant.into_iter().flatten());
+        let arguments: Vec<OsString> = command.chain(choice.arguments()).collect();
         let child = Child::start(&arguments).map_err(|error| {
             let hint = "the limits on processes and open files (`ulimit -a`) say what this user may have";
             Failure::new(ErrorKind::OperatingSystem, "no process can be started for the cases", hint).because_of(error)

@@ -188,12 +188,88 @@ fn conformance_certifies_a_full_run() {
     assert_eq!((&order["outcome"], &order["trait"]), (&"proved".into(), &"Backend".into()), "{order}");
     assert!(order["cases"].as_array().unwrap().iter().all(|case| case["outcome"] == "passed"), "{order}");
     assert!(clauses.iter().all(|clause| !clause["cases"].as_array().unwrap().is_empty()), "clauses without a case");
+    // The seeds, and the cells of each kind of work that the device has.
+    assert_eq!((&certificate["seed"], &certificate["drawn_from"]), (&Value::Null, &object["drawn_from"]));
+    assert!(certificate["drawn_from"].is_u64(), "{}", certificate["drawn_from"]);
+    let cells = certificate["cells"].as_array().unwrap();
+    let ran = |case: &str| cells.iter().any(|table| table["case"] == case);
+    assert!(ran("cells.fills") && ran("cells.plans") && !ran("cells.copies_to_another_device"), "{cells:?}");
+    let fills = cells.iter().find(|table| table["case"] == "cells.fills").unwrap();
+    let axes = fills["axes"].as_array().unwrap();
+    let count = |key: &str| axes.iter().map(|axis| axis[key].as_array().unwrap().len() as u64).sum::<u64>();
+    // The plain cell, and one for each value that is not plain.
+    assert_eq!(fills["always"].as_u64().unwrap(), 1 + count("values") - axes.len() as u64, "{fills}");
+    assert_eq!(fills["drawn"], 12, "{fills}");
+    let device = axes.iter().find(|axis| axis["axis"] == "device").unwrap();
+    assert_eq!((&device["values"], &device["left_out"]), (&json!(["device 0"]), &json!(["device 1"])), "{fills}");
+    let observer = axes.iter().find(|axis| axis["axis"] == "observer").unwrap();
+    assert!(observer["values"].to_string().contains("\"other stream after destroy\""), "{observer}");
     // Refused before the run, and what is there stays.
     highwater(&["conformance", "--filter", "ids.", "--certificate", path])
         .assert_error(&["full run only", "leave out `--filter`"]);
     highwater(&["conformance", "--certificate", "/nowhere/at/all.json"]).assert_error(&["/nowhere/at/all.json"]);
     assert!(fs::read_to_string(&file).unwrap().contains("stream.order"));
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "a draft was left behind");
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Failed once: as root, `--certificate /dev/full` replaced the device by a file.
+#[test]
+fn conformance_writes_its_certificate_into_a_device_and_never_replaces_it() {
+    use std::os::unix::fs::FileTypeExt as _;
+    use std::path::Path;
+
+    use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+
+    let folder = scratch_folder("certificate-device");
+    let node = folder.join("full");
+    // Only root makes devices. Nobody else could replace the system's own one either, because they cannot write to `/dev`.
+    let made = mknodat(CWD, &node, FileType::CharacterDevice, Mode::RUSR | Mode::WUSR, makedev(1, 7)).is_ok();
+    // Containers may make devices that no process opens.
+    let usable = made && fs::File::open(&node).is_ok();
+    let path = if usable { node.as_path() } else { Path::new("/dev/full") };
+    let run = highwater(&["conformance", "--certificate", path.to_str().unwrap()]).ended(2);
+    assert!(
+        run.stderr.contains("cannot be written") && run.stderr.contains("No space left on device"),
+        "{}",
+        run.stderr
+    );
+    assert!(fs::symlink_metadata(path).unwrap().file_type().is_char_device(), "{} was replaced", path.display());
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), usize::from(made), "a draft was left behind");
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn conformance_that_is_ended_by_a_signal_leaves_no_certificate_and_no_draft() {
+    let folder = scratch_folder("certificate-signals");
+    let (new, old) = (folder.join("new.json"), folder.join("old.json"));
+    fs::write(&old, "old").unwrap();
+    for (signal, file) in [Signal::INT, Signal::TERM, Signal::KILL].into_iter().flat_map(|s| [(s, &new), (s, &old)]) {
+        let arguments = ["conformance", "--certificate", file.to_str().unwrap()];
+        let mut child = command_on(HANGING, &arguments).spawn().unwrap();
+        let runner = Process(child.id());
+        wait_until("a worker runs", Duration::from_secs(50), || !runner.children().is_empty());
+        runner.send(signal);
+        assert!(!child.wait().unwrap().success());
+        let names: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!((names, fs::read_to_string(&old).unwrap()), (vec!["old.json".into()], "old".to_owned()));
+    }
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Failed before: what followed the certificate was written over its beginning.
+#[test]
+fn conformance_writes_its_certificate_to_its_own_output_in_one_piece() {
+    let folder = scratch_folder("certificate-output");
+    let file = folder.join("both.json");
+    let mut command = command_on("devices=1", &["conformance", "--certificate", "/dev/stdout", "--json"]);
+    let status = command.stdout(fs::File::create(&file).unwrap()).status().unwrap();
+    assert!(status.success());
+    let text = fs::read_to_string(&file).unwrap();
+    let objects: Result<Vec<Value>, _> = serde_json::Deserializer::from_str(&text).into_iter().collect();
+    let objects = objects.unwrap_or_else(|error| panic!("{error}: {text}"));
+    assert_eq!(objects.len(), 2);
+    assert_eq!((&objects[0]["conforms"], &objects[1]["failed"]), (&true.into(), &0.into()));
     fs::remove_dir_all(&folder).unwrap();
 }
 

@@ -118,3 +118,27 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let object = CUDA.run("", &[], &arguments).ended(0).object();
     assert!(object["calls_swept"].as_u64().unwrap() > 50, "{object}");
 }
+
+/// The simulated driver counts as a real device, so each mutant has a process of its own.
+#[test]
+fn mutants_by_construction_run_in_processes_of_their_own() {
+    let run = |filter: &str, code| {
+        let arguments =
+            ["conformance", "--backend", "cuda", "--mutants", "--filter", filter, "--sample", "3", "--json"];
+        CUDA.run("", &[("HIGHWATER_MOCK", "devices=2")], &arguments).ended(code).object()
+    };
+    let object = run("gemm-drop-", 0);
+    assert_eq!(
+        (&object["generated"], &object["caught"], &object["skipped"]),
+        (&4.into(), &4.into(), &0.into()),
+        "{object}"
+    );
+    assert_eq!((&object["equivalent"], object["missed"].as_array().unwrap().len()), (&0.into(), 0), "{object}");
+    // What a driver does not check is kept from it, and a run of nothing proves nothing.
+    let object = run("destroy-event-neighbor-", 1);
+    assert_eq!(
+        (&object["generated"], &object["caught"], &object["skipped"]),
+        (&2.into(), &0.into(), &2.into()),
+        "{object}"
+    );
+}
