@@ -282,7 +282,7 @@ impl<'b> Made<'b> {
 
 fn of_each_size(backend: &dyn Backend, work: Work) -> CaseResult {
     for device in 0..backend.device_count().min(2) {
-        super::arithmetic::with_seed(u64::from(device), |random| on_device(backend, work, device, random))
+        crate::seed::with_seed(u64::from(device), |random| on_device(backend, work, device, random))
             .map_err(|failure| failure.with_details(&format!("{work:?} on device {device}")))?;
     }
     Ok(())
