@@ -221,7 +221,7 @@ impl Product {
             parts += old.abs();
         }
         // Sums are as wide as the result, whatever the type of the factors.
-        let Precision { computed, stored, smallest } = Precision::of(output);
+        let Precision { computed, stored, smallest, largest } = Precision::of(output);
         // A vendor may continue with the rounded sums.
         let goes_on = self.epilogue != Epilogue::None || self.beta != 0.0;
         let between = if goes_on { stored * parts } else { 0.0 };
@@ -239,6 +239,7 @@ impl Product {
             // tanh.
             _ => (gelu(value), 1.13 * off + (16.0 * computed + 2.0_f64.powi(-14)) * value.abs()),
         };
+        let value = if value.abs() > largest { value.signum() * f64::INFINITY } else { value };
         (value, off + stored * value.abs() + smallest)
     }
 
@@ -358,16 +359,23 @@ struct Precision {
     stored: f64,
     /// The absolute error of storing a result. It covers a device that flushes subnormal numbers to zero.
     smallest: f64,
+    /// The largest finite number. A result beyond it is infinite.
+    largest: f64,
 }
 
 impl Precision {
     fn of(data_type: DataType) -> Self {
         let (single, smallest) = (f64::from(f32::EPSILON), f64::from(f32::MIN_POSITIVE));
+        let largest = f64::from(f32::MAX);
         match data_type {
-            DataType::F64 => Self { computed: f64::EPSILON, stored: 0.0, smallest },
-            DataType::F16 => Self { computed: single, stored: 2.0_f64.powi(-10), smallest: 2.0_f64.powi(-14) },
-            DataType::Bf16 => Self { computed: single, stored: 2.0_f64.powi(-7), smallest },
-            _ => Self { computed: single, stored: 0.0, smallest },
+            DataType::F64 => {
+                Self { computed: f64::EPSILON, stored: 0.0, smallest: f64::MIN_POSITIVE, largest: f64::MAX }
+            }
+            DataType::F16 => {
+                Self { computed: single, stored: 2.0_f64.powi(-10), smallest: 2.0_f64.powi(-14), largest: 65_504.0 }
+            }
+            DataType::Bf16 => Self { computed: single, stored: 2.0_f64.powi(-7), smallest, largest },
+            _ => Self { computed: single, stored: 0.0, smallest, largest },
         }
     }
 }

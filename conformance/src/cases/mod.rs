@@ -20,6 +20,7 @@ mod limits;
 mod mapped;
 mod memory;
 mod plans;
+mod products;
 mod sharing;
 mod streams;
 mod transfers;
@@ -45,6 +46,7 @@ const GROUPS: &[&[Case]] = &[
     arithmetic::CASES,
     blas::CASES,
     plans::CASES,
+    products::CASES,
     limits::CASES,
     mapped::CASES,
     capture::CASES,
