@@ -385,71 +385,86 @@ fn let_it_wait() {
 fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
     for device in 0..backend.device_count().min(2) {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        until_conclusive("the thread had stopped waiting when the object was destroyed", |load| {
-            let fresh = Block::filled_on(backend, device, BYTES, NEW)?;
-            let pinned = Pinned::holding(backend, &[OLD; BYTES])?;
-            let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
-            let end = Event::on(backend, device)?;
-            let wrapper = match waited {
-                Waited::ForeignEvent => {
-                    let raw = backend.raw_event(event.id())?;
-                    // SAFETY: the event is destroyed after its wrapper, at the end of this attempt.
-                    let id = unsafe { backend.event_from_raw(device, raw) }.map_err(Failure::from)?;
-                    Some(Event::adopted(backend, id))
-                }
-                _ => None,
-            };
-            busy.enqueue(&stream, 2 * load)?;
-            stream.copy(pinned.all(), fresh.all())?;
-            stream.record(wrapper.as_ref().unwrap_or(&event))?;
-            stream.record(&end)?;
-            let (stream_id, event_id) = (stream.id(), wrapper.as_ref().map_or(event.id(), Event::id));
-            let is_about_to_wait = AtomicBool::new(false);
-            let wait = || -> CaseResult {
-                // Release: the other thread reads nothing by it but the flag itself.
-                is_about_to_wait.store(true, Ordering::Release);
-                match waited {
-                    Waited::Stream => backend.synchronize_stream(stream_id)?,
-                    Waited::Event | Waited::ForeignEvent => backend.synchronize_event(event_id)?,
-                }
-                // SAFETY: the wait has returned; that this means what it says is what the case shows.
-                let seen = unsafe { pinned.read_now() };
-                check!(seen == [NEW; BYTES], "a wait ended before the work, because the object was destroyed");
-                Ok(())
-            };
-            let outstanding = std::thread::scope(|scope| -> Result<bool, Failure> {
-                let waiting = scope.spawn(wait);
-                while !is_about_to_wait.load(Ordering::Acquire) {
-                    std::thread::yield_now();
-                }
-                let_it_wait();
-                let outstanding = end.is_pending()?;
-                match (waited, wrapper) {
-                    (Waited::Stream, _) => {
-                        stream.destroy()?;
-                        check_error!(
-                            backend.query_stream(stream_id),
-                            InvalidHandle,
-                            "a stream that a thread waits for"
-                        );
+        until_conclusive(
+            "no wait was in progress when the object was destroyed, or it ended with the object",
+            |load| {
+                let fresh = Block::filled_on(backend, device, BYTES, NEW)?;
+                let pinned = Pinned::holding(backend, &[OLD; BYTES])?;
+                let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+                let end = Event::on(backend, device)?;
+                let wrapper = match waited {
+                    Waited::ForeignEvent => {
+                        let raw = backend.raw_event(event.id())?;
+                        // SAFETY: the event is destroyed after its wrapper, at the end of this attempt.
+                        let id = unsafe { backend.event_from_raw(device, raw) }.map_err(Failure::from)?;
+                        Some(Event::adopted(backend, id))
                     }
-                    (_, Some(wrapper)) => {
-                        wrapper.destroy()?;
-                        check_error!(backend.query_event(event_id), InvalidHandle, "an event that a thread waits for");
-                        event.synchronize()?;
+                    _ => None,
+                };
+                busy.enqueue(&stream, 2 * load)?;
+                stream.copy(pinned.all(), fresh.all())?;
+                stream.record(wrapper.as_ref().unwrap_or(&event))?;
+                stream.record(&end)?;
+                let (stream_id, event_id) = (stream.id(), wrapper.as_ref().map_or(event.id(), Event::id));
+                let is_about_to_wait = AtomicBool::new(false);
+                // Returns whether the call began before the object was destroyed. On a loaded machine it may begin too late.
+                let wait = || -> Result<bool, Failure> {
+                    // Release: the other thread reads nothing by it but the flag itself.
+                    is_about_to_wait.store(true, Ordering::Release);
+                    let waited = match waited {
+                        Waited::Stream => backend.synchronize_stream(stream_id),
+                        Waited::Event | Waited::ForeignEvent => backend.synchronize_event(event_id),
+                    };
+                    if !is_alive("the wait", waited)? {
+                        return Ok(false);
                     }
-                    _ => {
-                        event.destroy()?;
-                        check_error!(backend.query_event(event_id), InvalidHandle, "an event that a thread waits for");
+                    // SAFETY: the wait has returned; that this means what it says is what the case shows.
+                    let seen = unsafe { pinned.read_now() };
+                    check!(seen == [NEW; BYTES], "a wait ended before the work, because the object was destroyed");
+                    Ok(true)
+                };
+                let outstanding = std::thread::scope(|scope| -> Result<bool, Failure> {
+                    let waiting = scope.spawn(wait);
+                    while !is_about_to_wait.load(Ordering::Acquire) {
+                        std::thread::yield_now();
                     }
-                }
-                replace(backend, device)?;
-                waiting.join().map_err(|_| Failure::new("a thread panicked"))??;
-                Ok(outstanding)
-            })?;
-            end.synchronize()?;
-            Ok(Attempt::seen(outstanding))
-        })
+                    let_it_wait();
+                    let outstanding = end.is_pending()?;
+                    match (waited, wrapper) {
+                        (Waited::Stream, _) => {
+                            stream.destroy()?;
+                            check_error!(
+                                backend.query_stream(stream_id),
+                                InvalidHandle,
+                                "a stream that a thread waits for"
+                            );
+                        }
+                        (_, Some(wrapper)) => {
+                            wrapper.destroy()?;
+                            check_error!(
+                                backend.query_event(event_id),
+                                InvalidHandle,
+                                "an event that a thread waits for"
+                            );
+                            event.synchronize()?;
+                        }
+                        _ => {
+                            event.destroy()?;
+                            check_error!(
+                                backend.query_event(event_id),
+                                InvalidHandle,
+                                "an event that a thread waits for"
+                            );
+                        }
+                    }
+                    replace(backend, device)?;
+                    let was_in_time = waiting.join().map_err(|_| Failure::new("a thread panicked"))??;
+                    Ok(outstanding && was_in_time)
+                })?;
+                end.synchronize()?;
+                Ok(Attempt::seen(outstanding))
+            },
+        )
         .map_err(|failure| failure.with_details(&format!("{waited:?} of device {device}")))?;
     }
     Ok(())
