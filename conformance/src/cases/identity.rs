@@ -3,7 +3,7 @@
 use highwater_hal::{Backend, CaptureMode};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
-use crate::device::{Capture, DEVICE, Event, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Stream};
 
 cases! {
     group "identity";
@@ -105,9 +105,23 @@ fn capabilities_are_stable(backend: &dyn Backend) -> CaseResult {
 
 fn memory_info_agrees_with_the_device(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
-        let memory = backend.memory_info(device)?;
-        check!(memory.free <= memory.total, "device {device}: {} bytes free of {}", memory.free, memory.total);
-        check_eq!(memory.total, backend.device_info(device)?.memory_bytes, "total memory of device {device}");
+        let total = backend.device_info(device)?.memory_bytes;
+        let agrees = |when: &str| -> CaseResult {
+            let memory = backend.memory_info(device)?;
+            check!(
+                memory.free <= memory.total,
+                "device {device}, {when}: {} bytes free of {}",
+                memory.free,
+                memory.total
+            );
+            check_eq!(memory.total, total, "total memory of device {device}, {when}");
+            Ok(())
+        };
+        agrees("at first")?;
+        let block = Block::on(backend, device, 1 << 20)?;
+        agrees("with a block")?;
+        drop(block);
+        agrees("after it was freed")?;
     }
     Ok(())
 }
