@@ -17,10 +17,10 @@ use highwater_hal::{
 use crate::arena::Owner;
 use crate::calls::Tally;
 use crate::device::Device;
-use crate::foreign::RawHandle;
 use crate::kernel::OwnWorkspace;
 use crate::operation::Operation;
 use crate::product::{RawProduct, Scale, Scratch};
+use crate::raw_handles::RawHandle;
 use crate::state::{Shared, wrong_device};
 use crate::stream::Stream;
 use highwater_hal::exit;

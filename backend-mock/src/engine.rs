@@ -12,9 +12,9 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::device::Device;
 use crate::event::Point;
-use crate::foreign::RawHandles;
 use crate::observer::Observers;
 use crate::operation::Operation;
+use crate::raw_handles::RawHandles;
 use crate::shared_event::Progress;
 use crate::stream::Stream;
 

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use highwater_hal::{Completion, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use crate::foreign::RawHandle;
 use crate::observer::Observed;
 use crate::operation::Operation;
+use crate::raw_handles::RawHandle;
 use crate::recording::CapturePoint;
 use crate::shared_event::{Progress, Record, SharedEvent};
 

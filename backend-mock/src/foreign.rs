@@ -1,9 +1,8 @@
 //! Streams that the caller did not create here: streams of other code, wrapped under an id of their own, and the
 //! default stream of each thread.
 //!
-//! The raw handle of a stream, event or BLAS handle is a number. As with the vendors, it is found only while the object
-//! lives, and the next object takes the number of the one that ended last. A wrapper shares the object, and is forgotten
-//! when it is destroyed.
+//! The raw handle of a stream or event is found only while the object lives (`raw_handles`). A wrapper shares the object,
+//! and is forgotten when it is destroyed.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -11,7 +10,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
-use highwater_hal::{BackendTag, Error, ErrorKind};
+use highwater_hal::{Error, ErrorKind};
 use parking_lot::Mutex;
 
 use crate::calls::Calls;
@@ -19,46 +18,6 @@ use crate::engine::Engine;
 use crate::operation::Operation;
 use crate::stream::Stream;
 use highwater_hal::exit;
-
-/// The raw handles of one backend.
-#[derive(Debug)]
-pub(crate) struct RawHandles {
-    /// The numbers without an object, the latest last, and the first that was never used.
-    numbers: Mutex<(Vec<u64>, u64)>,
-}
-
-/// The distance between raw handles, which look like addresses.
-const STEP: u64 = 64;
-
-impl RawHandles {
-    /// Creates the raw handles of a backend. No other backend of the process has the same.
-    pub(crate) fn new(tag: BackendTag) -> Arc<Self> {
-        Arc::new(Self { numbers: Mutex::new((Vec::new(), u64::from(tag.get()) << 32 | STEP)) })
-    }
-
-    /// Returns the raw handle of a new object.
-    pub(crate) fn take(self: &Arc<Self>) -> RawHandle {
-        let mut numbers = self.numbers.lock();
-        let number = numbers.0.pop().unwrap_or_else(|| {
-            numbers.1 += STEP;
-            numbers.1 - STEP
-        });
-        RawHandle { number, owner: Arc::clone(self) }
-    }
-}
-
-/// The raw handle of an object that lives.
-#[derive(Debug)]
-pub(crate) struct RawHandle {
-    pub(crate) number: u64,
-    owner: Arc<RawHandles>,
-}
-
-impl Drop for RawHandle {
-    fn drop(&mut self) {
-        self.owner.numbers.lock().0.push(self.number);
-    }
-}
 
 #[cold]
 pub(crate) fn unknown(operation: Operation, what: &str, device: u32, raw: u64) -> Error {

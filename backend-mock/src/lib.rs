@@ -139,6 +139,7 @@ mod payload;
 mod peers;
 mod product;
 pub mod races;
+mod raw_handles;
 mod recording;
 mod schedule;
 mod sealed_file;

@@ -216,9 +216,9 @@ mod tests {
     use crate::command::Command;
     use crate::device::{Device, DeviceOptions};
     use crate::engine::Engine;
-    use crate::foreign::RawHandles;
     use crate::observer::Observers;
     use crate::operation::Operation;
+    use crate::raw_handles::RawHandles;
     use highwater_hal::BackendTag;
 
     const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };

@@ -23,10 +23,10 @@ use crate::command::{Command, Settled, Step};
 use crate::device::{self, Device};
 use crate::engine::{Engine, Goal};
 use crate::event::Point;
-use crate::foreign::RawHandle;
 use crate::memory_use::{touches, uses};
 use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
+use crate::raw_handles::RawHandle;
 use crate::recording::{Part, Recorder};
 use crate::shared_event::Progress;
 
@@ -467,8 +467,8 @@ impl Drop for Stream {
 mod tests {
     use super::*;
     use crate::device::DeviceOptions;
-    use crate::foreign::RawHandles;
     use crate::observer::Observers;
+    use crate::raw_handles::RawHandles;
     use highwater_hal::BackendTag;
 
     fn engine() -> Arc<Engine> {

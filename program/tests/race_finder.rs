@@ -118,7 +118,8 @@ fn what_pools_hand_on_is_ordered() {
         });
         assert_eq!(runtime.close().unwrap().total(), 0);
         gpu.check_races().unwrap();
-        assert!(gpu.calls(Operation::CpuAccess) > 100);
+        // Each thread reads in 13 of its 20 rounds.
+        assert!(gpu.calls(Operation::CpuAccess) >= 4 * 13);
     }
 }
 
