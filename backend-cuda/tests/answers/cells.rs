@@ -34,7 +34,8 @@ impl Kind {
         }
     }
 
-    fn is_created(self) -> bool {
+    /// Whether a program created the stream, which then belongs to a context.
+    pub(crate) fn is_created(self) -> bool {
         matches!(self, Self::Own | Self::Blocking | Self::Low | Self::High)
     }
 }

@@ -64,15 +64,21 @@ impl Record {
             .map_err(|error| format!("{}: {error}", file.display()))
     }
 
+    /// Returns how many cells were left out for lack of a device.
+    pub(crate) fn left_out(&self) -> usize {
+        self.lines.iter().filter(|(_, answer)| answer == LEFT_OUT).count()
+    }
+
     /// Returns a line for each cell whose answer is another one in `recorded` or that has none there. If the record is
-    /// `whole`, a recorded cell that was not run is a difference too.
+    /// `whole`, a recorded cell that was not run is a difference too. Cells that were left out here are none.
     pub(crate) fn differences(&self, recorded: &Self, whole: bool) -> Vec<String> {
         let mut expected: HashMap<&str, &str> =
             recorded.lines.iter().map(|(cell, answer)| (cell.as_str(), answer.as_str())).collect();
         let mut differences = Vec::new();
         for (cell, seen) in &self.lines {
             match expected.remove(cell.as_str()) {
-                Some(answer) if answer == seen => {}
+                Some(answer) if answer == seen && answer != LEFT_OUT => {}
+                Some(answer) if seen == LEFT_OUT && answer != LEFT_OUT => {}
                 Some(answer) => differences.push(format!("{cell}\n    recorded: {answer}\n    here:     {seen}")),
                 None => differences.push(format!("{cell}\n    recorded: nothing\n    here:     {seen}")),
             }

@@ -138,7 +138,7 @@ fn tell(kind: &str, text: &str) {
 ///
 /// # Errors
 /// If the libraries or the device cannot be used.
-pub(crate) fn serve(_: &[String]) -> Answer {
+pub(crate) fn serve() -> Answer {
     Driver::open().map_err(|reason| format!("no CUDA driver: {reason}"))?;
     // cuBLASLt first: cuBLAS depends on it and would take whichever the loader finds.
     Lt::open().map_err(|reason| format!("no cuBLASLt: {reason}"))?;
@@ -153,7 +153,7 @@ pub(crate) fn serve(_: &[String]) -> Answer {
         let cell = line.parse::<usize>().ok().and_then(|number| all.get(number)).ok_or("no cell has this number")?;
         tell("cell", &line);
         let text = answer(&rig, cell);
-        let spoilt = rig.spoilt(cell);
+        let spoilt = rig.spoilt();
         match spoilt {
             None => tell("answer", &text),
             Some(why) => {

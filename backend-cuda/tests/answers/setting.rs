@@ -8,14 +8,15 @@ use std::time::Duration;
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::need;
 
-use crate::calls::{Handle, blas, cu, ok};
+use crate::calls::{Handle, Heuristic, blas, cu, ok};
 use crate::cells::{Cell, Context, EventKind, Kind, Size, State, Thread};
 use crate::memory::{Blocks, FILLED, Memory, SIZE};
+use crate::plan::Plan;
 use crate::rig::{Gate, event, memory, start, stream, warm};
 use crate::table::Call;
 
 /// How long a call may take while a stream is blocked, before it counts as waiting.
-const PASSES_WITHIN: Duration = Duration::from_millis(120);
+const PASSES_WITHIN: Duration = Duration::from_millis(150);
 const WORKSPACE: usize = 4 << 20;
 
 pub(crate) const GLOBAL: u32 = 0;
@@ -84,9 +85,19 @@ impl Rig {
         Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
     }
 
+    /// Waits for every device: the first code that is not 0.
+    fn synchronize(&self) -> u32 {
+        let first = cu!(cuCtxSynchronize());
+        let Some(other) = self.other else { return first };
+        let bound = cu!(cuCtxSetCurrent(other));
+        let second = cu!(cuCtxSynchronize());
+        let back = cu!(cuCtxSetCurrent(self.context));
+        [first, bound, second, back].into_iter().find(|code| *code != 0).unwrap_or(0)
+    }
+
     /// Returns how a cell has left this process unfit for others.
-    pub(crate) fn spoilt(&self, _: &Cell) -> Option<String> {
-        let code = cu!(cuCtxSynchronize());
+    pub(crate) fn spoilt(&self) -> Option<String> {
+        let code = self.synchronize();
         if code != 0 {
             return Some(format!("cuCtxSynchronize {code}"));
         }
@@ -117,7 +128,7 @@ pub(crate) struct Things<'r> {
     pub(crate) graph: Handle,
     pub(crate) executable: Handle,
     pub(crate) blas: Handle,
-    pub(crate) lt: Option<crate::table::Plan>,
+    pub(crate) lt: Option<(Plan, Heuristic)>,
     /// Whatever else `prepare` made, an address or a handle.
     pub(crate) given: u64,
     /// Whatever the call made, or 0.
@@ -413,10 +424,33 @@ fn attempt(rig: &Rig, cell: &Cell) -> Answer<String> {
     if waited {
         text.push_str(", waits");
     }
-    // The question itself may end a capture of a blocking stream.
-    let is_asked = !(things.is_destroyed() || matches!(cell.state, State::BesideBlocking(_)));
+    // A default stream is that of the context that is current.
+    let is_elsewhere = cell.context == Context::Other && !cell.stream.is_created();
+    let home = if is_elsewhere { rig.other.unwrap_or(rig.context) } else { rig.context };
+    ok!(cu cuCtxSetCurrent(home));
+    let ended = ended(&mut things, cell, waited, launches);
+    ok!(cu cuCtxSetCurrent(rig.context));
+    text.push_str(&ended?);
+    // Work of the other thread's own stream, and of a destroyed one.
+    let code = rig.synchronize();
+    if code != 0 {
+        return Ok(format!("{text}, cuCtxSynchronize {code}"));
+    }
+    let finished = (call.finish)(&things)?;
+    if !finished.is_empty() {
+        text.push_str(&format!(", {finished}"));
+    }
+    things.end()?;
+    Ok(text)
+}
+
+/// Describes the stream after the call, lets its work go on, and ends the capture.
+fn ended(things: &mut Things<'_>, cell: &Cell, waited: bool, launches: bool) -> Answer<String> {
+    let mut text = String::new();
+    let gone = things.is_destroyed();
     let mut is_capturing = false;
-    if is_asked {
+    // The question itself would end a capture of a blocking stream.
+    if !gone && !matches!(cell.state, State::BesideBlocking(_)) {
         let (value, status) = status(things.stream);
         is_capturing = value == 1 || value == 2;
         if things.capturing || value != 0 {
@@ -426,43 +460,33 @@ fn attempt(rig: &Rig, cell: &Cell) -> Answer<String> {
     if things.capturing && things.origin != things.stream {
         text.push_str(&format!(", origin {}", status(things.origin).1));
     }
-    if let (State::Busy, Some(gate), false, false) = (cell.state, &things.gate, waited, is_capturing)
-        && !things.is_destroyed()
-    {
+    if cell.state == State::Busy && !waited && !is_capturing && !gone {
         text.push_str(&format!(", query {}", cu!(cuStreamQuery(things.stream))));
-        debug_assert!(!gate.is_open(), "the gate opened by itself");
     }
     if let Some(gate) = &things.gate {
         gate.open();
     }
-    if things.capturing {
-        if matches!(cell.state, State::Member(_)) && !things.is_destroyed() {
-            let join = things.event_of()?;
-            let recorded = cu!(cuEventRecord(join, things.stream));
-            let waited = if recorded == 0 { cu!(cuStreamWaitEvent(things.origin, join, 0)) } else { recorded };
-            if waited != 0 {
-                text.push_str(&format!(", join {waited}"));
-            }
+    if things.is_recording && things.origin != things.stream && !gone {
+        let join = things.event_of()?;
+        let recorded = cu!(cuEventRecord(join, things.stream));
+        let joined = if recorded == 0 { cu!(cuStreamWaitEvent(things.origin, join, 0)) } else { recorded };
+        if joined != 0 {
+            text.push_str(&format!(", join {joined}"));
         }
-        if !(things.is_destroyed() && things.origin == things.stream) {
-            text.push_str(&end_capture(&things, things.origin, launches)?);
-        }
-    } else if is_capturing {
-        text.push_str(&end_capture(&things, things.stream, launches)?);
     }
-    if !things.is_destroyed() {
+    if things.capturing && !(gone && things.origin == things.stream) {
+        text.push_str(&end_capture(things, things.origin, launches)?);
+    }
+    // The call began a capture of its own.
+    if is_capturing && !things.is_recording && things.origin != things.stream {
+        text.push_str(&end_capture(things, things.stream, launches)?);
+    }
+    if !gone {
         let code = cu!(cuStreamSynchronize(things.stream));
         if code != 0 {
             text.push_str(&format!(", sync {code}"));
         }
     }
-    // Work of the other thread's own stream, and of a destroyed one.
-    ok!(cu cuCtxSynchronize());
-    let finished = (call.finish)(&things)?;
-    if !finished.is_empty() {
-        text.push_str(&format!(", {finished}"));
-    }
-    things.end()?;
     Ok(text)
 }
 

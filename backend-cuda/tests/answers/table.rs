@@ -1,7 +1,7 @@
 //! The calls of the table.
 
 use std::ptr::{null, null_mut};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::need;
@@ -9,7 +9,7 @@ use highwater_simulated_harness::values::{F32, IN_32F, Shape};
 
 use crate::calls::{Access, Handle, IpcHandle, Pointer, Properties, bits, blas, cu, lt, ok};
 use crate::memory::{Memory, NEW, OLD, SIZE, host, map};
-pub(crate) use crate::plan::Plan;
+use crate::plan::Plan;
 use crate::rig::{READ_WRITE, event, load, memory, pages, pinned, store, stream};
 use crate::setting::{GLOBAL, RELAXED, THREAD_LOCAL, Things, seen_bytes};
 
@@ -128,8 +128,8 @@ fn end(t: &Things<'_>) -> u32 {
 }
 
 unsafe extern "C" fn count(counter: Pointer) {
-    // SAFETY: the counter is part of the cell, which waits for the device before it ends.
-    unsafe { &*counter.cast::<std::sync::atomic::AtomicU64>() }.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: counters are never freed.
+    unsafe { &*counter.cast::<AtomicU64>() }.fetch_add(1, Ordering::SeqCst);
 }
 
 /// A graph that fills 64 bytes of the destination.
@@ -208,11 +208,18 @@ pub(crate) const STREAM_CALLS: &[Call] = &[
         destroy
     },
     {
-        let mut launch = Call::new("cuLaunchHostFunc", |t| {
-            let counter = std::ptr::from_ref(&t.made).cast_mut().cast();
-            cu!(cuLaunchHostFunc(t.stream, Some(count), counter))
-        })
-        .then(|t| Ok(format!("counted {}", t.made())));
+        let mut launch = Call::new("cuLaunchHostFunc", |t| cu!(cuLaunchHostFunc(t.stream, Some(count), host(t.given))))
+            .with(|t| {
+                // Never freed, because a stream may count later than the cell ends.
+                let counter: &'static AtomicU64 = Box::leak(Box::default());
+                t.given = std::ptr::from_ref(counter).expose_provenance() as u64;
+                Ok(())
+            })
+            .then(|t| {
+                // SAFETY: the address is that of the counter, which is never freed.
+                let counter = unsafe { &*host(t.given).cast::<AtomicU64>() };
+                Ok(format!("counted {}", counter.load(Ordering::SeqCst)))
+            });
         launch.launches = true;
         launch
     },
@@ -299,10 +306,10 @@ pub(crate) const STREAM_CALLS: &[Call] = &[
     }),
     Call::product("cublasLtMatmul", |t| {
         let (one, zero) = (1f32.to_ne_bytes(), 0f32.to_ne_bytes());
-        let Some(plan) = &t.lt else { return u32::MAX };
-        let (_, _, found) = plan.find();
-        plan.run(&found, (&one, &zero), matrices(t), (0, 0), t.stream)
-    }),
+        let Some((plan, found)) = &t.lt else { return u32::MAX };
+        plan.run(found, (&one, &zero), matrices(t), (0, 0), t.stream)
+    })
+    .with(with_plan),
 ];
 
 /// A handle on the stream of the call, with a workspace.
@@ -317,9 +324,21 @@ fn matrices(t: &Things<'_>) -> [u64; 3] {
 
 fn with_product(t: &mut Things<'_>) -> Answer {
     t.with_blas()?;
+    with_ones(t)
+}
+
+fn with_plan(t: &mut Things<'_>) -> Answer {
     let plan = Plan::new(F32, F32, IN_32F, &Shape::packed(16, 16, 16))?;
     plan.limit_workspace(0)?;
-    t.lt = Some(plan);
+    let (code, found, heuristic) = plan.find();
+    if (code, found) != (0, 1) {
+        return Err(format!("the heuristic answered {code} and found {found}"));
+    }
+    t.lt = Some((plan, heuristic));
+    with_ones(t)
+}
+
+fn with_ones(t: &Things<'_>) -> Answer {
     let [a, b, _] = matrices(t);
     store(a, &[1f32; 256], t.rig.stage)?;
     store(b, &[1f32; 256], t.rig.stage)
@@ -873,11 +892,11 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
         .with(with_lt)
         .then(destroy_given_lt),
     Call::new("cublasLtMatmulAlgoGetHeuristic", |t| {
-        let Some(plan) = &t.lt else { return u32::MAX };
+        let Some((plan, _)) = &t.lt else { return u32::MAX };
         let (code, found, _) = plan.find();
         t.tell(code, found as u64)
     })
-    .with(with_product),
+    .with(with_plan),
     // Two devices.
     Call::new("cuMemcpyPeerAsync(to the second device)", |t| {
         let other = t.rig.other.unwrap_or(0);
