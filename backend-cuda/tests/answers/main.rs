@@ -17,7 +17,7 @@
 //!   --list          prints the names of the cells, and runs nothing
 //! ```
 //!
-//! Cells run in a child process. A cell that ends the child, or that takes more than 20 s, gets that as its answer, and
+//! Cells run in a child process. A cell that ends the child, or that takes more than 10 s, gets that as its answer, and
 //! the next cells run in a new child. So do those after a cell that leaves an error behind. Cells about two devices have
 //! the answer `left out` on a machine with one.
 //!

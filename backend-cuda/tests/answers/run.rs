@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use highwater_simulated_harness::Answer;
 
@@ -15,8 +15,10 @@ use crate::setting::{Rig, answer};
 
 /// Begins a line of a child that is meant for its parent.
 const MARK: &str = "\u{1e}";
-/// How long a child may take for a cell, or to start.
-const LIMIT: Duration = Duration::from_secs(20);
+/// How long a child may take for a cell.
+const LIMIT: Duration = Duration::from_secs(10);
+/// How long a child may take to start. Drivers and kernels are slow to load.
+const START_LIMIT: Duration = Duration::from_secs(60);
 /// With the few connections of the default, a blocked stream stops others that have nothing to do with it.
 const ENVIRONMENT: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
@@ -26,7 +28,10 @@ const ENVIRONMENT: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 /// If no child starts.
 pub(crate) fn answers(cells: &[Cell]) -> Answer<Record> {
     let mut record = Record::default();
+    let begun = Instant::now();
+    let mut children = 0;
     while record.len() < cells.len() {
+        children += 1;
         let rest = &cells[record.len()..];
         let before = record.len();
         Server::start(rest)?.listen(rest, &mut record)?;
@@ -34,6 +39,7 @@ pub(crate) fn answers(cells: &[Cell]) -> Answer<Record> {
             return Err("a child answered no cell".to_owned());
         }
     }
+    eprintln!("{} cells by {children} processes in {:.1} s", cells.len(), begun.elapsed().as_secs_f64());
     Ok(record)
 }
 
@@ -74,7 +80,8 @@ impl Server {
         let mut current: Option<&Cell> = None;
         let mut progress = false;
         loop {
-            let line = match self.lines.recv_timeout(LIMIT) {
+            let limit = if progress { LIMIT } else { START_LIMIT };
+            let line = match self.lines.recv_timeout(limit) {
                 Ok(line) => line,
                 Err(error) => {
                     let what = match error {
@@ -100,11 +107,13 @@ impl Server {
             match told.split_once(' ') {
                 Some(("header", text)) if record.len() == 0 => record.header.push(text.to_owned()),
                 Some(("header", _)) => {}
-                Some(("cell", _)) => current = rest.next(),
+                Some(("cell", _)) => {
+                    current = rest.next();
+                    progress = true;
+                }
                 Some(("answer", text)) => {
                     let cell = current.take().ok_or("a child answered a cell that it had not begun")?;
                     record.add(cell.name(), text.to_owned());
-                    progress = true;
                     if rest.len() == 0 {
                         return Ok(());
                     }
