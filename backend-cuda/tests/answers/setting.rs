@@ -310,15 +310,19 @@ impl<'r> Things<'r> {
         self.made.load(Ordering::Acquire)
     }
 
-    /// Keeps what a call has made, and passes its code on.
+    /// Keeps what a call has made, and passes its code on. A call that fails may leave anything in the place.
     pub(crate) fn keep(&self, code: u32, made: u64) -> u32 {
-        self.made.store(made, Ordering::Release);
+        if code == 0 {
+            self.made.store(made, Ordering::Release);
+        }
         code
     }
 
-    /// Tells a value beside the code.
+    /// Tells a value beside the code. A call that fails returns none.
     pub(crate) fn tell(&self, code: u32, value: u64) -> u32 {
-        self.note.store(value, Ordering::Release);
+        if code == 0 {
+            self.note.store(value, Ordering::Release);
+        }
         code
     }
 }

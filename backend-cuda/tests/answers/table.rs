@@ -99,7 +99,10 @@ pub(crate) fn nodes(graph: Handle) -> Answer<Vec<u32>> {
     let mut count = 0;
     ok!(cu cuGraphGetNodes(graph, null_mut(), &mut count));
     let mut nodes = vec![0; count];
-    ok!(cu cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count));
+    // A place for no nodes is refused.
+    if count > 0 {
+        ok!(cu cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count));
+    }
     let mut types = Vec::new();
     for node in nodes {
         let mut of = 0;
@@ -743,6 +746,7 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
         t.tell(code, count as u64)
     })
     .with(with_graph),
+    Call::new("cuGraphGetNodes(room for none)", |t| cu!(cuGraphGetNodes(t.graph, &mut 0, &mut 0))).with(with_graph),
     Call::new("cuGraphDestroy", |t| spent(t, cu!(cuGraphDestroy(t.given as Handle))))
         .with(|t| {
             with_graph(t)?;
@@ -809,7 +813,8 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
     Call::new("cuIpcOpenMemHandle(of this process)", |t| {
         let mut handle = IpcHandle([0; 8]);
         let code = cu!(cuIpcGetMemHandle(&mut handle, t.given));
-        t.tell(cu!(cuIpcOpenMemHandle_v2(&mut 0, handle, 1)), u64::from(code))
+        t.note.store(u64::from(code), Ordering::Release);
+        cu!(cuIpcOpenMemHandle_v2(&mut 0, handle, 1))
     })
     .with(with_plain)
     .then(free_given),
