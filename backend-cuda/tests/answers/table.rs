@@ -710,7 +710,12 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
     }),
     Call::new("cuCtxSynchronize", |_| cu!(cuCtxSynchronize())),
     Call::new("cuCtxGetStreamPriorityRange", |_| cu!(cuCtxGetStreamPriorityRange(&mut 0, &mut 0))),
-    Call::new("cuCtxEnablePeerAccess(itself)", |t| cu!(cuCtxEnablePeerAccess(t.rig.context, 0))),
+    // Of whichever context is current: access between two devices lasts, and later cells would depend on it.
+    Call::new("cuCtxEnablePeerAccess(itself)", |_| {
+        let mut current = 0;
+        cu!(cuCtxGetCurrent(&mut current));
+        cu!(cuCtxEnablePeerAccess(current, 0))
+    }),
     Call::new("cuStreamCreate(blocking)", |t| create_stream(t, 0)).then(destroy_made_stream),
     Call::new("cuStreamCreate(non-blocking)", |t| create_stream(t, 1)).then(destroy_made_stream),
     Call::new("cuStreamCreateWithPriority", |t| {
