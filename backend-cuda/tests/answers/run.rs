@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use highwater_simulated_harness::Answer;
 
@@ -197,10 +197,32 @@ fn header(rig: &Rig) -> Answer<Vec<String>> {
             attribute(76),
             rig.count
         ),
+        format!("date: {}", today()),
         format!("driver: CUDA {driver}, {}", kernel_module()),
         format!("cuBLAS: {library}"),
         format!("pageable memory access: {}, host page tables: {}", attribute(88), attribute(100)),
     ])
+}
+
+/// The date in UTC.
+fn today() -> String {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let mut days = now.as_secs() / 86_400;
+    let mut year = 1970;
+    let is_leap = |year: u64| year.is_multiple_of(4) && !year.is_multiple_of(100) || year.is_multiple_of(400);
+    while days >= 365 + u64::from(is_leap(year)) {
+        days -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let mut month = 1;
+    for length in [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    format!("{year}-{month:02}-{:02}", days + 1)
 }
 
 /// The version of the kernel's module, which is that of the driver.
