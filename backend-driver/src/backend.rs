@@ -546,7 +546,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         let calls = state.platform.calls();
         let outcome = (|| {
-            let _relaxed = if held.is_none() { Some(state.relaxed()) } else { None };
+            let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, device)?;
             // SAFETY: The caller promises that nothing uses the block, beyond work that precedes the free on the
             // stream.
@@ -857,7 +857,6 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_graph_exec";
         let state = &*self.state;
         state.enter(OPERATION)?;
-        let _relaxed = state.relaxed();
         state.graph_execs.remove(OPERATION, graph, 0, |removed| state.destroy_raw_graph_exec(OPERATION, removed))
     }
 

@@ -664,6 +664,7 @@ impl<P: Platform> DriverState<P> {
 
     pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed<RawGraphExec>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
+        let _relaxed = self.relaxed();
         // SAFETY: As above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }

@@ -21,6 +21,14 @@ impl Clock {
         self.0[lane]
     }
 
+    /// Sets the count of a lane to 0.
+    #[cfg(any(test, feature = "simulated"))]
+    pub(crate) fn reset(&mut self, lane: usize) {
+        if let Some(count) = self.0.get_mut(lane) {
+            *count = 0;
+        }
+    }
+
     /// Makes this clock come after everything that comes before `other`.
     pub(crate) fn join(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {
@@ -45,5 +53,8 @@ mod tests {
         assert_eq!([0, 1, 2, 3, 4].map(|lane| one.get(lane)), [2, 1, 0, 1, 0]);
         other.join(&one);
         assert_eq!(one, other);
+        other.reset(0);
+        other.reset(9);
+        assert_eq!([0, 1, 2, 3, 9].map(|lane| other.get(lane)), [0, 1, 0, 1, 0]);
     }
 }

@@ -171,6 +171,23 @@ impl Hooks {
         }
     }
 
+    /// Lets the capture that began on a stream end without a wait for the streams that joined it and recorded nothing.
+    pub fn excuse_idle_streams(&self, origin: StreamId) {
+        if let Ok(stream) = self.0.stream(Operation::EndCapture, origin)
+            && let Some(mut recorder) = stream.queue.lock().recorder()
+        {
+            recorder.excuse_idle();
+        }
+    }
+
+    /// Takes a stream out of its capture, if any. The capture goes on and keeps what the stream recorded.
+    pub fn leave_capture(&self, stream: StreamId) {
+        if let Ok(stream) = self.0.stream(Operation::IsCapturing, stream) {
+            let part = stream.queue.lock().part.take();
+            drop(part);
+        }
+    }
+
     /// Returns whether the device was lost, by a command that panicked or by [`MockGpu::lose_device`].
     #[must_use]
     pub fn is_lost(&self, device: u32) -> bool {

@@ -1,7 +1,7 @@
 //! cuBLAS.
 
 use crate::calls::ok;
-use crate::calls::{Blas, Handle, blas, cu};
+use crate::calls::{Blas, Handle, bits, blas, cu};
 use crate::capture::{ALLOCATION, KERNEL, RELEASE, end_with_graph, executable, nodes};
 use crate::rig::{Gate, NOT_READY, load, memory, start, store, stream, upload, warm};
 use highwater_simulated_harness::Answer;
@@ -47,10 +47,6 @@ pub(crate) fn handle_on(stream: Handle) -> Answer<Handle> {
     let handle = handle()?;
     need("cublasSetStream", blas!(cublasSetStream_v2(handle, stream)))?;
     Ok(handle)
-}
-
-pub(crate) fn bits<T>(value: &T) -> *const std::ffi::c_void {
-    std::ptr::from_ref(value).cast()
 }
 
 /// `C = A * B` of packed f32 matrices.

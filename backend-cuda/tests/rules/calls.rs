@@ -63,6 +63,11 @@ pub(crate) struct Heuristic {
     reserved: [i32; 4],
 }
 
+/// Where a scale or an attribute of a call is.
+pub(crate) fn bits<T>(value: &T) -> Source {
+    std::ptr::from_ref(value).cast()
+}
+
 impl Driver {
     /// The vendor's name of a code, or the code of the call that should have told it.
     pub(crate) fn name_of(&self, code: u32) -> Result<String, u32> {
@@ -126,6 +131,7 @@ library! {
     cuGetErrorName(u32, *mut *const c_char);
     cuDeviceGetCount(*mut i32);
     cuDeviceGet(*mut i32, i32);
+    cuDeviceGetName(*mut c_char, i32, i32);
     cuDeviceGetAttribute(*mut i32, u32, i32);
     cuDeviceTotalMem_v2(*mut usize, i32);
     cuDeviceCanAccessPeer(*mut i32, i32, i32);

@@ -72,7 +72,10 @@ pub(crate) fn nodes(graph: Handle) -> Answer<Vec<u32>> {
     let mut count = 0;
     ok!(cu cuGraphGetNodes(graph, std::ptr::null_mut(), &mut count));
     let mut nodes = vec![0; count];
-    ok!(cu cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count));
+    // A place for no nodes is refused.
+    if count > 0 {
+        ok!(cu cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count));
+    }
     let mut types = Vec::new();
     for node in nodes {
         let mut of = 0;

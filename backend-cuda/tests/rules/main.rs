@@ -28,6 +28,7 @@ mod events;
 mod host;
 mod lt;
 mod memory;
+mod plan;
 mod process;
 mod rig;
 mod sharing;

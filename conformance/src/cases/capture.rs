@@ -11,7 +11,9 @@ use highwater_hal::{
 use super::blas::kinds;
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Addresses, Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
+use crate::device::{
+    Addresses, Block, Capture, DEVICE, Event, Executable, Graph, Handle, Memory, Pinned, Registered, Stream,
+};
 use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
@@ -280,7 +282,7 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     let event = Event::new(backend)?;
     check!(event.query()?.is_complete(), "an event that was never recorded is pending during a capture");
     drop(event);
-    let Outside { stream, reached } = outside;
+    let Outside { stream, reached, graph } = outside;
     check!(reached.query()?.is_complete(), "an event that was reached before a capture is pending during it");
     reached.synchronize()?;
     stream.wait(reached)?;
@@ -299,6 +301,14 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
             block.export(transport)?;
         }
     }
+    if backend.capabilities(DEVICE)?.stream_ordered_memory {
+        let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        block.free_in_order()?;
+    }
+    let executable = graph.instantiate()?;
+    executable.launch(stream)?;
+    stream.synchronize()?;
+    executable.destroy()?;
     Ok(())
 }
 
@@ -306,6 +316,7 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
 struct Outside<'b> {
     stream: Stream<'b>,
     reached: Event<'b>,
+    graph: Graph<'b>,
 }
 
 /// Captures in each mode, makes the calls in the middle, and checks that nothing was lost.
@@ -316,7 +327,8 @@ fn undisturbed(
     for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
-        let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)? };
+        let graph = Capture::begin(&stream, mode)?.end(&[])?;
+        let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)?, graph };
         stream.record(&outside.reached)?;
         stream.synchronize()?;
         let capture = Capture::begin(&stream, mode)?;

@@ -624,10 +624,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `capture.begin-again`: a stream that takes part in a capture already returns `Capture`.
     /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
     /// - `capture.undisturbed`: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating
-    ///   and freeing plain memory and page-locked memory; registering and unregistering memory; exporting, opening and
-    ///   closing memory that processes share; creating and destroying events; querying and waiting for streams that take no
-    ///   part; querying and waiting for events recorded outside, also on a stream that took part later; waits of streams that
-    ///   take no part for such events; creating handles (if `create_during_capture` holds).
+    ///   and freeing plain memory, page-locked memory, and stream-ordered memory on streams that take no part; registering and
+    ///   unregistering memory; exporting, opening and closing memory that processes share; creating and destroying events;
+    ///   querying and waiting for streams that take no part; querying and waiting for events recorded outside, also on a
+    ///   stream that took part later; waits of streams that take no part for such events; instantiating other graphs,
+    ///   launching them on streams that take no part, and destroying them; creating handles (if `create_during_capture` holds).
     /// - `capture.no-answer`: a query of, or a wait for, a stream that takes part or an event recorded in the capture returns
     ///   `Capture`, and may lose the capture.
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
@@ -638,8 +639,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Ends the capture and returns the recorded graph.
     ///
     /// - `capture.lost`: a capture that was lost returns `Capture`; afterwards the stream works as before.
-    /// - `capture.unjoined`: if the first stream did not wait for a stream that joined, the call returns `Capture`, and the
-    ///   capture is lost.
+    /// - `capture.unjoined`: if the first stream did not wait for work that a stream recorded after it joined, the call returns
+    ///   `Capture`, and the capture is lost. A stream that joined and recorded nothing may have the same effect, or none.
     /// - `capture.end-without`: a stream without a capture returns `Capture`, and nothing changes.
     ///
     /// # Safety

@@ -112,9 +112,14 @@ export! {
 
     fn cublasLtCreate(handle: *mut *mut c_void) { create!(handle in HANDLES, Driver::get()?.home()?) }
 
+    /// Waits for the device of the handle.
     fn cublasLtDestroy(handle: *mut c_void) {
         // SAFETY: The handle is null or came from `cublasLtCreate`.
-        unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
+        let home = unsafe { HANDLES.remove(handle) }.ok_or(NOT_INITIALIZED)?;
+        if let Ok(driver) = Driver::get() {
+            driver.wait_and_free(home, 0);
+        }
+        Ok(())
     }
 
     fn cublasLtGetProperty(part: u32, value: *mut i32) { answer!(value = version_part(part).ok_or(INVALID_VALUE)?) }

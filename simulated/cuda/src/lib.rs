@@ -148,23 +148,26 @@ export! {
     }
 
     fn cuStreamGetCtx(stream: Handle, context: *mut Handle) {
-        answer!(context = handle(current::handle_of(process::simulation()?.stream(number(stream))?.device)))
+        answer!(context = handle(current::handle_of(streams::described(number(stream))?.device)))
     }
 
     fn cuStreamGetPriority(stream: Handle, priority: *mut i32) {
-        answer!(priority = process::simulation()?.stream(number(stream))?.priority)
+        answer!(priority = streams::described(number(stream))?.priority)
     }
 
     fn cuStreamGetFlags(stream: Handle, flags: *mut u32) {
-        answer!(flags = process::simulation()?.stream(number(stream))?.flags)
+        answer!(flags = streams::described_outside_of_captures(number(stream))?.flags)
     }
 
-    fn cuStreamGetId(stream: Handle, id: *mut u64) { answer!(id = process::simulation()?.stream(number(stream))?.number) }
+    fn cuStreamGetId(stream: Handle, id: *mut u64) {
+        answer!(id = streams::described_outside_of_captures(number(stream))?.number)
+    }
+
     fn cuStreamBeginCapture_v2(stream: Handle, mode: u32) { captures::begin(number(stream), mode) }
 
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
-        expect_place(graph)?;
-        // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
+        captures::expect_capture(number(stream))?;
+        // SAFETY: the caller gives a place for the answer, or null; a capture that fails gives no graph.
         unsafe { put(graph, handle(0)) }?;
         answer!(graph = handle(captures::end(number(stream))?))
     }
@@ -189,6 +192,10 @@ export! {
 
     fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
         let found = graphs::nodes(number(graph))?;
+        // SAFETY: the caller gives a place for the count, or null.
+        if !nodes.is_null() && unsafe { get(count) }? == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
         // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
         unsafe { border::put_handles(nodes, count, &found) }
     }
@@ -200,7 +207,11 @@ export! {
         unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
-    fn cuEventCreate(event: *mut Handle, flags: u32) { create!(event = events::create(flags).map(handle)) }
+    fn cuEventCreate(event: *mut Handle, flags: u32) {
+        current::with_context()?;
+        create!(event = events::create(flags).map(handle))
+    }
+
     fn cuEventDestroy_v2(event: Handle) { events::destroy(number(event)) }
     fn cuEventRecord(event: Handle, stream: Handle) { events::record(number(event), number(stream)) }
     fn cuEventQuery(event: Handle) { events::query(number(event)) }
@@ -210,7 +221,11 @@ export! {
         answer!(milliseconds = events::elapsed(number(start), number(end))?)
     }
 
-    fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) { create!(ptr = memory::allocate(bytes)) }
+    fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) {
+        memory::check_allocation()?;
+        create!(ptr = memory::allocate(bytes))
+    }
+
     fn cuMemFree_v2(ptr: u64) { memory::free(ptr) }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {

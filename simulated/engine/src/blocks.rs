@@ -5,6 +5,7 @@
 //! mapping would look like pageable memory, so its range identifies it.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 
 use highwater_hal::{Backend, DevicePtr};
 use parking_lot::{Mutex, RwLock};
@@ -139,6 +140,15 @@ impl Simulation {
         }
         let next = MEMORY.hosts.read().range(address..).next().map(|(&start, _)| start);
         Ok((Place::Pageable, next.map_or(u64::MAX, |next| next - address)))
+    }
+
+    /// Returns whether a device can access a block: its own, memory that was mapped for it, and memory of its peers.
+    pub(crate) fn reaches(&self, device: u32, block: &Block) -> bool {
+        let peers = || self.state(device).map_or(0, |state| state.peers.load(Ordering::Acquire));
+        match block.kind {
+            Kind::Mapped { access } => access >> device & 1 == 1,
+            _ => block.device == device || peers() >> block.device & 1 == 1,
+        }
     }
 
     /// Returns the owner of a range.

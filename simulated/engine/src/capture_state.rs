@@ -47,6 +47,8 @@ pub mod node {
     pub const FILL: u32 = 2;
     /// A function of the host.
     pub const HOST: u32 = 3;
+    /// A wait for an event outside of the graph.
+    pub const WAIT: u32 = 6;
     /// Memory that is allocated.
     pub const ALLOCATE: u32 = 10;
     /// Memory that is freed.
@@ -101,7 +103,7 @@ pub(crate) struct Part {
     parent: Option<StreamId>,
     /// Whether a call invalidated this stream (HIP).
     lost: AtomicBool,
-    /// Whether the stream has left the capture.
+    /// Whether the stream has left the capture (HIP).
     left: AtomicBool,
     /// Whether another capture was begun on the stream after it was invalidated (HIP).
     pub(crate) begun_again: AtomicBool,
@@ -123,7 +125,11 @@ impl Part {
     }
 
     pub(crate) fn has_left(&self) -> bool {
-        self.left.load(Ordering::Acquire)
+        match vendor() {
+            // An event of a destroyed stream stays part of the capture.
+            Vendor::Cuda => self.capture.is_ended(),
+            Vendor::Hip => self.left.load(Ordering::Acquire),
+        }
     }
 
     /// Returns the code for work that is enqueued into it after it was invalidated.
@@ -187,7 +193,7 @@ impl Captures {
     }
 
     /// Removes streams from their captures.
-    fn leave(&self, leaves: impl Fn(&Part) -> bool) {
+    fn leave(&self, leaves: impl Fn(&Arc<Part>) -> bool) {
         let mut streams = self.streams.write();
         streams.retain(|_, part| {
             let leaves = leaves(part);
@@ -273,14 +279,13 @@ impl Simulation {
         self.lose_captures(&forbidding, Code::STREAM_CAPTURE_UNSUPPORTED)
     }
 
-    /// Checks a query of a stream or a wait for it.
+    /// Checks a call that concerns a stream and cannot be recorded, such as a query.
     ///
     /// # Errors
-    /// 900 if the stream takes part in a capture, which is then invalidated; 901 if it was already invalidated (HIP: 900).
+    /// 900 if the stream takes part in a capture, which is then invalidated.
     pub(crate) fn check_not_capturing(&self, stream: &Stream) -> Answer<()> {
         match CAPTURES.of(stream.id) {
             None => Ok(()),
-            Some(part) if part.is_lost() && vendor() == Vendor::Cuda => Err(Code::STREAM_CAPTURE_INVALIDATED),
             Some(part) => {
                 self.lose_capture(&part);
                 Err(Code::STREAM_CAPTURE_UNSUPPORTED)
@@ -349,7 +354,8 @@ impl Simulation {
         }
     }
 
-    /// Removes a destroyed stream from its capture. A capture ends with the stream on which it began.
+    /// Removes a destroyed stream from its capture. A capture ends with the stream on which it began. CUDA: the capture goes on
+    /// without any other stream.
     pub(crate) fn leave_capture(&self, stream: &Stream) {
         let Some(part) = CAPTURES.of(stream.id) else { return };
         if vendor() == Vendor::Hip {
@@ -359,9 +365,12 @@ impl Simulation {
             }
             return;
         }
-        self.lose_capture(&part);
         if part.is_origin() {
+            self.lose_capture(&part);
             CAPTURES.end(&part.capture, false);
+        } else {
+            CAPTURES.leave(|other| Arc::ptr_eq(other, &part));
+            self.hooks.leave_capture(stream.id);
         }
     }
 

@@ -15,8 +15,9 @@ use crate::variants::{Vendor, vendor};
 /// `cuStreamBeginCapture_v2`.
 ///
 /// # Errors
-/// 1 for an unknown mode, 900 for the legacy default stream, 401 if the stream takes part in a capture. On a dead stream (HIP)
-/// it succeeds, but no later call on the stream does.
+/// 1 for an unknown mode, 900 for the legacy default stream, 401 if the stream takes part in a capture. CUDA: 906 for the legacy
+/// default stream while a blocking stream is captured, and that capture is lost. On a dead stream (HIP) it succeeds, but no later
+/// call on the stream does.
 pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
     let simulation = simulation()?;
     if capture_mode > mode::RELAXED {
@@ -24,6 +25,7 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
     }
     let stream = simulation.stream(raw)?;
     if stream.is_legacy() {
+        simulation.check_legacy_use(stream.device)?;
         return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
     }
     let capture = Arc::new(Capture::new(stream, capture_mode));
@@ -39,17 +41,36 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
     })
 }
 
+/// Returns the part of a stream in a capture, which `cuStreamEndCapture` looks up first.
+fn part_to_end(raw: u64) -> Answer<Arc<Part>> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    if stream.is_legacy() {
+        simulation.check_legacy_use(stream.device)?;
+    }
+    CAPTURES.of(stream.id).ok_or(Code::ILLEGAL_STATE)
+}
+
+/// Checks that a stream takes part in a capture.
+///
+/// # Errors
+/// 401 if it takes part in none; 906 as [`end`].
+pub fn expect_capture(raw: u64) -> Answer<()> {
+    part_to_end(raw).map(|_| ())
+}
+
 /// `cuStreamEndCapture`.
 ///
 /// # Errors
-/// 401 if there is no capture, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 if the capture was
-/// invalidated, 904 if a stream that joined was not waited for. CUDA: 903 invalidates the capture; 901, 904 and 908 end it. HIP:
+/// 401 if there is no capture, 903 on a stream that joined, 901 if the capture was invalidated, 908 on another thread (unless
+/// relaxed), 904 if a stream that joined was not waited for (CUDA: only if it recorded work). CUDA: 906 as [`begin`]; 903 invalidates the capture; 901, 904 and 908
+/// end it. HIP: 908 takes precedence over 901;
 /// 903 and 908 change nothing; 901 and 904 delete the graph and leave the streams as they are. After that, an invalidated stream
 /// returns 901 again, or 904 if another capture was begun on it. A stream that was not invalidated returns 904.
 pub fn end(raw: u64) -> Answer<u64> {
     let simulation = simulation()?;
-    let stream = simulation.stream(raw)?;
-    let part = CAPTURES.of(stream.id).ok_or(Code::ILLEGAL_STATE)?;
+    let part = part_to_end(raw)?;
+    let stream = part.stream;
     let (capture, is_hip) = (&part.capture, vendor() == Vendor::Hip);
     if !part.is_origin() {
         if !is_hip {
@@ -69,7 +90,10 @@ pub fn end(raw: u64) -> Answer<u64> {
     if elsewhere || is_lost {
         CAPTURES.end(capture, is_hip);
         simulation.abandon(capture);
-        return Err(if elsewhere { Code::STREAM_CAPTURE_WRONG_THREAD } else { Code::STREAM_CAPTURE_INVALIDATED });
+        return Err(if is_lost { Code::STREAM_CAPTURE_INVALIDATED } else { Code::STREAM_CAPTURE_WRONG_THREAD });
+    }
+    if !is_hip {
+        simulation.hooks.excuse_idle_streams(stream.id);
     }
     // SAFETY: the program ends what it began; what the commands use has to stay until the last launch, which is the
     // promise of every user of the vendor's function.

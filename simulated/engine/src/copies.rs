@@ -8,13 +8,14 @@ use std::ptr::NonNull;
 use highwater_hal::{Backend, DevicePtr, HostPtr, Location};
 use highwater_mock::simulated::Call;
 
-use crate::blocks::Place;
+use crate::blocks::{Block, MEMORY, Place};
 use crate::capture_state::node;
 use crate::code::{Answer, Code};
 use crate::current;
 use crate::handles::Stream;
 use crate::process::{Simulation, simulation};
 use crate::streams::LEGACY;
+use crate::variants::{Vendor, vendor};
 
 /// The call copies pageable sources up to this length into the queue.
 const QUEUED_SOURCE: usize = 64 << 10;
@@ -60,7 +61,8 @@ impl Simulation {
         Ok(matches!(place, Place::Device(_)) && room < bytes)
     }
 
-    /// Checks a copy and enqueues it. Returns whether the queued copy refers to pageable memory.
+    /// Checks a copy and enqueues it. Returns whether the call waits for it: if the queued copy refers to pageable memory, and
+    /// if both sides are host memory (CUDA).
     ///
     /// # Safety
     /// As [`copy`].
@@ -107,7 +109,9 @@ impl Simulation {
             done += part;
         }
         let by_reference = !known(to) || !known(from);
-        Ok(by_reference && !recording)
+        let on_host = |place: Place| !matches!(place, Place::Device(_));
+        let by_host = vendor() == Vendor::Cuda && on_host(to) && on_host(from);
+        Ok((by_reference || by_host) && !recording)
     }
 }
 
@@ -184,7 +188,8 @@ pub unsafe fn copy_peer(
 ///
 /// # Errors
 /// 1 for an address that is not a multiple of the width, and for ranges that leave their block or are pageable memory; 901 in
-/// an invalidated capture; the code of a lost context.
+/// an invalidated capture; the code of a lost context. CUDA: 1 for memory that the stream's device cannot access. In a capture,
+/// CUDA does not see whether a range leaves its block. The graph then loses the contexts.
 ///
 /// # Safety
 /// Page-locked memory must be valid until the fill has been executed.
@@ -205,7 +210,20 @@ pub unsafe fn fill(dst: u64, value: u32, width: usize, count: usize, raw_stream:
         2 => u64::from(value as u16) * 0x0001_0001_0001_0001,
         _ => u64::from(value) << 32 | u64::from(value),
     };
-    if simulation.place(dst, bytes as u64)? == Place::Pageable {
+    let is_cuda = vendor() == Vendor::Cuda;
+    match simulation.place(dst, bytes as u64) {
+        Ok(Place::Pageable) => return Err(Code::INVALID_VALUE),
+        Ok(_) => {}
+        Err(_) if is_cuda && simulation.is_recording(&stream)? => {
+            let fault = Call::new(|| simulation.lose_contexts(Code::ILLEGAL_ADDRESS));
+            simulation.hooks.enqueue_call(stream.id, fault).map_err(|error| simulation.code_of(error))?;
+            simulation.note_nodes(&stream, node::FILL, 1);
+            return Ok(());
+        }
+        Err(code) => return Err(code),
+    }
+    let unreachable = |(_, block): (u64, Block)| !simulation.reaches(stream.device, &block);
+    if is_cuda && MEMORY.around(dst).is_some_and(unreachable) {
         return Err(Code::INVALID_VALUE);
     }
     let mut done = 0;

@@ -7,6 +7,7 @@ use std::cell::Cell;
 
 use crate::code::{Answer, Code};
 use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, vendor};
 
 const HANDLES: u64 = 0x00c0_0000_0000;
 const STEP: u64 = 0x1000;
@@ -105,6 +106,17 @@ pub fn pop() -> Answer<u64> {
     stack.depth -= 1;
     STACK.set(stack);
     Ok(handle_of(device))
+}
+
+/// Returns the simulation for a call that CUDA refuses without a current context. HIP has none.
+///
+/// # Errors
+/// CUDA: as [`with_context`]. HIP: as [`simulation`].
+pub fn where_needed() -> Answer<&'static Simulation> {
+    match vendor() {
+        Vendor::Cuda => with_context().map(|(simulation, _)| simulation),
+        Vendor::Hip => simulation(),
+    }
 }
 
 /// Returns the simulation and the device of the thread's current context.

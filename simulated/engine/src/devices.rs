@@ -144,8 +144,8 @@ pub fn can_access_peer(ordinal: i32, peer: i32) -> Answer<bool> {
 /// `cuCtxEnablePeerAccess`: from the current context to another.
 ///
 /// # Errors
-/// 1 for flags, 201 for an unknown context, 101 for the current one itself, 217 between devices without peer access, 704
-/// for the second call.
+/// 1 for flags, 201 for an unknown context, 217 for the current one itself (HIP: 101) and between devices without peer access,
+/// 704 for the second call.
 pub fn enable_peer_access(context: u64, flags: u32) -> Answer<()> {
     let (simulation, device) = with_context()?;
     let peer = current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;
@@ -153,10 +153,10 @@ pub fn enable_peer_access(context: u64, flags: u32) -> Answer<()> {
     if flags != 0 {
         return Err(Code::INVALID_VALUE);
     }
-    if peer == device {
+    if peer == device && vendor() == Vendor::Hip {
         return Err(Code::INVALID_DEVICE);
     }
-    if !simulation.capabilities(device)?.peer_copy {
+    if peer == device || !simulation.capabilities(device)?.peer_copy {
         return Err(Code::PEER_ACCESS_UNSUPPORTED);
     }
     let bit = 1 << peer;

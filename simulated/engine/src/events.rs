@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use highwater_hal::{Backend, Completion, EventHandle, EventId, EventOptions};
+use highwater_mock::simulated::Call;
 use parking_lot::{Mutex, RwLock};
 
-use crate::capture_state::{CAPTURES, Part};
+use crate::capture_state::{CAPTURES, Part, node};
 use crate::code::{Answer, Code};
 use crate::current::with_context;
 use crate::handles::{Handles, Stream};
@@ -22,6 +23,8 @@ pub mod flags {
     pub const DISABLE_TIMING: u32 = 2;
     /// `CU_EVENT_INTERPROCESS`.
     pub const INTERPROCESS: u32 = 4;
+    /// `CU_EVENT_WAIT_EXTERNAL`, a flag of `cuStreamWaitEvent`.
+    pub const WAIT_EXTERNAL: u32 = 1;
     /// Flags of `hipEventCreateWithFlags` that set how far a record makes writes visible.
     pub const HIP_RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 }
@@ -281,25 +284,40 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
 /// `cuStreamWaitEvent`.
 ///
 /// # Errors
-/// 1 for unknown flags; 905 if a stream in a capture would wait for a record outside of it; 902 for a record of another
-/// capture; 906 if the legacy default stream would join; 901 in an invalidated capture. Each of these invalidates the captures.
-/// HIP: see `hip_stream_wait`.
+/// 1 for unknown flags; 401 for an external wait outside of captures; 905 if a stream in a capture would wait for a record
+/// outside of it; 902 for a record of another capture; 906 if the legacy default stream would join, or while a blocking stream
+/// is captured; 901 in an invalidated capture. The last four invalidate the captures. HIP: see `hip_stream_wait`.
 pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
     let stream = simulation.stream(raw_stream)?;
-    if wait_flags != 0 {
-        // 1 is a wait for an event outside of the capture, which the mock cannot record.
-        return Err(if wait_flags == 1 { Code::NOT_SUPPORTED } else { Code::INVALID_VALUE });
-    }
     if vendor() == Vendor::Hip {
-        return simulation.hip_stream_wait(&stream, &event);
+        return match wait_flags {
+            0 => simulation.hip_stream_wait(&stream, &event),
+            flags::WAIT_EXTERNAL => Err(Code::NOT_SUPPORTED),
+            _ => Err(Code::INVALID_VALUE),
+        };
     }
-    let recorded_in = event.last.lock().part.clone();
+    if stream.is_legacy() {
+        simulation.check_legacy_use(stream.device)?;
+    }
     let part = CAPTURES.of(stream.id);
     if part.as_ref().is_some_and(|part| part.is_lost()) {
         return Err(Code::STREAM_CAPTURE_INVALIDATED);
     }
+    match wait_flags {
+        0 => {}
+        flags::WAIT_EXTERNAL if part.is_none() => return Err(Code::ILLEGAL_STATE),
+        flags::WAIT_EXTERNAL => {
+            // The launched graph waits for the record that is the last one then.
+            let wait = Call::new(move || drop(simulation.gpu.synchronize_event(event.id)));
+            simulation.hooks.enqueue_call(stream.id, wait).map_err(|error| simulation.code_of(error))?;
+            simulation.note_nodes(&stream, node::WAIT, 1);
+            return Ok(());
+        }
+        _ => return Err(Code::INVALID_VALUE),
+    }
+    let recorded_in = event.last.lock().part.clone();
     let wait = || simulation.gpu.stream_wait_event(stream.id, event.id).map_err(|error| simulation.code_of(error));
     match (recorded_in, part) {
         (None, None) => {

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use highwater_hal::{Backend, GraphExecId, GraphId};
+use highwater_hal::{Backend, GraphExecId, GraphId, StreamId};
 use parking_lot::RwLock;
 
 use crate::blocks::GraphMemory;
 use crate::code::{Answer, Code};
+use crate::current::with_context;
 use crate::handles::{Handles, STEP, new_handles};
 use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, vendor};
 
 /// The nodes and the memory of a graph.
 #[derive(Debug)]
@@ -42,6 +44,11 @@ pub(crate) fn insert(id: GraphId, device: u32, nodes: Vec<u32>, memory: Arc<Grap
     graph
 }
 
+/// Returns the code for a handle of no graph.
+fn unknown(raw: u64) -> Code {
+    if raw == 0 && vendor() == Vendor::Cuda { Code::INVALID_VALUE } else { Code::INVALID_HANDLE }
+}
+
 impl Simulation {
     /// Destroys the graphs of a context that ends.
     pub(crate) fn end_graphs(&self, device: u32) {
@@ -63,11 +70,16 @@ impl Simulation {
 /// `cuGraphInstantiateWithFlags`.
 ///
 /// # Errors
-/// 1 for unknown flags, 400 for an unknown graph, 801 for graphs that the device launches.
+/// 1 for unknown flags, 400 for an unknown graph, 801 for graphs that the device launches. CUDA: 201 without a context, 900
+/// while a capture is open, 1 for null.
 pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
     const DEVICE_LAUNCH: u64 = 4;
     const KNOWN: u64 = 15;
     let simulation = simulation()?;
+    if vendor() == Vendor::Cuda {
+        with_context()?;
+        simulation.check_unsafe_call()?;
+    }
     if flags & !KNOWN != 0 {
         return Err(Code::INVALID_VALUE);
     }
@@ -75,7 +87,7 @@ pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
         return Err(Code::NOT_SUPPORTED);
     }
     let graphs = GRAPHS.read();
-    let (graph, recorded) = graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?;
+    let (graph, recorded) = graphs.get(&raw).ok_or_else(|| unknown(raw))?;
     simulation.check_context(recorded.device)?;
     let id = simulation.gpu.instantiate_graph(*graph).map_err(|error| simulation.code_of(error))?;
     let executable = Arc::new(Executable { id, recorded: Arc::clone(recorded) });
@@ -88,32 +100,42 @@ pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
 /// `cuGraphLaunch`.
 ///
 /// # Errors
-/// 400 for an unknown executable graph and for a stream of another device, 801 in a capture, the code of a lost context.
+/// 400 for an unknown executable graph, the code of a lost context. CUDA: 1 for null; 900 in a capture, which is then
+/// invalidated; a stream of another device only orders the graph. HIP: 801 in a capture, 400 for a stream of another device.
 pub fn launch(raw: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
-    let executable = EXECUTABLES.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
+    let executable = EXECUTABLES.read().get(&raw).cloned().ok_or_else(|| unknown(raw))?;
     let stream = simulation.stream(raw_stream)?;
-    if simulation.is_recording(&stream)? {
+    let device = executable.recorded.device;
+    let is_far = stream.device != device;
+    match vendor() {
+        Vendor::Cuda => simulation.check_not_capturing(&stream)?,
         // The vendor records a child graph; the mock has none.
-        return Err(Code::NOT_SUPPORTED);
-    }
-    if stream.device != executable.recorded.device {
-        return Err(Code::INVALID_HANDLE);
+        Vendor::Hip if simulation.is_recording(&stream)? => return Err(Code::NOT_SUPPORTED),
+        Vendor::Hip if is_far => return Err(Code::INVALID_HANDLE),
+        Vendor::Hip => {}
     }
     simulation.before_enqueue(&stream)?;
-    // SAFETY: what the commands use stays until the launch is done; every user of the vendor's function promises it.
-    unsafe { simulation.gpu.launch_graph(executable.id, stream.id) }.map_err(|error| simulation.code_of(error))
+    let launch = |on: StreamId| {
+        // SAFETY: what the commands use stays until the launch is done; every user of the vendor's function promises it.
+        unsafe { simulation.gpu.launch_graph(executable.id, on) }.map_err(|error| simulation.code_of(error))
+    };
+    if is_far {
+        simulation.check_context(device)?;
+        return simulation.on_helper(device, stream.id, launch);
+    }
+    launch(stream.id)
 }
 
 /// `cuGraphDestroy`. Executable graphs that were instantiated from it continue to exist.
 ///
 /// # Errors
-/// 400 for an unknown graph, the code of a lost context.
+/// 400 for an unknown graph (CUDA: 1 for null), the code of a lost context.
 pub fn destroy_graph(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut graphs = GRAPHS.write();
-    simulation.check_context(graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?.1.device)?;
-    let (id, recorded) = graphs.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
+    simulation.check_context(graphs.get(&raw).ok_or_else(|| unknown(raw))?.1.device)?;
+    let (id, recorded) = graphs.remove(&raw).ok_or_else(|| unknown(raw))?;
     drop(graphs);
     drop(recorded);
     let destroyed = simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error));
@@ -124,12 +146,15 @@ pub fn destroy_graph(raw: u64) -> Answer<()> {
 /// `cuGraphExecDestroy`. Enqueued launches are still executed.
 ///
 /// # Errors
-/// 400 for an unknown executable graph, the code of a lost context.
+/// 400 for an unknown executable graph, the code of a lost context. CUDA: 900 while a capture is open, 1 for null.
 pub fn destroy_executable(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
+    if vendor() == Vendor::Cuda {
+        simulation.check_unsafe_call()?;
+    }
     let mut executables = EXECUTABLES.write();
-    simulation.check_context(executables.get(&raw).ok_or(Code::INVALID_HANDLE)?.recorded.device)?;
-    let executable = executables.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
+    simulation.check_context(executables.get(&raw).ok_or_else(|| unknown(raw))?.recorded.device)?;
+    let executable = executables.remove(&raw).ok_or_else(|| unknown(raw))?;
     drop(executables);
     let destroyed = simulation.gpu.destroy_graph_exec(executable.id).map_err(|error| simulation.code_of(error));
     EXECUTABLE_HANDLES.give_back(raw);
@@ -139,11 +164,11 @@ pub fn destroy_executable(raw: u64) -> Answer<()> {
 /// `cuGraphGetNodes`: the handles of a graph's nodes.
 ///
 /// # Errors
-/// 400 for an unknown graph.
+/// 400 for an unknown graph (CUDA: 1 for null).
 pub fn nodes(raw: u64) -> Answer<Vec<u64>> {
     simulation()?;
     let graphs = GRAPHS.read();
-    let (_, recorded) = graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?;
+    let (_, recorded) = graphs.get(&raw).ok_or_else(|| unknown(raw))?;
     Ok((0..recorded.nodes.len() as u64).map(|index| recorded.first_node + index * STEP).collect())
 }
 

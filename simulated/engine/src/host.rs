@@ -6,7 +6,7 @@ use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
 use crate::blocks::{HostBlock, MEMORY, around};
 use crate::code::{Answer, Code};
-use crate::current::with_context;
+use crate::current::{where_needed, with_context};
 use crate::handles::new_number;
 use crate::process::{Simulation, simulation};
 use crate::variants::{Vendor, variants, vendor};
@@ -168,10 +168,13 @@ fn may_touch(start: u64, length: u64, read_only: bool) -> bool {
 ///
 /// # Errors
 /// 900 while a capture is open, 1 for an address inside page-locked memory at which no registration begins, 713 for an address
-/// in none, the code of a lost context.
+/// in none (CUDA: 1 for null), the code of a lost context.
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
+    if address == 0 && vendor() == Vendor::Cuda {
+        return Err(Code::INVALID_VALUE);
+    }
     let mut hosts = MEMORY.hosts.write();
     match around(&hosts, address, |block| block.bytes) {
         Some((start, block)) if start == address && block.is_registered => simulation.check_context(block.device)?,
@@ -188,9 +191,9 @@ pub fn unregister(address: u64) -> Answer<()> {
 /// `cuMemHostGetDevicePointer_v2`: the same address.
 ///
 /// # Errors
-/// 1 for memory that is not page-locked.
+/// 201 without a context (CUDA), 1 for memory that is not page-locked.
 pub fn device_address(address: u64, flags: u32) -> Answer<u64> {
-    simulation()?;
+    where_needed()?;
     let found = around(&MEMORY.hosts.read(), address, |block| block.bytes).is_some();
     if found && flags == 0 { Ok(address) } else { Err(Code::INVALID_VALUE) }
 }

@@ -23,7 +23,7 @@ use highwater_mock::simulated as mock;
 
 use crate::blocks::{Kind, MEMORY};
 use crate::code::{Answer, Code};
-use crate::current::with_context;
+use crate::current::{where_needed, with_context};
 use crate::devices;
 use crate::events::flags;
 use crate::process::simulation;
@@ -132,9 +132,13 @@ fn place_and_serial(offset: u64, serial: u64) -> Answer<u64> {
 /// `cuIpcGetMemHandle`: a handle of the whole allocation that contains an address. HIP's handle opens at that address again.
 ///
 /// # Errors
-/// 1 for memory that `cuMemAlloc` did not return; 801 if the device shares no memory.
+/// 1 for null; 201 without a context (CUDA); 1 for memory that `cuMemAlloc` did not return; 801 if the device shares no memory.
 pub fn export_memory(address: u64) -> Answer<Handle> {
-    let simulation = simulation()?;
+    simulation()?;
+    if address == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let simulation = where_needed()?;
     let (start, block) = MEMORY.around(address).ok_or(Code::INVALID_VALUE)?;
     if block.kind != Kind::Plain {
         return Err(Code::INVALID_VALUE);
@@ -162,10 +166,6 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
 pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     let is_hip = vendor() == Vendor::Hip;
-    // HIP's calls do not check for captures.
-    if !is_hip {
-        simulation.check_unsafe_call()?;
-    }
     if open_flags != LAZY_ENABLE_PEER_ACCESS {
         return Err(Code::INVALID_VALUE);
     }
@@ -174,6 +174,10 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
         devices::get(words.device as i32).map_err(|_| Code::INVALID_VALUE)?;
     }
     let file = words.file()?;
+    // CUDA refuses the handle first, and HIP's calls do not check for captures.
+    if !is_hip {
+        simulation.check_unsafe_call()?;
+    }
     let [place, bytes, inside] = words.rest;
     let (offset, serial) = ((place & ((1 << PAGE_BITS) - 1)) * PAGE, place >> PAGE_BITS);
     let ptr = simulation.hooks.open(device, &file, offset, bytes, serial).map_err(|error| simulation.code_of(error))?;
@@ -192,12 +196,9 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
 /// `cuIpcCloseMemHandle`. The last close waits for the device's work. HIP accepts any address of the memory.
 ///
 /// # Errors
-/// 1 for an address that `cuIpcOpenMemHandle` did not return, the code of a lost context.
+/// 201 without a context (CUDA), 1 for an address that `cuIpcOpenMemHandle` did not return, the code of a lost context.
 pub fn close_memory(address: u64) -> Answer<()> {
-    let simulation = simulation()?;
-    if vendor() == Vendor::Cuda {
-        simulation.check_unsafe_call()?;
-    }
+    let simulation = where_needed()?;
     let address = match MEMORY.around(address) {
         Some((start, _)) if vendor() == Vendor::Hip => start,
         _ => address,
@@ -207,6 +208,10 @@ pub fn close_memory(address: u64) -> Answer<()> {
     let device = block.device;
     simulation.check_context(device)?;
     let Kind::Imported { opens } = &mut block.kind else { return Err(Code::INVALID_VALUE) };
+    // As for an open.
+    if vendor() == Vendor::Cuda {
+        simulation.check_unsafe_call()?;
+    }
     *opens -= 1;
     let last = *opens == 0;
     if last {
@@ -222,9 +227,9 @@ pub fn close_memory(address: u64) -> Answer<()> {
 /// `cuIpcGetEventHandle`.
 ///
 /// # Errors
-/// 400 for an event that was not created for other processes, or was opened here.
+/// 201 without a context (CUDA), 400 for an event that was not created for other processes, or was opened here.
 pub fn export_event(raw: u64) -> Answer<Handle> {
-    let simulation = simulation()?;
+    let simulation = where_needed()?;
     let event = simulation.event(raw)?;
     if event.flags & flags::INTERPROCESS == 0 || event.is_import {
         return Err(Code::INVALID_HANDLE);

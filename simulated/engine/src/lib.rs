@@ -10,7 +10,8 @@
 //! the arithmetic. This crate decides whether a call is allowed, which code it returns, and what the call waits for.
 //!
 //! # Sources of the rules
-//! The rules are CUDA's: each was observed on an NVIDIA H200 (driver 580.159, CUDA 13.0) or is stated in NVIDIA's manual.
+//! The rules are CUDA's: each was observed on an NVIDIA H100 or H200 (driver 580.159, CUDA 13.0) or is stated in NVIDIA's
+//! manual. `simulated/answers/cuda-13.txt` has the observed answers of the table of calls and states.
 //! The doc comments of the functions name the exceptions. After [`variants::follow_hip`] the rules are AMD's. A difference
 //! between the two is stated at the function, or the function is in [`hip`].
 //!
@@ -39,7 +40,7 @@
 //! - Memory that was freed in stream order returns to the device at once, whatever the pool's threshold.
 //! - Pools other than the default one, managed memory, host memory from `cuMemCreate`, and fabric handles do not exist.
 //! - Copies reach every device without peer access, as with the vendor. Kernels reach no other device, even with it.
-//! - A graph cannot be launched into a capture (801), and a capture cannot wait for an external event by flag (801).
+//! - HIP: a graph cannot be launched into a capture (801), and a capture cannot wait for an external event by flag (801).
 //! - The legacy default stream waits for the per-thread default stream of the calling thread only.
 //! - Every product on a bound workspace writes to it, in two kernels or more, so that misuse of a workspace shows at small
 //!   sizes too. The vendor's libraries do so for large products only.

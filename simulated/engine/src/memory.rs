@@ -1,6 +1,6 @@
 //! Device memory: allocations, frees, and the attributes of pointers.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, Transport};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, StreamId, Transport};
 use highwater_mock::simulated::Call;
 
 use crate::blocks::{Block, Kind, MEMORY, around};
@@ -8,8 +8,10 @@ use crate::capture_state::{CAPTURES, node};
 use crate::code::{Answer, Code};
 use crate::current::{self, with_context};
 use crate::devices;
+use crate::handles::Stream;
 use crate::pools;
 use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, vendor};
 
 impl Simulation {
     /// Frees the memory of a context that ends.
@@ -23,10 +25,17 @@ impl Simulation {
         }
     }
 
-    /// Frees a block of a device, after the device's work.
+    /// Frees a block of a device, after the device's work. CUDA waits for no work before it frees memory of a pool.
     pub(crate) fn free_block(&self, address: u64) -> Answer<()> {
         let ours = |kind| matches!(kind, Kind::Plain | Kind::Ordered);
         let block = MEMORY.remove_if(address, ours).ok_or(Code::INVALID_VALUE)?;
+        if block.kind == Kind::Ordered && vendor() == Vendor::Cuda {
+            let helper = self.helper(block.device)?;
+            // SAFETY: as below; the vendor lets the caller promise that no work uses the memory.
+            unsafe { self.gpu.free(block.device, DevicePtr::new(address), Some(helper)) }
+                .map_err(|error| self.code_of(error))?;
+            return self.gpu.synchronize_stream(helper).map_err(|error| self.code_of(error));
+        }
         self.hooks.wait_for_device(block.device);
         let stream = (block.kind == Kind::Ordered).then(|| self.legacy_stream(block.device));
         // SAFETY: the address came from `allocate`, was removed from the table, so no other call frees it, and the device has
@@ -39,13 +48,22 @@ impl Simulation {
     }
 }
 
+/// Makes the checks that `cuMemAlloc_v2` makes before it looks at its arguments.
+///
+/// # Errors
+/// 201 without a context, 900 while a capture is open.
+pub fn check_allocation() -> Answer<(&'static Simulation, u32)> {
+    let (simulation, device) = with_context()?;
+    simulation.check_unsafe_call()?;
+    Ok((simulation, device))
+}
+
 /// `cuMemAlloc_v2`.
 ///
 /// # Errors
 /// 201 without a context, 900 while a capture is open, 1 for 0 bytes, 2 if memory is exhausted.
 pub fn allocate(bytes: usize) -> Answer<u64> {
-    let (simulation, device) = with_context()?;
-    simulation.check_unsafe_call()?;
+    let (simulation, device) = check_allocation()?;
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
@@ -60,7 +78,7 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
     Ok(ptr.get())
 }
 
-/// `cuMemFree_v2`. Waits until the device has executed the queued work of every stream.
+/// `cuMemFree_v2`. Waits until the device has executed the queued work of every stream, except for memory of a pool (CUDA).
 ///
 /// # Errors
 /// 900 while a capture is open, 1 for an address at which no allocation starts, the code of a lost context.
@@ -79,11 +97,13 @@ pub fn free(address: u64) -> Answer<()> {
 /// `cuMemAllocAsync`, from the default pool of the stream's device. Returns null for 0 bytes.
 ///
 /// # Errors
-/// 2 if memory is exhausted, 801 if the device has no pools, 901 in an invalidated capture.
+/// 2 if memory is exhausted, 801 if the device has no pools, 901 in an invalidated capture. CUDA: 900 while a capture of other
+/// streams is open.
 pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
     simulation.before_enqueue(&stream)?;
+    simulation.check_ordered(&stream)?;
     if bytes == 0 {
         return Ok(0);
     }
@@ -107,11 +127,16 @@ pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
 ///
 /// # Errors
 /// 1 for an address at which no allocation starts, and in a capture for memory that was not allocated in it; 901 in an
-/// invalidated capture.
+/// invalidated capture. CUDA: 900 as [`allocate_ordered`]; null and a stream of another device are accepted. HIP: 1 for those.
 pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
     simulation.before_enqueue(&stream)?;
+    simulation.check_ordered(&stream)?;
+    let is_cuda = vendor() == Vendor::Cuda;
+    if address == 0 && is_cuda {
+        return Ok(());
+    }
     if let Some(part) = CAPTURES.of(stream.id) {
         let capture = &part.capture;
         if !capture.memory.addresses.lock().contains(&address) {
@@ -124,7 +149,8 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let found = MEMORY.around(address);
     let found = found.filter(|&(start, block)| start == address && matches!(block.kind, Kind::Ordered | Kind::Plain));
     let (_, block) = found.ok_or(Code::INVALID_VALUE)?;
-    if block.device != stream.device {
+    let is_far = block.device != stream.device;
+    if is_far && !is_cuda {
         return Err(Code::INVALID_VALUE);
     }
     MEMORY.remove_if(address, |kind| kind == block.kind).ok_or(Code::INVALID_VALUE)?;
@@ -136,10 +162,20 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
         });
         return simulation.hooks.enqueue_call(stream.id, free).map_err(|error| simulation.code_of(error));
     }
-    // SAFETY: the address came from `allocate`, and was removed from the table, so no other call frees it; that it is not
-    // used after this point of the stream is the promise of every user of the vendor's function.
-    unsafe { simulation.gpu.free(stream.device, DevicePtr::new(address), Some(stream.id)) }
-        .map_err(|error| simulation.code_of(error))
+    let free = |on: StreamId| {
+        // SAFETY: the address came from `allocate`, and was removed from the table, so no other call frees it; that it is not
+        // used after this point of the stream is the promise of every user of the vendor's function.
+        unsafe { simulation.gpu.free(block.device, DevicePtr::new(address), Some(on)) }
+            .map_err(|error| simulation.code_of(error))
+    };
+    if is_far { simulation.on_helper(block.device, stream.id, free) } else { free(stream.id) }
+}
+
+impl Simulation {
+    /// Checks a call about stream-ordered memory, which CUDA forbids beside a capture of other streams.
+    fn check_ordered(&self, stream: &Stream) -> Answer<()> {
+        if vendor() == Vendor::Cuda && CAPTURES.of(stream.id).is_none() { self.check_unsafe_call() } else { Ok(()) }
+    }
 }
 
 /// `cuMemGetInfo_v2`: the free bytes and all bytes.
@@ -155,10 +191,14 @@ pub fn info() -> Answer<(u64, u64)> {
 /// `cuMemGetAddressRange_v2`: the start and the length of the allocation that contains an address.
 ///
 /// # Errors
-/// 201 without a context, 500 if no allocation contains the address.
+/// 201 without a context, 500 if no allocation contains the address. CUDA: 500 also for memory that the current context's device
+/// cannot access.
 pub fn address_range(address: u64) -> Answer<(u64, u64)> {
-    with_context()?;
+    let (simulation, device) = with_context()?;
     if let Some((start, block)) = MEMORY.around(address) {
+        if vendor() == Vendor::Cuda && !simulation.reaches(device, &block) {
+            return Err(Code::NOT_FOUND);
+        }
         return Ok((start, block.bytes));
     }
     let hosts = MEMORY.hosts.read();

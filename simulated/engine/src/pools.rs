@@ -8,6 +8,7 @@ use crate::blocks::MEMORY;
 use crate::code::{Answer, Code};
 use crate::devices;
 use crate::process::simulation;
+use crate::variants::{Vendor, vendor};
 
 /// The value of an attribute of a pool or a pointer, in its width in C.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,11 +87,18 @@ pub fn default(device: u32) -> Answer<u64> {
     Ok(handle_of(device))
 }
 
+/// Checks a call about a pool. CUDA: 900 while a capture is open.
+fn check_call() -> Answer<()> {
+    let simulation = simulation()?;
+    if vendor() == Vendor::Cuda { simulation.check_unsafe_call() } else { Ok(()) }
+}
+
 /// `cuMemPoolGetAttribute`.
 ///
 /// # Errors
-/// 1 for an unknown pool or attribute.
+/// 1 for an unknown pool or attribute. CUDA: 900 while a capture is open.
 pub fn attribute(raw: u64, attribute: u32) -> Answer<Attribute> {
+    check_call()?;
     with(device_of(raw)?, |pool, used| match attribute {
         1..=3 => Ok(Attribute::Narrow(pool.reuse[attribute as usize - 1])),
         4 => Ok(Attribute::Wide(pool.threshold)),
@@ -117,8 +125,10 @@ pub fn attribute_is_wide(attribute: u32) -> Answer<bool> {
 /// `cuMemPoolSetAttribute`.
 ///
 /// # Errors
-/// 1 for an unknown pool, an attribute that cannot be set, and a high-water mark other than 0.
+/// 1 for an unknown pool, an attribute that cannot be set, and a high-water mark other than 0. CUDA: 900 while a capture is
+/// open.
 pub fn set_attribute(raw: u64, attribute: u32, value: Attribute) -> Answer<()> {
+    check_call()?;
     with(device_of(raw)?, |pool, used| {
         match (attribute, value) {
             (1..=3, Attribute::Narrow(value)) => pool.reuse[attribute as usize - 1] = value,
@@ -138,8 +148,9 @@ pub fn set_attribute(raw: u64, attribute: u32, value: Attribute) -> Answer<()> {
 /// `cuMemPoolTrimTo`: keeps at most `keep` bytes.
 ///
 /// # Errors
-/// 1 for an unknown pool.
+/// 1 for an unknown pool. CUDA: 900 while a capture is open.
 pub fn trim(raw: u64, keep: usize) -> Answer<()> {
+    check_call()?;
     with(device_of(raw)?, |pool, _| pool.reserved = pool.reserved.min(keep as u64));
     Ok(())
 }

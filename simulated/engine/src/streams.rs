@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use highwater_hal::{Backend, Completion, StreamOptions};
+use highwater_hal::{Backend, Completion, StreamId, StreamOptions};
 use highwater_mock::simulated::Call;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::capture_state::{CAPTURES, node};
 use crate::code::{Answer, Code};
@@ -93,6 +93,32 @@ impl Simulation {
 }
 
 impl Simulation {
+    /// Makes a device's helper stream do work between the past and the future work of a stream of any device: for calls whose
+    /// objects belong to another device than their stream.
+    pub(crate) fn on_helper(
+        &self,
+        device: u32,
+        stream: StreamId,
+        work: impl FnOnce(StreamId) -> Answer<()>,
+    ) -> Answer<()> {
+        let helper = self.helper(device)?;
+        self.hooks.order(helper, stream).map_err(|error| self.code_of(error))?;
+        work(helper)?;
+        self.hooks.order(stream, helper).map_err(|error| self.code_of(error))
+    }
+
+    /// Returns a stream of a device that no program knows.
+    pub(crate) fn helper(&self, device: u32) -> Answer<StreamId> {
+        static HELPERS: Mutex<BTreeMap<u32, StreamId>> = Mutex::new(BTreeMap::new());
+        let mut helpers = HELPERS.lock();
+        if let Some(&helper) = helpers.get(&device) {
+            return Ok(helper);
+        }
+        let made = self.gpu.create_stream(device, &StreamOptions::new()).map_err(|error| self.code_of(error))?;
+        helpers.insert(device, made);
+        Ok(made)
+    }
+
     /// Destroys the streams of a context that ends.
     pub(crate) fn end_streams(&self, device: u32) {
         let ended: Vec<_> = STREAMS.write().extract_if(.., |_, stream| stream.device == device).collect();
@@ -107,12 +133,13 @@ impl Simulation {
 /// `cuStreamCreateWithPriority`. Clamps the priority to the vendor's range.
 ///
 /// # Errors
-/// 1 for unknown flags, 201 without a context, 2 if memory is exhausted.
+/// 1 for unknown flags, also without a context; 201 without a context, 2 if memory is exhausted.
 pub fn create(flags: u32, priority: i32) -> Answer<u64> {
-    let (simulation, device) = with_context()?;
+    simulation()?;
     if flags & !NON_BLOCKING != 0 {
         return Err(Code::INVALID_VALUE);
     }
+    let (simulation, device) = with_context()?;
     let id = simulation.gpu.create_stream(device, &StreamOptions::new()).map_err(|error| simulation.code_of(error))?;
     static NUMBERS: AtomicU64 = AtomicU64::new(1000);
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -144,9 +171,12 @@ pub(crate) fn followed(raw: u64, stream: &Stream) -> Option<Weak<Stream>> {
 /// `cuStreamDestroy_v2`. Queued work is still executed. HIP waits for that work (seen with 6.4.3 and 7.2.4), CUDA does not.
 ///
 /// # Errors
-/// 400 for a stream that was not created, the code of a lost context.
+/// 400 for a stream that was not created, the code of a lost context. 201 for the per-thread default stream without a context.
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
+    if raw == PER_THREAD {
+        simulation.stream(raw)?;
+    }
     let mut streams = STREAMS.write();
     simulation.check_context(streams.get(&raw).ok_or_else(unknown_stream)?.device)?;
     let stream = streams.remove(&raw).ok_or_else(unknown_stream)?;
@@ -161,15 +191,54 @@ pub fn destroy(raw: u64) -> Answer<()> {
     destroyed
 }
 
+/// Returns a stream for `cuStreamGetCtx` and `cuStreamGetPriority`.
+///
+/// # Errors
+/// 901 in an invalidated capture; 906 as [`query`].
+pub fn described(raw: u64) -> Answer<Stream> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    if stream.is_legacy() {
+        simulation.check_legacy_use(stream.device)?;
+    }
+    simulation.is_recording(&stream)?;
+    Ok(stream)
+}
+
+/// Returns a stream for `cuStreamGetFlags` and `cuStreamGetId`, which a capture forbids.
+///
+/// # Errors
+/// 900 in a capture, which is then invalidated; 906 as [`query`].
+pub fn described_outside_of_captures(raw: u64) -> Answer<Stream> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    if stream.is_legacy() {
+        simulation.check_legacy_use(stream.device)?;
+    }
+    simulation.check_not_capturing(&stream)?;
+    Ok(stream)
+}
+
+impl Simulation {
+    /// Checks a query of a stream or a wait for it.
+    fn check_askable_stream(&self, stream: &Stream) -> Answer<()> {
+        self.check_not_capturing(stream)?;
+        if stream.is_legacy() {
+            self.check_legacy_use(stream.device)?;
+        }
+        self.check_unsafe_call()
+    }
+}
+
 /// `cuStreamQuery`.
 ///
 /// # Errors
-/// 600 while work is queued, 900 in a capture, the code of a lost context.
+/// 600 while work is queued, 900 in a capture, 906 for the legacy default stream while a blocking stream is captured (CUDA), the
+/// code of a lost context. 900 and 906 invalidate the captures.
 pub fn query(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
-    simulation.check_not_capturing(&stream)?;
-    simulation.check_unsafe_call()?;
+    simulation.check_askable_stream(&stream)?;
     simulation.before_enqueue(&stream)?;
     match simulation.gpu.query_stream(stream.id).map_err(|error| simulation.code_of(error))? {
         Completion::Complete => Ok(()),
@@ -180,12 +249,11 @@ pub fn query(raw: u64) -> Answer<()> {
 /// `cuStreamSynchronize`.
 ///
 /// # Errors
-/// 900 in a capture, the code of a lost context.
+/// As [`query`], except 600.
 pub fn synchronize(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
-    simulation.check_not_capturing(&stream)?;
-    simulation.check_unsafe_call()?;
+    simulation.check_askable_stream(&stream)?;
     simulation.wait_for(&stream)
 }
 

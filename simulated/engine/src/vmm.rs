@@ -92,6 +92,15 @@ static VIRTUAL: Mutex<Virtual> =
     Mutex::new(Virtual { handles: BTreeMap::new(), reserved: BTreeMap::new(), mappings: BTreeMap::new() });
 
 impl Virtual {
+    /// Returns whether a range is reserved and nothing is mapped in it.
+    fn is_unused(&self, address: u64, bytes: u64) -> bool {
+        let Some(end) = address.checked_add(bytes).filter(|_| bytes > 0) else { return false };
+        let is_reserved =
+            around(&self.reserved, address, |bytes| *bytes).is_some_and(|(start, length)| end - start <= *length);
+        let before = self.mappings.range(..end).next_back();
+        is_reserved && before.is_none_or(|(&start, mapping)| start + mapping.bytes <= address)
+    }
+
     /// Returns the start and the length of the mappings that form a range exactly. Returns `None` if the range cuts a mapping
     /// or has a gap.
     fn whole(&self, address: u64, bytes: u64) -> Option<Vec<u64>> {
@@ -182,7 +191,6 @@ impl Simulation {
                 .map(device, address, file, mapping.offset, mapping.bytes, 1 << 63 | new_number())
                 .map_err(|error| self.code_of(error))?;
         } else {
-            self.hooks.wait_for_device(device);
             self.hooks.close(device, DevicePtr::new(address)).map_err(|error| self.code_of(error))?;
         }
         if let Some(Block { kind: Kind::Mapped { access }, .. }) = MEMORY.blocks.write().get_mut(&address) {
@@ -260,18 +268,21 @@ pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
 /// `cuMemMap`. The memory is not accessible before `cuMemSetAccess`.
 ///
 /// # Errors
-/// 1 for an unknown handle, for flags, and for ranges that are not multiples of [`GRANULARITY`], not reserved, already mapped
-/// or longer than the memory.
+/// 1 for an unknown handle, for flags, and for addresses that are not a multiple of [`GRANULARITY`], not reserved or already
+/// mapped; 801 for lengths and offsets that are no multiples or leave the memory.
 pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> Answer<()> {
     simulation()?;
     let (bytes, offset) = (bytes as u64, offset as u64);
     let mut table = VIRTUAL.lock();
     let allocation = table.handles.get(&raw).map(|handle| Arc::clone(&handle.allocation));
     let allocation = allocation.ok_or(Code::INVALID_VALUE)?;
-    let aligned = [address, bytes, offset].iter().all(|number| number.is_multiple_of(GRANULARITY));
+    let aligned = [bytes, offset].iter().all(|number| number.is_multiple_of(GRANULARITY));
     let inside = offset.checked_add(bytes).is_some_and(|end| end <= allocation.bytes);
-    if flags != 0 || bytes == 0 || !aligned || !inside {
+    if flags != 0 || bytes == 0 || !address.is_multiple_of(GRANULARITY) {
         return Err(Code::INVALID_VALUE);
+    }
+    if !aligned || !inside {
+        return Err(Code::NOT_SUPPORTED);
     }
     let end = address.checked_add(bytes).ok_or(Code::INVALID_VALUE)?;
     let reserved = table.reserved.range(..=address).next_back();
@@ -286,13 +297,16 @@ pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> A
     Ok(())
 }
 
-/// `cuMemUnmap`. Waits for work of the devices that have access.
+/// `cuMemUnmap`. Waits for no work. Does nothing for reserved addresses at which nothing is mapped.
 ///
 /// # Errors
-/// 1 for a range that does not consist of whole mappings.
+/// 1 for a range that cuts a mapping or has a gap.
 pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
     let simulation = simulation()?;
     let mut table = VIRTUAL.lock();
+    if table.is_unused(address, bytes as u64) {
+        return Ok(());
+    }
     let mappings = table.whole(address, bytes as u64).ok_or(Code::INVALID_VALUE)?;
     let mut ended = Vec::new();
     for start in mappings {
