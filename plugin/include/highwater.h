@@ -846,17 +846,20 @@ struct hw_table {
      *  - capture.begin-again: a stream that takes part in a capture already returns HW_ERROR_CAPTURE.
      *  - capture.joins: a stream that waits for an event recorded in the capture takes part in it from there on.
      *  - capture.undisturbed: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating
-     *    and freeing plain memory and page-locked memory; registering and unregistering memory; exporting, opening and
-     *    closing memory that processes share; creating and destroying events; querying and waiting for streams that take no
-     *    part; querying and waiting for events recorded outside, also on a stream that took part later; waits of streams that
-     *    take no part for such events; creating handles (if HW_FACT_CREATE_DURING_CAPTURE holds).
+     *    and freeing plain memory, page-locked memory, and stream-ordered memory on streams that take no part; registering
+     *    and unregistering memory; exporting, opening and closing memory that processes share; creating and destroying
+     *    events; querying and waiting for streams that take no part; querying and waiting for events recorded outside, also
+     *    on a stream that took part later; waits of streams that take no part for such events; instantiating other graphs,
+     *    launching them on streams that take no part, and destroying them; creating handles (if HW_FACT_CREATE_DURING_CAPTURE
+     *    holds).
      *  - capture.no-answer: a query of, or a wait for, a stream that takes part or an event recorded in the capture returns
      *    HW_ERROR_CAPTURE, and may lose the capture. */
     int32_t (*begin_capture)(hw_backend *backend, hw_id stream, uint32_t mode, hw_error *error);
     /* Ends the capture and returns the recorded graph.
      *  - capture.lost: a capture that was lost returns HW_ERROR_CAPTURE; afterwards the stream works as before.
-     *  - capture.unjoined: if the first stream did not wait for a stream that joined, the call returns HW_ERROR_CAPTURE, and
-     *    the capture is lost.
+     *  - capture.unjoined: if the first stream did not wait for work that a stream recorded after it joined, the call returns
+     *    HW_ERROR_CAPTURE, and the capture is lost. A stream that joined and recorded nothing may have the same effect, or
+     *    none.
      *  - capture.end-without: a stream without a capture returns HW_ERROR_CAPTURE, and nothing changes. */
     int32_t (*end_capture)(hw_backend *backend, hw_id stream, hw_id *answer, hw_error *error);
     /* Returns 1 if the stream takes part in a capture, else 0. */
