@@ -619,7 +619,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
             }
         }
-        let _current = if state.may_cross_mappings(copy) {
+        // CUDA records a copy with the thread's context, and instantiates no graph of host copies of another device without one.
+        let _current = if state.may_cross_mappings(copy) || state.may_capture() {
             Some(state.make_current(OPERATION, stream.device())?)
         } else {
             state.current_for(OPERATION, &held, stream.device())?

@@ -1,12 +1,15 @@
 //! Tests of the four traits over a fake vendor: the calls, their context and mode, and the state after errors.
 
+use std::ptr::NonNull;
+
 use super::state::CAPTURES;
 use super::testing::{Fake, GRANULARITY, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
-    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, MathMode, MemoryHandle,
-    PhysicalMemoryOptions, Result, StreamId, StreamOptions, StridedBatch, Transport, Workspace,
+    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, HostPtr, Location, MathMode,
+    MemoryCopy, MemoryHandle, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StridedBatch, Transport,
+    Workspace,
 };
 
 fn stream(fake: &Fake) -> StreamId {
@@ -750,4 +753,31 @@ fn memory_that_a_call_destroys_is_refused_to_others() {
     // SAFETY: As above.
     unsafe { backend.free_addresses(0, ptr, GRANULARITY) }.unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+/// CUDA records a copy with the thread's context. Without one, a graph of copies between the host and a second device cannot be
+/// instantiated (seen on two H100s, driver 580.159.04).
+#[test]
+fn recorded_copies_are_made_with_the_device_current() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let stream = backend.create_stream(1, &StreamOptions::new()).unwrap();
+    let mut host = [0_u8; 8];
+    let host = Location::Host(HostPtr::new(NonNull::from(&mut host).cast()));
+    let device = Location::Device { device: 1, ptr: DevicePtr::new(0x1000) };
+    let copy = |dst, src| {
+        // SAFETY: The fake vendor copies nothing.
+        unsafe { backend.copy(&MemoryCopy::new(dst, src, 8), stream) }.unwrap();
+    };
+    copy(device, host);
+    backend.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+    copy(device, host);
+    copy(host, device);
+    // SAFETY: The test began the capture.
+    let graph = unsafe { backend.end_capture(stream) }.unwrap();
+    let of = |name| fake.calls(name).iter().map(|call| call.context).collect::<Vec<_>>();
+    assert_eq!(of("memcpy_htod_async"), [0, context(1)], "a copy outside a capture needs no context");
+    assert_eq!(of("memcpy_dtoh_async"), [context(1)]);
+    backend.destroy_graph(graph).unwrap();
+    backend.destroy_stream(stream).unwrap();
 }

@@ -361,7 +361,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `stream.asynchronous`: a call that enqueues work returns without waiting for earlier work.
     /// - `stream.enqueues`: a call that enqueues work does not execute it, not even on an idle stream. The call returns while
     ///   work that takes long is outstanding.
-    /// - `stream.independent`: streams of one device wait for each other only on request.
+    /// - `stream.independent`: streams of one device wait for each other only on request. The two default streams of a device may
+    ///   wait for each other.
     ///
     /// Short work may be complete when its call returns. The first call of a kind may load code of the vendor, which takes long
     /// and may wait for the device.
@@ -428,7 +429,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Records the event at the stream's current point in the order of calls.
     ///
-    /// - `event.record-moves`: a further record replaces the earlier one, which is forgotten.
+    /// - `event.record-moves`: a further record replaces the earlier one, which is forgotten. An event for other processes may
+    ///   be pending until the earlier record is reached too.
     /// - `event.record-device`: a stream of another device than the event's returns `WrongDevice`.
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()>;
 
