@@ -20,7 +20,11 @@ mod limits;
 mod mapped;
 mod memory;
 mod plans;
+mod refusals;
+mod registrations;
 mod sharing;
+mod sizes;
+mod stability;
 mod streams;
 mod transfers;
 
@@ -35,8 +39,12 @@ pub(crate) use ids::forge;
 const GROUPS: &[&[Case]] = &[
     identity::CASES,
     ids::CASES,
+    stability::CASES,
+    refusals::CASES,
     memory::CASES,
     host::CASES,
+    sizes::CASES,
+    registrations::CASES,
     fills::CASES,
     copies::CASES,
     streams::CASES,
