@@ -10,6 +10,7 @@ mod events;
 mod fills;
 mod fork;
 mod gemm;
+mod handles;
 mod host;
 mod identity;
 mod ids;
@@ -60,6 +61,7 @@ const GROUPS: &[&[Case]] = &[
     transfers::CASES,
     kinds::CASES,
     sharing::CASES,
+    handles::CASES,
     concurrency::CASES,
     in_use::CASES,
     lacking::CASES,
