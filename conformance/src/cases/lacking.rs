@@ -60,6 +60,11 @@ fn product_is_refused(backend: &dyn Backend, shape: GemmShape) -> CaseResult {
     check_error!(placed.gemm(&product, &mut handle), Unsupported, "gemm of {shape:?}");
     stream.synchronize()?;
     check!(placed.c.read()? == before, "a refused product wrote to C");
+    if backend.capabilities(DEVICE)?.lt_plans {
+        let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
+        let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, highwater_hal::Epilogue::None, 0));
+        check_error!(made, Unsupported, "create_plan for {shape:?}");
+    }
     Ok(())
 }
 
@@ -67,12 +72,6 @@ fn gemm_mixed(backend: &dyn Backend) -> CaseResult {
     for factor in [DataType::F16, DataType::Bf16] {
         let shape = GemmShape::new(factor, 8, 8, 8).with_output(DataType::F32);
         product_is_refused(backend, shape)?;
-        if backend.capabilities(DEVICE)?.lt_plans {
-            let stream = Stream::new(backend)?;
-            let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
-            let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, highwater_hal::Epilogue::None, 0));
-            check_error!(made, Unsupported, "create_plan for {shape:?}");
-        }
     }
     Ok(())
 }
@@ -100,6 +99,16 @@ fn atomics_mode(backend: &dyn Backend) -> CaseResult {
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     check_error!(handle.raw_mut().set_atomics_mode(AtomicsMode::Allowed), Unsupported, "set_atomics_mode to allowed");
     handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
+    let can = backend.capabilities(DEVICE)?;
+    if can.lt_plans && can.gemm_f32 {
+        let shape = GemmShape::new(DataType::F32, 16, 16, 16);
+        let options = PlanOptions::new(shape, highwater_hal::Epilogue::None, 0);
+        let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
+        check_error!(lt.raw_mut().set_atomics_mode(AtomicsMode::Allowed), Unsupported, "set_atomics_mode of kind Lt");
+        let made = lt.raw_mut().create_plan(&options.with_atomics_mode(AtomicsMode::Allowed));
+        check_error!(made, Unsupported, "create_plan with atomics");
+        lt.raw_mut().create_plan(&options)?;
+    }
     Ok(())
 }
 
@@ -269,6 +278,14 @@ fn write_combined(backend: &dyn Backend) -> CaseResult {
         let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
         let allocated = backend.host_allocator().allocate(4096, &options);
         check_error!(allocated, Unsupported, "allocate of write-combined memory");
+        let pages = Pages::new(1);
+        // SAFETY: the pages live until after the call. If it succeeds against the promise, the case fails.
+        let registered = unsafe { backend.host_allocator().register(pages.ptr(), 4096, &options) };
+        if registered.is_ok() {
+            // SAFETY: no work uses the pages.
+            let _ = unsafe { backend.host_allocator().unregister(pages.ptr()) };
+        }
+        check_error!(registered, Unsupported, "register of write-combined memory");
         Ok(())
     })
 }
@@ -283,6 +300,12 @@ fn default_stream_is_refused(backend: &dyn Backend, id: StreamId) -> CaseResult 
         check_error!(default.set(block.all(), 2), Unsupported, "fill on a default stream");
         check_error!(default.record(&event), Unsupported, "record_event on a default stream");
         check_error!(default.wait(&event), Unsupported, "stream_wait_event of a default stream");
+        let copied = default.copy(block.span(0..128), block.span(128..256));
+        check_error!(copied, Unsupported, "copy on a default stream");
+        if backend.capabilities(DEVICE)?.stream_ordered_memory {
+            let options = AllocateOptions::new(256).with_kind(DeviceMemoryKind::StreamOrdered(id));
+            check_error!(backend.allocate(DEVICE, &options), Unsupported, "allocate on a default stream");
+        }
         Ok(())
     })?;
     check!(block.read()? == [1; 256], "a refused fill was executed");

@@ -163,7 +163,7 @@ fn freed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Returns how to make a block of each kind of memory, mapped memory included, and whether the kind is stream-ordered.
-fn makers<'b>(backend: &'b dyn Backend, stream: &Stream<'b>) -> Result<Vec<Maker<'b>>, Failure> {
+pub(super) fn makers<'b>(backend: &'b dyn Backend, stream: &Stream<'b>) -> Result<Vec<Maker<'b>>, Failure> {
     let device = stream.id().device();
     let mut makers: Vec<Maker<'b>> = Vec::new();
     for kind in kinds_in_order_of(backend, stream)? {
@@ -184,10 +184,10 @@ fn makers<'b>(backend: &'b dyn Backend, stream: &Stream<'b>) -> Result<Vec<Maker
 }
 
 /// Makes blocks of one kind of memory.
-struct Maker<'b> {
-    what: String,
+pub(super) struct Maker<'b> {
+    pub(super) what: String,
     is_ordered: bool,
-    make: Box<dyn Fn(usize) -> highwater_hal::Result<Block<'b>> + 'b>,
+    pub(super) make: Box<dyn Fn(usize) -> highwater_hal::Result<Block<'b>> + 'b>,
 }
 
 /// Returns `bytes`, rounded down to a size that each kind of memory can have.

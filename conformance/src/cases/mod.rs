@@ -10,6 +10,7 @@ mod events;
 mod fills;
 mod fork;
 mod gemm;
+mod handles;
 mod host;
 mod identity;
 mod ids;
@@ -21,7 +22,11 @@ mod mapped;
 mod memory;
 mod plans;
 mod products;
+mod refusals;
+mod registrations;
 mod sharing;
+mod sizes;
+mod stability;
 mod streams;
 mod transfers;
 
@@ -36,8 +41,12 @@ pub(crate) use ids::forge;
 const GROUPS: &[&[Case]] = &[
     identity::CASES,
     ids::CASES,
+    stability::CASES,
+    refusals::CASES,
     memory::CASES,
     host::CASES,
+    sizes::CASES,
+    registrations::CASES,
     fills::CASES,
     copies::CASES,
     streams::CASES,
@@ -54,6 +63,7 @@ const GROUPS: &[&[Case]] = &[
     transfers::CASES,
     kinds::CASES,
     sharing::CASES,
+    handles::CASES,
     concurrency::CASES,
     in_use::CASES,
     lacking::CASES,
