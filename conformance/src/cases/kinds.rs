@@ -1,4 +1,5 @@
-//! Clauses that hold for every kind of stream and of event, each over the table of kinds, on the first two devices.
+//! Clauses that hold for every kind of stream and of event. Each case runs the kinds that its clause concerns, on the first two
+//! devices.
 
 use std::time::{Duration, Instant};
 
@@ -249,7 +250,7 @@ fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> Case
     })
 }
 
-/// Work that a wait with a limit of its own does not outlast.
+/// The duration of work that outlasts a wait with a limit of its own.
 const LONG: Duration = Duration::from_millis(400);
 const LONG_BYTES: usize = 32 << 20;
 

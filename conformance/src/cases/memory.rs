@@ -196,7 +196,7 @@ fn even(backend: &dyn Backend, device: u32, bytes: u64) -> Result<usize, Failure
     Ok(usize::try_from(bytes).unwrap_or(usize::MAX) / granularity * granularity)
 }
 
-/// Holds large blocks of each kind. Whatever other programs do, their bytes are not free.
+/// Holds large blocks of each kind. Their bytes are not free, even if other programs free memory.
 fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;

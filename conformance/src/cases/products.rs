@@ -1,4 +1,5 @@
-//! Clauses about products over a table: each pair of types, as a GEMM and as a plan, alone and in a batch, on the first two devices.
+//! Clauses about products over a table: each pair of types, as a GEMM and as a plan, alone and in a batch, on the first two
+//! devices.
 
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
@@ -286,7 +287,7 @@ fn keep_their_precision_until_it_is_set(backend: &dyn Backend) -> CaseResult {
         let first = bench.run(&full)?;
         first.check(&rounded)?;
         if first.check(&full).is_ok() {
-            // The device multiplies this product in full precision all the same, so nothing can be seen.
+            // The device multiplies this product in full precision anyway, so the mode has no visible effect.
             return Ok(());
         }
         for (what, act) in ACTIONS {
