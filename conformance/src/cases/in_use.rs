@@ -173,12 +173,12 @@ fn under_a_copy(
                     let (answer, outstanding) = (written.is_pending()?, before.is_pending()?);
                     check!(
                         answer || !outstanding,
-                        "an event is complete before its record since its wrapper was destroyed"
+                        "an event is complete before its record, because its wrapper was destroyed"
                     );
                     written.synchronize()?;
                     check!(
                         before.query()?.is_complete(),
-                        "the wait for an event whose wrapper was destroyed is too short"
+                        "a wait for an event ended early, because its wrapper was destroyed"
                     );
                     outstanding
                 }

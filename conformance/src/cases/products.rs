@@ -400,7 +400,7 @@ fn refuse_destroyed_handles(backend: &dyn Backend) -> CaseResult {
         let mut handle = bench.backend.create_blas_handle(bench.device, &BlasOptions::new(bench.kind))?;
         handle.set_stream(bench.stream.id())?;
         handle.destroy()?;
-        check!(bench.backend.live_objects() == live, "a destroyed handle still counts");
+        check!(bench.backend.live_objects() == live, "live_objects counts a destroyed handle");
         check_error!(handle.set_stream(bench.stream.id()), InvalidHandle, "set_stream of a destroyed handle");
         check_error!(handle.set_math_mode(MathMode::Default), InvalidHandle, "set_math_mode of a destroyed handle");
         let atomics = handle.set_atomics_mode(AtomicsMode::NotAllowed);
@@ -424,7 +424,10 @@ fn refuse_destroyed_handles(backend: &dyn Backend) -> CaseResult {
             check_error!(unsafe { handle.gemm(&gemm) }, InvalidHandle, "a product of a destroyed handle");
         }
         check_error!(handle.destroy(), InvalidHandle, "a second destroy of a handle");
-        check!(bench.backend.live_objects().handles == live.handles, "a refused destroy of a handle has counted");
+        check!(
+            bench.backend.live_objects().handles == live.handles,
+            "a refused destroy of a handle changed live_objects"
+        );
         Ok(())
     })
 }
@@ -453,7 +456,7 @@ fn add_a_bias_and_another_c(backend: &dyn Backend) -> CaseResult {
                 bench.handle.run_plan(plan, &product.shape, (0.5, 1.5), operands, Some(&other), bias)?;
                 bench.stream.synchronize()?;
                 bench.handle.raw_mut().destroy_plan(plan)?;
-                check!(placed.c.read()? == before, "C was changed though D is another matrix, then {epilogue:?}");
+                check!(placed.c.read()? == before, "C was changed although D is another matrix, then {epilogue:?}");
                 std::mem::swap(&mut placed.c, &mut other);
                 placed.check(&product)?;
             }
@@ -535,7 +538,7 @@ fn refuse_each_operand_that_is_not_aligned(backend: &dyn Backend) -> CaseResult 
                 check_error!(
                     run,
                     InvalidArgument,
-                    "run_plan with {what} less aligned than the plan has it, beta {beta}"
+                    "run_plan with {what} less aligned than the plan states, beta {beta}"
                 );
             }
         }

@@ -107,7 +107,7 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
 
 /// An observer of the host: a part of a backend that follows the order of accesses, such as the race finder of the mock.
 ///
-/// A backend sees only calls. Core reports two other facts that decide an order to the observer. The reports have no effect on
+/// A backend sees only calls. Core reports to the observer two other facts that decide an order. The reports have no effect on
 /// devices, cannot fail, and come from the thread that they concern. Backends of vendors have no observer.
 pub trait HostObserver: Send + Sync + fmt::Debug {
     /// Notes that the CPU reads or writes page-locked memory now. An access that takes time is noted at its beginning
