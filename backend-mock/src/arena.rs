@@ -21,7 +21,7 @@ use crate::sealed_file::page_bytes;
 /// The alignment of every block.
 pub(crate) const ALIGNMENT: u64 = 256;
 
-/// The freed blocks that an arena remembers. It forgets all when there are more.
+/// The most freed blocks that an arena remembers. With more, it forgets all.
 const MOST_FREED: usize = 4096;
 
 /// The owner of a block, which decides how it is to be freed.
@@ -106,7 +106,7 @@ pub(crate) struct Arena {
     gaps: BTreeMap<u64, u64>,
     /// The same gaps as (length, offset).
     gaps_by_length: BTreeSet<(u64, u64)>,
-    /// The offsets of freed blocks by their length, the latest last. Bytes of some were taken since.
+    /// The offsets of freed blocks by their length, the latest last. Bytes of some may have been taken since.
     freed: BTreeMap<u64, Vec<u64>>,
     freed_count: usize,
     free_bytes: u64,

@@ -284,8 +284,8 @@ impl MockGpu {
         Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{} found{races}", counted(count, "race"))))
     }
 
-    /// Returns what the calling thread knows, for another thread to take over. It declares a hand-over of the program's own to
-    /// the race finder: a channel, a lock, or the end of a thread, which the finder does not see. See
+    /// Returns what the calling thread knows, for another thread to take over. With `HandOver::take_over`, it declares a
+    /// hand-over that the race finder does not see: a channel, a lock, or the end of a thread. See
     /// [`MockOptions::with_thread_races`].
     pub fn hand_over(&self) -> HandOver {
         // In a child, a thread that the child does not have may hold the lock.

@@ -1,4 +1,4 @@
-//! The observer of the host: tells the race finder what calls do not show.
+//! The observer of the host: reports to the race finder the facts that calls do not show.
 
 use std::fmt;
 use std::sync::Arc;

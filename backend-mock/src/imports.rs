@@ -2,8 +2,8 @@
 //! reserved addresses; and its addresses on the device.
 //!
 //! Closed memory and a range that was given back leave their addresses to the next request of the same size. Work that
-//! still uses a closed address meets nothing, or the memory that was opened there since. Other requests get addresses
-//! going up.
+//! still uses a closed address meets nothing, or the memory that was opened there since. Other requests get
+//! rising addresses.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

@@ -92,9 +92,9 @@
 //! Test mode sees memory that changes hands while a command that has been enqueued still uses it, and fills freed memory
 //! with [`POISON`]. It does not see commands of other processes.
 //!
-//! The race finder sees everything that orders two operations: streams, events, waits of the host, and graphs. It does not
-//! see accesses of the CPU to page-locked memory, locks and channels of host threads, or paths that are never run. It
-//! misses a race rather than report one that is none; see [`races`].
+//! The race finder sees everything that orders two operations: streams, events, waits of the host, and graphs. It sees
+//! accesses of the CPU to page-locked memory if the owner of the memory reports them. It does not see a program's own locks
+//! and channels, or paths that are never run. It misses a race rather than report one that is none; see [`races`].
 //!
 //! # The files, from the bottom up
 //! - `operation`, `calls`: the names of the calls; their counts and faults
@@ -106,7 +106,8 @@
 //! - `stream`, `engine`, `capture`, `product`: queues, workers, and the calls that enqueue
 //! - `checks`, [`races`], `schedule`: the observers, and execution in the order of a seed
 //! - `mapped_memory`: physical memory, reserved addresses, and which devices have access
-//! - `host`, `foreign`, `state`, `blas`, `ipc`, `gpu`: the traits of the contract; `options`: how a mock is opened
+//! - `host`, `host_observer`, `foreign`, `raw_handles`, `state`, `blas`, `ipc`, `gpu`: the traits of the contract;
+//!   `options`: how a mock is opened
 //! - `simulated`: the inside of the mock, for the simulated vendor libraries
 
 mod arena;

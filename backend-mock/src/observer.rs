@@ -122,7 +122,7 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
 pub(crate) struct Observed {
     /// The operations that come before the point.
     pub(crate) clock: OnceLock<Clock>,
-    /// What the thread knew that recorded it, if threads are told apart.
+    /// The knowledge of the thread that recorded it, if threads are told apart.
     pub(crate) known: OnceLock<Clock>,
     /// The file and the number of the record, if the event is shared between processes.
     pub(crate) shared: Option<(u64, u64)>,

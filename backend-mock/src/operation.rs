@@ -15,7 +15,7 @@ macro_rules! operations {
         #[non_exhaustive]
         pub enum Operation {
             $($(#[doc = concat!("`", operations!(name $trait $method), "`")] $variant,)*)*
-            /// `cpu_access`: an access of the CPU to page-locked memory, which the race finder was told of. It is no call, so
+            /// `cpu_access`: an access of the CPU to page-locked memory that was reported to the race finder. It is no call, so
             /// it cannot fail, and no fault has its name.
             CpuAccess,
         }

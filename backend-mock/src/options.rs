@@ -244,12 +244,12 @@ impl MockOptions {
         self
     }
 
-    /// Turns the race finder on, and has it tell the threads of the host apart. A wait then counts for the thread that
-    /// waited, and not for all.
+    /// Turns on the race finder, which then tells the threads of the host apart. A wait counts only for the thread that
+    /// waited.
     ///
     /// The finder sees what core's locks and the calls of the backend order. It does not see the program's own locks,
-    /// channels and joins, so the program declares each of these with [`MockGpu::hand_over`](crate::MockGpu::hand_over). A
-    /// program that does not is blamed though it is correct. [`races`](crate::races) has the rules.
+    /// channels and joins, so the program declares each of these with [`MockGpu::hand_over`](crate::MockGpu::hand_over). The
+    /// finder blames a correct program that does not. [`races`](crate::races) has the rules.
     #[must_use]
     pub fn with_thread_races(mut self) -> Self {
         self.thread_races = true;

@@ -732,7 +732,7 @@ impl<'b> Registered<'b> {
         Ok(new)
     }
 
-    /// Makes memory of which nothing is registered.
+    /// Allocates memory and registers nothing.
     pub(crate) fn unregistered(backend: &'b dyn Backend, bytes: &[u8]) -> Self {
         let mut memory = Pages::new(bytes.len());
         memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);

@@ -11,7 +11,7 @@ use highwater_hal::{Error, ErrorKind, Result};
 use crate::case::{CaseResult, Failure};
 use crate::random::Random;
 
-/// The variable that makes a run draw as an earlier one.
+/// The variable that holds the seed of an earlier run, so that this one draws the same.
 const VARIABLE: &str = "HIGHWATER_CONFORMANCE_SEED";
 
 thread_local! {

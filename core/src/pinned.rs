@@ -342,13 +342,13 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
 
-    /// Tells the observer of the backend, if it has one, that the CPU accesses the values now.
+    /// Reports to the backend's observer, if any, that the CPU accesses the values now.
     fn note_access(&self, writes: bool) {
         self.pool.get().note_access(self.ptr(), self.len * size_of::<T>(), writes);
     }
 }
 
-/// An access by the CPU for the time of a closure. The observer of the backend learns of its begin and of its end.
+/// An access by the CPU that lasts as long as a closure. It reports its beginning and its end to the observer of the backend.
 struct NotedAccess<'b, T: Element> {
     buffer: &'b PinnedBuffer<T>,
     writes: bool,

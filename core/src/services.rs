@@ -198,7 +198,7 @@ impl Services {
         is_idle
     }
 
-    /// Tells the backend's observer that other threads may rely on what this one has learned of an event or a stream.
+    /// Reports to the backend's observer that other threads may rely on what this one has learned of an event or a stream.
     #[inline]
     pub(crate) fn share(&self, id: AnyId) {
         if let Some(observer) = &self.observer {
@@ -206,7 +206,7 @@ impl Services {
         }
     }
 
-    /// Tells the backend's observer that the CPU accesses page-locked memory.
+    /// Reports to the backend's observer that the CPU accesses page-locked memory.
     #[inline]
     pub(crate) fn note_access(&self, ptr: HostPtr, bytes: usize, writes: bool) {
         if let Some(observer) = &self.observer {

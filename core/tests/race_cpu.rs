@@ -56,7 +56,7 @@ fn each_access_during_a_copy_that_was_not_noted_is_a_race() {
             if is_noted {
                 gpu.check_races().unwrap();
             } else {
-                // A closure has a begin and an end, of which the second meets a copy that is no news.
+                // A closure reports its beginning and its end, and both may race with the copy.
                 let first = &gpu.races()[0];
                 assert_eq!(first.second().operation(), Operation::CpuAccess);
                 assert!(gpu.race_count() <= 2);

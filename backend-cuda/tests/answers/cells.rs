@@ -1,4 +1,4 @@
-//! The axes, and the product of them with the calls.
+//! The axes, and their product with the calls.
 
 use crate::memory::{Memory, SIZE};
 use crate::setting::{DEFAULT_MEMORY, GLOBAL, RELAXED, THREAD_LOCAL};
@@ -40,13 +40,13 @@ impl Kind {
     }
 }
 
-/// What the stream of the call, or one beside it, is doing. The number is the mode of a capture.
+/// The state of the stream of the call, or of one beside it. The number is the mode of a capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Idle,
     /// The stream has work that lasts longer than the call may take.
     Busy,
-    /// Another stream has. It is a blocking one beside the legacy stream.
+    /// Another stream has such work. Beside the legacy stream, it is a blocking one.
     OtherBusy,
     /// A capture began on the stream.
     Origin(u32),
@@ -56,7 +56,7 @@ pub(crate) enum State {
     Beside(u32),
     /// A blocking stream captures.
     BesideBlocking(u32),
-    /// The capture of the stream is lost, and not ended.
+    /// The capture of the stream is lost, and has not ended.
     Lost(u32),
     /// A lost capture was ended.
     AfterLost(u32),
@@ -89,7 +89,7 @@ impl State {
 /// The thread of the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Thread {
-    /// The one that set the cell up and began the capture.
+    /// The thread that set the cell up and began the capture.
     Same,
     Other,
 }
@@ -136,7 +136,7 @@ pub(crate) enum Size {
     One,
     /// All of a block.
     All,
-    /// One more than the block has, or the least count of elements that is.
+    /// One byte more than the block has, or the least number of elements that exceeds it.
     PastEnd,
     /// From one byte behind the start.
     Unaligned,
@@ -344,7 +344,7 @@ fn events(cells: &mut Vec<Cell>) {
             let in_state = matches!(state, State::Busy | State::Origin(_) | State::Member(_));
             let kinds = others.into_iter().chain(in_state.then_some(EventKind::InState));
             for event in kinds {
-                // Events without times answer as those with, apart from some calls in the first states.
+                // Events without times answer as those with times, except in some calls in the first states.
                 if event == EventKind::Untimed && !matches!(state, State::Idle | State::Origin(RELAXED)) {
                     continue;
                 }

@@ -1,7 +1,7 @@
 //! Answers of NVIDIA's libraries to each call in each cell of a table, and the comparison of the simulation with them.
 //!
 //! A cell is a call with one value for each axis that concerns it: the stream, its state, the calling thread, the current
-//! context, the memory and the size. [`table`] lists the calls, and [`cells`] forms the product. Each cell is set up anew,
+//! context, the memory and the size. [`table`] lists the calls, and [`cells`] forms the product. Each cell makes its objects,
 //! makes one call, and prints one line: the codes, whether the call waited, what a capture became, and the resulting bytes.
 //!
 //! ```text
@@ -17,9 +17,9 @@
 //!   --list          prints the names of the cells, and runs nothing
 //! ```
 //!
-//! Cells run in a child process. A cell that ends the child, or that takes more than 10 s, gets that as its answer, and
-//! the next cells run in a new child. So do those after a cell that leaves an error behind. Cells about two devices have
-//! the answer `left out` on a machine with one.
+//! Cells run in a child process. If a cell ends the child, or takes more than 10 s, the answer says so. The next cells run in
+//! a new child, also after a cell that leaves an error behind. On a machine with one device, cells about two have the answer
+//! `left out`.
 //!
 //! An answer begins with the code of the call. These parts follow, as far as they apply:
 //!
@@ -29,7 +29,7 @@
 //! | `waits` | the call returned only after the work of the busy stream |
 //! | `status N`, `origin N` | the capture of the call's stream, and of the stream that began it: 0 none, 1 active, 2 lost |
 //! | `query N` | the busy stream after the call |
-//! | `join N` | the code with which a member of the capture was not joined to its origin |
+//! | `join N` | the code of the failed wait of the origin for a member |
 //! | `end N nodes [..] launch N` | the code that ended the capture, the kinds of nodes of its graph, the launch of that graph |
 //! | `sync N` | a wait for the stream that failed |
 //! | `bytes`, `values`, `counted`, `event` | what the work left behind |

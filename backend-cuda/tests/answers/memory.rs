@@ -1,13 +1,13 @@
-//! The memory of the cells: two blocks of each kind, filled anew for each cell.
+//! The memory of the cells: two blocks of each kind, which each cell fills again.
 
 use highwater_simulated_harness::Answer;
 
 use crate::calls::{Access, Properties, cu, ok};
 use crate::rig::{READ_WRITE, memory, pages, pinned};
 
-/// The bytes of a block. No smaller block has a piece of the device's memory for itself.
+/// The bytes of a block. A smaller block could share a piece of the device's memory with others.
 pub(crate) const SIZE: usize = 2 << 20;
-/// How much of a block has known contents.
+/// The bytes at the beginning of a block that have known contents.
 pub(crate) const FILLED: usize = 8192;
 /// The bytes of the blocks before the call.
 pub(crate) const OLD: u8 = 0x11;
@@ -27,9 +27,9 @@ pub(crate) enum Memory {
 impl Memory {
     pub(crate) const ALL: [Self; 6] =
         [Self::Plain, Self::Pool, Self::Mapped, Self::Pinned, Self::Registered, Self::Pageable];
-    /// Those that the device reads and writes.
+    /// The kinds that the device reads and writes.
     pub(crate) const OF_DEVICE: [Self; 5] = [Self::Plain, Self::Pool, Self::Mapped, Self::Pinned, Self::Registered];
-    /// Those that the CPU reads and writes.
+    /// The kinds that the CPU reads and writes.
     pub(crate) const OF_HOST: [Self; 3] = [Self::Pinned, Self::Registered, Self::Pageable];
 
     pub(crate) fn name(self) -> &'static str {

@@ -31,7 +31,7 @@ impl Record {
     /// Reads a file.
     ///
     /// # Errors
-    /// For a file that cannot be read, and for the first line that is no answer or answers a cell again.
+    /// If the file cannot be read, or a line is no answer or answers a cell again. The error names the first such line.
     pub(crate) fn read(file: &Path) -> Answer<Self> {
         let of = |problem: String| format!("{}: {problem}", file.display());
         let text = std::fs::read_to_string(file).map_err(|error| of(error.to_string()))?;
@@ -56,7 +56,7 @@ impl Record {
     /// Writes a file whole, or leaves it as it was.
     ///
     /// # Errors
-    /// The system's.
+    /// Those of the system.
     pub(crate) fn write(&self, file: &Path) -> Answer {
         let draft = file.with_extension("draft");
         std::fs::write(&draft, self.to_string())
@@ -69,8 +69,8 @@ impl Record {
         self.lines.iter().filter(|(_, answer)| answer == LEFT_OUT).count()
     }
 
-    /// Returns a line for each cell whose answer is another one in `recorded` or that has none there. If the record is
-    /// `whole`, a recorded cell that was not run is a difference too. Cells that were left out here are none.
+    /// Returns a line for each cell whose answer in `recorded` differs or is absent. If the run is `whole`, a recorded cell that
+    /// was not run is a difference too. Cells that were left out here are no differences.
     pub(crate) fn differences(&self, recorded: &Self, whole: bool) -> Vec<String> {
         let mut expected: HashMap<&str, &str> =
             recorded.lines.iter().map(|(cell, answer)| (cell.as_str(), answer.as_str())).collect();

@@ -15,9 +15,9 @@ use crate::setting::{Rig, answer};
 
 /// Begins a line of a child that is meant for its parent.
 const MARK: &str = "\u{1e}";
-/// How long a child may take for a cell.
+/// The time limit of a cell.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a child may take to start. Drivers and kernels are slow to load.
+/// The time limit of a child's start. Drivers and kernels are slow to load.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// With the few connections of the default, a blocked stream stops others that have nothing to do with it.
 const ENVIRONMENT: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
@@ -94,9 +94,9 @@ impl Server {
                             record.add(cell.name(), what);
                             Ok(())
                         }
-                        // Between two cells: a child that was spoilt by the last one has said so and ended.
+                        // Between two cells: the last one spoilt the child, which said so and ended.
                         None if progress => Ok(()),
-                        None => Err(format!("a child before its first cell {what}")),
+                        None => Err(format!("a child, before its first cell: {what}")),
                     };
                 }
             };
@@ -143,7 +143,7 @@ fn tell(kind: &str, text: &str) {
     let _ = output.flush();
 }
 
-/// The part of a child: runs the cells whose numbers it reads.
+/// Runs the cells whose numbers it reads: the part of a child.
 ///
 /// # Errors
 /// If the libraries or the device cannot be used.
@@ -175,7 +175,7 @@ pub(crate) fn serve() -> Answer {
     Ok(())
 }
 
-/// What the answers may depend on.
+/// Returns the facts on which answers may depend.
 fn header(rig: &Rig) -> Answer<Vec<String>> {
     let (mut driver, mut parts) = (0, [0; 3]);
     ok!(cu cuDriverGetVersion(&mut driver));
@@ -204,7 +204,7 @@ fn header(rig: &Rig) -> Answer<Vec<String>> {
     ])
 }
 
-/// The date in UTC.
+/// Returns the date in UTC.
 fn today() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let mut days = now.as_secs() / 86_400;
@@ -225,7 +225,7 @@ fn today() -> String {
     format!("{year}-{month:02}-{:02}", days + 1)
 }
 
-/// The version of the kernel's module, which is that of the driver.
+/// Returns the version of the kernel's module, which is that of the driver.
 fn kernel_module() -> String {
     std::fs::read_to_string("/sys/module/nvidia/version")
         .map_or_else(|_| "no kernel module".to_owned(), |version| version.trim().to_owned())

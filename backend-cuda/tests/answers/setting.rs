@@ -1,4 +1,4 @@
-//! What a cell is set in: the objects of its call, the state of the stream, and the end of it.
+//! The setting of a cell: the objects of its call, the state of the stream, and the end of the cell.
 
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use crate::plan::Plan;
 use crate::rig::{Gate, event, memory, start, stream, warm};
 use crate::table::Call;
 
-/// How long a call may take while a stream is blocked, before it counts as waiting.
+/// The time after which a call counts as waiting, while a stream is blocked.
 const PASSES_WITHIN: Duration = Duration::from_millis(150);
 const WORKSPACE: usize = 4 << 20;
 
@@ -23,13 +23,13 @@ pub(crate) const GLOBAL: u32 = 0;
 pub(crate) const THREAD_LOCAL: u32 = 1;
 pub(crate) const RELAXED: u32 = 2;
 
-/// What all cells of a process share. Cells leave it as it was.
+/// The objects that all cells of a process share. Cells leave them as they were.
 pub(crate) struct Rig {
     pub(crate) context: Handle,
     /// The context of the second device, if there is one.
     pub(crate) other: Option<Handle>,
     pub(crate) count: i32,
-    /// Carries what the rig does itself.
+    /// The stream on which the rig itself works.
     pub(crate) stage: Handle,
     pub(crate) blocks: Blocks,
     /// A block of the second device.
@@ -85,7 +85,7 @@ impl Rig {
         Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
     }
 
-    /// Waits for every device: the first code that is not 0.
+    /// Waits for every device. Returns the first code that is not 0.
     fn synchronize(&self) -> u32 {
         let first = cu!(cuCtxSynchronize());
         let Some(other) = self.other else { return first };
@@ -95,7 +95,7 @@ impl Rig {
         [first, bound, second, back].into_iter().find(|code| *code != 0).unwrap_or(0)
     }
 
-    /// Returns how a cell has left this process unfit for others.
+    /// Returns why this process is unfit for further cells, if so.
     pub(crate) fn spoilt(&self) -> Option<String> {
         let code = self.synchronize();
         if code != 0 {
@@ -129,22 +129,22 @@ pub(crate) struct Things<'r> {
     pub(crate) executable: Handle,
     pub(crate) blas: Handle,
     pub(crate) lt: Option<(Plan, Heuristic)>,
-    /// Whatever else `prepare` made, an address or a handle.
+    /// An address or handle that `prepare` made.
     pub(crate) given: u64,
-    /// Whatever the call made, or 0.
+    /// The object that the call made, or 0.
     pub(crate) made: AtomicU64,
     /// Whether the call has destroyed the stream.
     pub(crate) is_gone: AtomicBool,
     /// Whether the call has destroyed the event.
     pub(crate) is_event_gone: AtomicBool,
-    /// What the call tells beside its code.
+    /// The value that the call returned beside its code.
     pub(crate) note: AtomicU64,
     gate: Option<Gate>,
     owned: Vec<Handle>,
     pub(crate) events: Vec<Handle>,
 }
 
-/// `note` of a call that tells nothing.
+/// The `note` of a call that returns no value.
 pub(crate) const NOTHING: u64 = u64::MAX;
 
 impl<'r> Things<'r> {
@@ -318,7 +318,7 @@ impl<'r> Things<'r> {
         code
     }
 
-    /// Tells a value beside the code. A call that fails returns none.
+    /// Notes a value beside the code. A call that fails returns none.
     pub(crate) fn tell(&self, code: u32, value: u64) -> u32 {
         if code == 0 {
             self.note.store(value, Ordering::Release);
@@ -331,7 +331,7 @@ fn expect(what: &str, seen: u32, expected: u32) -> Answer {
     if seen == expected { Ok(()) } else { Err(format!("{what} answered {seen}, not {expected}")) }
 }
 
-/// Makes the call of a cell: its code, and whether it waited for the gate.
+/// Makes the call of a cell. Returns its code, and whether it waited for the gate.
 fn make(things: &Things<'_>, cell: &Cell, call: &Call) -> Answer<(u32, bool)> {
     let rig = things.rig;
     let bound = match cell.context {
@@ -368,7 +368,7 @@ fn make(things: &Things<'_>, cell: &Cell, call: &Call) -> Answer<(u32, bool)> {
     })
 }
 
-/// Returns the status of a capture as text: none, active, lost, or the code of the question.
+/// Returns the status of a capture as text: none, active, lost, or the code of the query.
 fn status(stream: Handle) -> (u32, String) {
     let mut status = 9;
     match cu!(cuStreamIsCapturing(stream, &mut status)) {
@@ -404,7 +404,7 @@ fn end_capture(things: &Things<'_>, stream: Handle, launches: bool) -> Answer<St
     Ok(text)
 }
 
-/// Sets a cell up, makes its call, and describes what came of it.
+/// Sets a cell up, makes its call, and describes the outcome.
 pub(crate) fn answer(rig: &Rig, cell: &Cell) -> String {
     if cell.needs_two_devices() && rig.other.is_none() {
         return crate::record::LEFT_OUT.to_owned();

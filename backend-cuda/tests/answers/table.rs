@@ -16,7 +16,7 @@ use crate::setting::{GLOBAL, RELAXED, THREAD_LOCAL, Things, seen_bytes};
 /// The memory that a call takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sides {
-    /// None that the cell chooses.
+    /// None that the cell selects.
     None,
     Any,
     FromHost,
@@ -320,7 +320,7 @@ fn with_blas(t: &mut Things<'_>) -> Answer {
     t.with_blas()
 }
 
-/// Where the operands lie in the blocks.
+/// Returns the addresses of the operands.
 fn matrices(t: &Things<'_>) -> [u64; 3] {
     [t.src, t.src + 4096, t.dst]
 }
@@ -710,7 +710,7 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
     }),
     Call::new("cuCtxSynchronize", |_| cu!(cuCtxSynchronize())),
     Call::new("cuCtxGetStreamPriorityRange", |_| cu!(cuCtxGetStreamPriorityRange(&mut 0, &mut 0))),
-    // Of whichever context is current: access between two devices lasts, and later cells would depend on it.
+    // Access of the current context to itself, because access between two devices lasts, and later cells would depend on it.
     Call::new("cuCtxEnablePeerAccess(itself)", |_| {
         let mut current = 0;
         cu!(cuCtxGetCurrent(&mut current));

@@ -63,7 +63,7 @@ pub(crate) struct Heuristic {
     reserved: [i32; 4],
 }
 
-/// Where a scale or an attribute of a call is.
+/// Returns the address of a scale or an attribute of a call.
 pub(crate) fn bits<T>(value: &T) -> Source {
     std::ptr::from_ref(value).cast()
 }

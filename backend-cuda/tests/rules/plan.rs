@@ -95,7 +95,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // What was not made is null, and nothing can be done about what cannot be destroyed.
+        // A description that was not made is null. Nothing can be done about one that cannot be destroyed.
         for layout in self.layouts.into_iter().filter(|&layout| layout != 0) {
             lt!(cublasLtMatrixLayoutDestroy(layout));
         }

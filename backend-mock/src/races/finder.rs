@@ -6,8 +6,8 @@
 //!
 //! Each stream has a lane, and the host has one. The clock of a stream grows by its own operations, by the clocks of
 //! the points that it waits for, and by all that the host knows at the time of each call. The host knows the clock of
-//! everything that it has waited for, or has seen complete. Locks and channels between threads are not seen here, so the
-//! host is *one* lane, whichever threads call, and a wait of one thread counts for all from then on.
+//! everything that it has waited for, or has seen complete. The finder does not see locks and channels between threads, so
+//! the host is *one* lane for all threads, and a wait of one thread counts for all from then on.
 //!
 //! If threads are told apart, each has a lane and a clock of its own. A thread learns what another knows by calls on the same
 //! stream (under its submission lock), by a record and a wait for it, by core's own locks ([`OrderObserver::shared`]), and
@@ -55,7 +55,7 @@ pub(crate) struct Finder {
     book: Mutex<Book>,
 }
 
-/// What one thread knows, and its lane.
+/// The knowledge and the lane of one thread.
 #[derive(Debug)]
 struct Thread {
     lane: usize,
@@ -66,13 +66,13 @@ struct Thread {
 struct Book {
     /// The operations that every thread of the host knows to have happened.
     host: Clock,
-    /// What each thread knows; `None` if threads are not told apart.
+    /// The knowledge of each thread; `None` if threads are not told apart.
     threads: Option<HashMap<ThreadId, Thread>>,
-    /// What any thread knows.
+    /// The knowledge of all threads together.
     known_to_any: Clock,
     /// By lane. The entries of the host and its threads are not used.
     lanes: Vec<Clock>,
-    /// By lane, what the threads knew that called on the stream, if threads are told apart.
+    /// By lane, the knowledge of the threads that called on the stream, if threads are told apart.
     callers: Vec<Clock>,
     /// The device of each lane; none for the host and its threads.
     devices: Vec<Option<u32>>,
@@ -429,7 +429,7 @@ impl OrderObserver for Finder {
     fn shared(&self, lane: usize) {
         let mut book = self.book.lock();
         if book.threads.is_some() {
-            // Another thread may have enqueued more since, which nobody has seen done.
+            // Another thread may have enqueued more since, which no thread has seen complete.
             let known = book.known();
             let is_all = book.lanes[lane].get(lane) <= known.get(lane);
             let clock = if is_all { book.lanes[lane].clone() } else { known };

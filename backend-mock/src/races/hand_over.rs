@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::finder::Finder;
 use crate::clock::Clock;
 
-/// What one thread knew when it called [`MockGpu::hand_over`](crate::MockGpu::hand_over). Another thread takes it over.
+/// The knowledge of one thread at its call of [`MockGpu::hand_over`](crate::MockGpu::hand_over). Another thread takes it over.
 ///
 /// A program that lets one thread wait and another go on passes such a value along with its own message: through a
 /// channel, under a lock, or as the result of a joined thread. Without

@@ -36,8 +36,8 @@
 //! depend on a seed.
 //!
 //! # Threads
-//! Normally a wait of one thread counts for all from then on. So a program whose threads use locks or channels is never
-//! blamed, and a thread that should have waited for another may be missed.
+//! Normally a wait of one thread counts for all from then on. So the finder never blames a program whose threads use locks
+//! or channels, and it may miss a thread that should have waited for another.
 //!
 //! [`MockOptions::with_thread_races`](crate::MockOptions::with_thread_races) tells threads apart. A wait counts for its thread
 //! then. Calls on one stream, a record and a wait for it, the locks of core, and the first call of a new thread order threads.
@@ -45,9 +45,9 @@
 //! [`HandOver::take_over`].
 //!
 //! # What the finder does not see
-//! - *Accesses of the CPU* to page-locked memory that nobody tells it of. The owning types of Highwater do, through
-//!   [`Backend::host_observer`](highwater_hal::Backend::host_observer). An access is compared with the work of devices, and not
-//!   with other accesses of the CPU.
+//! - *Accesses of the CPU* to page-locked memory that no code reports. The owning types of Highwater report them, through
+//!   [`Backend::host_observer`](highwater_hal::Backend::host_observer). The finder compares an access with the work of
+//!   devices, and not with other accesses of the CPU.
 //! - *Other processes.* A wait for an event that another process recorded counts as a wait for all that this process
 //!   let others wait for. Nobody is blamed for that, and a race may be missed. Events that one process has opened twice
 //!   are one.

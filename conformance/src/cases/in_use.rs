@@ -1,7 +1,7 @@
 //! Objects that are destroyed while they are in use: by outstanding work, by a capture, and by calls of other threads.
 //!
-//! A table says which object is destroyed under which work. Each row runs on two devices, and the object is destroyed by the
-//! thread that made it and by another one.
+//! A table pairs each object with the work that uses it. Rows about work and waits run on two devices. The thread that made the
+//! object destroys it, and then another one does, except in rows about calls of other threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -173,12 +173,12 @@ fn under_a_copy(
                     let (answer, outstanding) = (written.is_pending()?, before.is_pending()?);
                     check!(
                         answer || !outstanding,
-                        "an event is complete before its record since its wrapper was destroyed"
+                        "an event is complete before its record, because its wrapper was destroyed"
                     );
                     written.synchronize()?;
                     check!(
                         before.query()?.is_complete(),
-                        "the wait for an event whose wrapper was destroyed is too short"
+                        "a wait for an event ended early, because its wrapper was destroyed"
                     );
                     outstanding
                 }
@@ -409,7 +409,7 @@ fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
                 let is_about_to_wait = AtomicBool::new(false);
                 // Returns whether the call began before the object was destroyed. On a loaded machine it may begin too late.
                 let wait = || -> Result<bool, Failure> {
-                    // Release: the other thread reads nothing by it but the flag itself.
+                    // Release suffices: the other thread reads only the flag itself.
                     is_about_to_wait.store(true, Ordering::Release);
                     let waited = match waited {
                         Waited::Stream => backend.synchronize_stream(stream_id),
@@ -418,7 +418,7 @@ fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
                     if !is_alive("the wait", waited)? {
                         return Ok(false);
                     }
-                    // SAFETY: the wait has returned; that this means what it says is what the case shows.
+                    // SAFETY: the wait has returned, which the clause promises to be enough.
                     let seen = unsafe { pinned.read_now() };
                     check!(seen == [NEW; BYTES], "a wait ended before the work, because the object was destroyed");
                     Ok(true)
@@ -517,7 +517,7 @@ fn while_threads_call(
     })
 }
 
-/// Threads fill one element after the other on a stream until it is destroyed. What was accepted is executed, and no more.
+/// Threads fill one element after the other on a stream until it is destroyed. Exactly the accepted fills are executed.
 fn streams_that_threads_use(backend: &dyn Backend) -> CaseResult {
     const ELEMENTS: usize = 1 << 12;
     const ROUNDS: usize = 3;

@@ -1,4 +1,5 @@
-//! Clauses that hold for every kind of stream and of event, each over the table of kinds, on the first two devices.
+//! Clauses that hold for every kind of stream and of event. Each case runs the kinds that its clause concerns, on the first two
+//! devices.
 
 use std::time::{Duration, Instant};
 
@@ -240,7 +241,7 @@ fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> Case
                 let seen = unsafe { pinned.read_now() };
                 check!(
                     seen == [2; BYTES],
-                    "two ids of one stream are not in one order, or do not wait for one another"
+                    "work by two ids of one stream is not in order, or a wait for one id misses work by the other"
                 );
                 Ok(Attempt::seen(pending))
             })?;
@@ -249,7 +250,7 @@ fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> Case
     })
 }
 
-/// Work that a wait with a limit of its own does not outlast.
+/// The duration of work that outlasts a wait with a limit of its own.
 const LONG: Duration = Duration::from_millis(400);
 const LONG_BYTES: usize = 32 << 20;
 
@@ -571,7 +572,7 @@ fn elapsed_time_of_one_event(backend: &dyn Backend) -> CaseResult {
         let elapsed = |event: &Event<'_>| backend.event_elapsed_ns(event.id(), event.id());
         check_error!(elapsed(&never), InvalidArgument, "elapsed time of an event that was never recorded, to itself");
         check_error!(elapsed(&without), InvalidArgument, "elapsed time of an event without timing, to itself");
-        check!(elapsed(&recorded)? == 0, "time passes between a record and itself");
+        check!(elapsed(&recorded)? == 0, "the time from a record to itself is not 0");
         Ok(())
     })
 }
@@ -718,7 +719,7 @@ fn events_recorded_before_a_stream_joined(backend: &dyn Backend) -> CaseResult {
             executable.launch(&origin)?;
             origin.synchronize()?;
         }
-        check!(block.read()? == [1; BYTES], "a capture was disturbed by questions about an earlier event");
+        check!(block.read()? == [1; BYTES], "queries of an earlier event disturbed a capture");
         Ok(())
     })
 }
@@ -738,7 +739,7 @@ fn ending_no_capture_disturbs_no_other(backend: &dyn Backend) -> CaseResult {
         let executable = graph.instantiate()?;
         executable.launch(&captured)?;
         captured.synchronize()?;
-        check!(block.read()? == [1; BYTES], "a capture was disturbed by the end of none");
+        check!(block.read()? == [1; BYTES], "a refused end_capture disturbed another capture");
         Ok(())
     })
 }

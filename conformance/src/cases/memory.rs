@@ -196,7 +196,7 @@ fn even(backend: &dyn Backend, device: u32, bytes: u64) -> Result<usize, Failure
     Ok(usize::try_from(bytes).unwrap_or(usize::MAX) / granularity * granularity)
 }
 
-/// Holds large blocks of each kind. Whatever other programs do, their bytes are not free.
+/// Holds large blocks of each kind. Their bytes are not free, even if other programs free memory.
 fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;
@@ -229,8 +229,8 @@ fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Frees a block of each kind that vendors do not keep. Another program may take the memory at the same time, so one time
-/// proves it.
+/// Frees a block of each kind that vendors do not keep. Another program may take the memory at the same time, so one
+/// success is proof.
 fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     const BYTES: u64 = 64 << 20;
     const TIMES: usize = 20;
@@ -296,7 +296,7 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
         };
         stream.set(block.span(0..4096), 1)?;
         block.free_in_order()?;
-        // A part, for which the stream may take a part of the same bytes at once. The rest comes back too.
+        // The stream may use a part of the same bytes for this smaller block at once. The rest comes back too.
         let part = Block::with_kind(backend, DEVICE, bytes / 3, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         stream.set(part.span(0..4096), 2)?;
         part.free_in_order()?;

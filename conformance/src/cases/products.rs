@@ -1,4 +1,5 @@
-//! Clauses about products over a table: each pair of types, as a GEMM and as a plan, alone and in a batch, on the first two devices.
+//! Clauses about products over a table: each pair of types, as a GEMM and as a plan, alone and in a batch, on the first two
+//! devices.
 
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
@@ -286,7 +287,7 @@ fn keep_their_precision_until_it_is_set(backend: &dyn Backend) -> CaseResult {
         let first = bench.run(&full)?;
         first.check(&rounded)?;
         if first.check(&full).is_ok() {
-            // The device multiplies this product in full precision all the same, so nothing can be seen.
+            // The device multiplies this product in full precision anyway, so the mode has no visible effect.
             return Ok(());
         }
         for (what, act) in ACTIONS {
@@ -399,7 +400,7 @@ fn refuse_destroyed_handles(backend: &dyn Backend) -> CaseResult {
         let mut handle = bench.backend.create_blas_handle(bench.device, &BlasOptions::new(bench.kind))?;
         handle.set_stream(bench.stream.id())?;
         handle.destroy()?;
-        check!(bench.backend.live_objects() == live, "a destroyed handle still counts");
+        check!(bench.backend.live_objects() == live, "live_objects counts a destroyed handle");
         check_error!(handle.set_stream(bench.stream.id()), InvalidHandle, "set_stream of a destroyed handle");
         check_error!(handle.set_math_mode(MathMode::Default), InvalidHandle, "set_math_mode of a destroyed handle");
         let atomics = handle.set_atomics_mode(AtomicsMode::NotAllowed);
@@ -423,7 +424,10 @@ fn refuse_destroyed_handles(backend: &dyn Backend) -> CaseResult {
             check_error!(unsafe { handle.gemm(&gemm) }, InvalidHandle, "a product of a destroyed handle");
         }
         check_error!(handle.destroy(), InvalidHandle, "a second destroy of a handle");
-        check!(bench.backend.live_objects().handles == live.handles, "a refused destroy of a handle has counted");
+        check!(
+            bench.backend.live_objects().handles == live.handles,
+            "a refused destroy of a handle changed live_objects"
+        );
         Ok(())
     })
 }
@@ -452,7 +456,7 @@ fn add_a_bias_and_another_c(backend: &dyn Backend) -> CaseResult {
                 bench.handle.run_plan(plan, &product.shape, (0.5, 1.5), operands, Some(&other), bias)?;
                 bench.stream.synchronize()?;
                 bench.handle.raw_mut().destroy_plan(plan)?;
-                check!(placed.c.read()? == before, "C was changed though D is another matrix, then {epilogue:?}");
+                check!(placed.c.read()? == before, "C was changed although D is another matrix, then {epilogue:?}");
                 std::mem::swap(&mut placed.c, &mut other);
                 placed.check(&product)?;
             }
@@ -534,7 +538,7 @@ fn refuse_each_operand_that_is_not_aligned(backend: &dyn Backend) -> CaseResult 
                 check_error!(
                     run,
                     InvalidArgument,
-                    "run_plan with {what} less aligned than the plan has it, beta {beta}"
+                    "run_plan with {what} less aligned than the plan states, beta {beta}"
                 );
             }
         }

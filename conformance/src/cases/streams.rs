@@ -157,7 +157,7 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// The kinds of work of which one call can enqueue much.
+/// The kinds of work of which one call can enqueue a lot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     ToDevice,

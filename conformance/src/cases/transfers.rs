@@ -68,7 +68,7 @@ const SIZES: [usize; 20] =
     [(4 << 20) + 5, (1 << 20) + 3, 65_539, 4099, 4096, 1000, 257, 256, 255, 67, 64, 31, 16, 9, 8, 5, 4, 3, 2, 1];
 /// Distances of an operand from an address that is aligned to 256 bytes.
 const OFFSETS: [usize; 11] = [0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 100];
-/// The bytes behind each operand that must keep their value, at least.
+/// The least number of bytes behind each operand that must keep their value.
 const GUARD: usize = 64;
 const SLOT_ALIGNMENT: usize = 256;
 /// The transfers that are enqueued behind one load. All operations of a group fit into a vendor's queue.
@@ -150,11 +150,11 @@ struct Made<'b> {
     transfers: Vec<Transfer>,
     input: Place<'b>,
     output: Place<'b>,
-    /// What a round brings into the sources before the transfers.
+    /// The bytes that a round brings into the sources before the transfers.
     fresh: Vec<Block<'b>>,
-    /// What a round brings into the sources after them.
+    /// The bytes that a round brings into the sources after them.
     junk: Block<'b>,
-    /// What the destinations hold before the transfers.
+    /// The bytes that the destinations hold before the transfers.
     old: Block<'b>,
     snapshots: Vec<Block<'b>>,
     old_bytes: Vec<u8>,

@@ -247,7 +247,7 @@ fn equivalent(operation: &str, mistake: Mistake, condition: Condition) -> Option
 /// | --- | --- |
 /// | the work is left out, or done twice or early | it uses memory that lives: early work is waited for in the call |
 /// | the work comes later | every call that is no work releases it, before anything is given back |
-/// | the work goes to a neighbor | that stream is waited for before memory is given back; a stream that records is no neighbor, because its graph would use the memory later |
+/// | the work goes to a neighbor | that stream is waited for before memory is given back; work that is not recorded goes to no stream that records, because its graph would use the memory later |
 /// | a wait is left out | the wrapper waits for all devices before memory is given back, so that no copy writes to host memory that is free |
 /// | a release is left out | the object leaks until the process of the mutant ends |
 /// | a release is done twice | the backend knows its blocks and captures, and refuses the second |

@@ -335,7 +335,7 @@ impl fmt::Display for Score {
     }
 }
 
-/// The reason for keeping mutants of this process from real devices.
+/// The reason why no mutant in this process runs on a real device.
 const IN_THIS_PROCESS: &str = "on a real device, each mutant needs a process of its own; use `run_mutants_on`";
 
 /// Gives the mutants that `options` selects to the suite, one after the other. `open` makes a backend for each, and
@@ -434,7 +434,7 @@ fn judge(mutant: &'static Mutant, run_case: &mut dyn FnMut(&'static Case) -> Sta
     if let Some(Err(why)) = reason {
         return Outcome::Skipped(format!("no case of its clause runs here: {why}"));
     }
-    // Many mutants by construction are equivalent. That no other case notices one is in its proof.
+    // Many mutants by construction are equivalent. The proof of such a mutant covers the other cases.
     let is_proved = mutant.class().is_some() && mutant.survives.is_some();
     for case in cases().filter(|case| !is_proved && !names_it(case)) {
         if let Status::Failed(failure) = run_case(case) {

@@ -217,7 +217,7 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
     let open = || Ok(mock(MockOptions::new()));
     let score = run_mutants(open, &MutantOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
     assert!(score.verdicts().iter().all(|verdict| matches!(verdict.outcome, Outcome::Skipped(_))), "{score}");
-    // Mutants are never applied to a real device.
+    // No mutant in this process is applied to a real device.
     let real = || -> Result<Arc<dyn Backend>> {
         let backend = wrapped(MockOptions::new(), |h| {
             h.identity = Some(|identity| {

@@ -293,8 +293,8 @@ impl std::fmt::Display for LiveObjects {
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
 /// memory, registrations, and workspaces. A foreign object must outlive its id, so the destruction of the id waits until no
-/// call of another thread uses it. The caller must end a capture before it destroys a stream that takes part. What
-/// otherwise becomes of the capture is not promised.
+/// call of another thread uses it. The caller must end a capture before it destroys a stream that takes part. The
+/// outcome of the capture is otherwise not promised.
 ///
 /// # Safety
 /// Core trusts a backend's answers when it frees and reuses memory, and when it lets safe code touch page-locked memory.

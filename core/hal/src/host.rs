@@ -107,11 +107,11 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
 
 /// An observer of the host: a part of a backend that follows the order of accesses, such as the race finder of the mock.
 ///
-/// A backend sees calls only. Core tells the observer of the two other facts that order needs. The calls have no effect on
-/// devices, cannot fail, and are made in the thread that they concern. Backends of vendors have no observer.
+/// A backend sees only calls. Core reports to the observer two other facts that decide an order. The reports have no effect on
+/// devices, cannot fail, and come from the thread that they concern. Backends of vendors have no observer.
 pub trait HostObserver: Send + Sync + fmt::Debug {
-    /// Notes that the CPU reads or writes page-locked memory now. An access that takes time is noted at its begin and at its
-    /// end.
+    /// Notes that the CPU reads or writes page-locked memory now. An access that takes time is noted at its beginning
+    /// and at its end.
     fn accessed(&self, ptr: HostPtr, bytes: usize, writes: bool);
 
     /// Notes that every thread may rely on what the calling thread has learned of an event or a stream: that the work before

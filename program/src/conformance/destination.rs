@@ -1,8 +1,8 @@
 //! A file to write after a long run: checked before the run, and touched only after it.
 //!
-//! A whole new file replaces a regular file, or nothing does. The new file has no name while it is written, so that an
+//! A complete new file replaces a regular file, or the old file stays. The new file has no name while it is written, so that an
 //! interrupted run leaves nothing. Only a file that replaces another has a second name, between two calls: no call of Linux
-//! links over an existing file. Any other writable target, such as a pipe or `/dev/stdout`, is written into and otherwise unchanged.
+//! links over an existing file. Any other writable target, such as a pipe or `/dev/stdout`, is written into and stays.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
@@ -127,7 +127,7 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
     }
     // The run was long, and something else may be there now.
     if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "what is there now is no regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the path now holds no regular file"));
     }
     fs::rename(&draft.0, path)
 }

@@ -26,8 +26,8 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
         return Ok(Verdict::Good);
     }
     let limit = MutantOptions::new().case_limit.min(Duration::from_secs(arguments.limit));
-    // Opened once, so that a plugin is probed, and a backend that does not open is reported. In a process of its own, because one that
-    // has used a real device keeps memory of it.
+    // A first open probes a plugin, and reports a backend that does not open. It has a process of its own, because a process that has
+    // used a real device keeps memory of it.
     let tried = Workers::start(choice, limit)?;
     let (identity, devices) = (tried.identity().clone(), tried.about().device_count());
     drop(tried);

@@ -134,7 +134,7 @@ fn mutants_by_construction_run_in_processes_of_their_own() {
         "{object}"
     );
     assert_eq!((&object["equivalent"], object["missed"].as_array().unwrap().len()), (&0.into(), 0), "{object}");
-    // What a driver does not check is kept from it, and a run of nothing proves nothing.
+    // Mutants that need checks are kept from a driver, and a run of no mutant is no success.
     let object = run("destroy-event-neighbor-", 1);
     assert_eq!(
         (&object["generated"], &object["caught"], &object["skipped"]),

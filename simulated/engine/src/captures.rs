@@ -63,8 +63,8 @@ pub fn expect_capture(raw: u64) -> Answer<()> {
 ///
 /// # Errors
 /// 401 if there is no capture, 903 on a stream that joined, 901 if the capture was invalidated, 908 on another thread (unless
-/// relaxed), 904 if a stream that joined was not waited for (CUDA: only if it recorded work). CUDA: 906 as [`begin`]; 903 invalidates the capture; 901, 904 and 908
-/// end it. HIP: 908 takes precedence over 901;
+/// relaxed), 904 if a stream that joined was not waited for (CUDA: only if it recorded work). CUDA: 906 as [`begin`]; 903
+/// invalidates the capture; 901, 904 and 908 end it. HIP: 908 takes precedence over 901;
 /// 903 and 908 change nothing; 901 and 904 delete the graph and leave the streams as they are. After that, an invalidated stream
 /// returns 901 again, or 904 if another capture was begun on it. A stream that was not invalidated returns 904.
 pub fn end(raw: u64) -> Answer<u64> {

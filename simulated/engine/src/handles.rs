@@ -22,7 +22,7 @@ impl Handles {
         self.0.lock().pop().unwrap_or_else(|| new_handles(1))
     }
 
-    /// Takes the handle of an object back that no table contains any more.
+    /// Takes back the handle of an object that no table contains any more.
     pub(crate) fn give_back(&self, raw: u64) {
         self.0.lock().push(raw);
     }

@@ -33,7 +33,7 @@ pub fn overwritten_during_the_copy(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the last copy. To read meanwhile is no mistake.
+/// Waits for the last copy. A read meanwhile is no mistake.
 pub fn overwritten_during_the_copy_corrected(bench: &Bench) -> Result<()> {
     let (stream, block, host, copied) = (bench.stream(0)?, bench.block(0)?, bench.host_block()?, bench.event()?);
     bench.access(host, true);

@@ -145,8 +145,8 @@ fn shares_page(one: &Range<usize>, other: &Range<usize>) -> bool {
     one.start / PAGE <= (other.end - 1) / PAGE && other.start / PAGE <= (one.end - 1) / PAGE
 }
 
-/// Returns the registered ranges, to which the hook of `register` adds. If `takes_pages`, a range takes all that share a page
-/// with it along when it is unregistered.
+/// Returns the registered ranges, to which the hook of `register` adds. If `takes_pages`, the end of a registration also ends
+/// all that share a page with it.
 fn live_registrations(h: &mut Hooks, takes_pages: bool) -> Shared<Vec<Range<usize>>> {
     let live = Shared::<Vec<Range<usize>>>::default();
     let taken = Shared::<HashSet<usize>>::default();
