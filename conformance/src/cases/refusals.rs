@@ -42,7 +42,7 @@ cases! {
 
 const BYTES: usize = 256;
 
-/// What no refused call changes.
+/// The state that no refused call changes.
 struct Before<'b> {
     backend: &'b dyn Backend,
     live: LiveObjects,
