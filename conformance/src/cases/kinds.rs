@@ -29,6 +29,12 @@ cases! {
     elapsed_time_between_streams: ["event.elapsed"] needs [has::event_timing];
     elapsed_time_of_unreached_records: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_of_one_event: ["event.elapsed-invalid"] needs [has::event_timing];
+    events_order_devices_after_their_stream: ["event.outlives-stream", "event.wait-orders"] needs [TWO_DEVICES];
+    events_of_a_thread_are_seen_by_others: ["event.query", "event.synchronize"] needs [has::per_thread_default_stream];
+    new_events_know_no_earlier_record: ["event.query-never-recorded", "event.destroy-pending"];
+    elapsed_time_follows_the_latest_record: ["event.elapsed-invalid", "event.record-moves"] needs [has::event_timing];
+    launches_are_pending_work: ["stream.query", "capture.replay"] needs [has::capture];
+    streams_that_joined_through_others_are_joined_too: ["capture.unjoined", "capture.lost"] needs [has::capture];
     graphs_run_on_each_kind_of_stream: ["capture.replay", "stream.order"] needs [has::capture];
     graphs_keep_what_they_recorded: ["capture.by-value"] needs [has::capture];
     joined_streams_execute_nothing: ["capture.not-executed", "capture.joins"] needs [has::capture];
@@ -740,6 +746,164 @@ fn ending_no_capture_disturbs_no_other(backend: &dyn Backend) -> CaseResult {
         executable.launch(&captured)?;
         captured.synchronize()?;
         check!(block.read()? == [1; BYTES], "a refused end_capture disturbed another capture");
+        Ok(())
+    })
+}
+
+fn events_order_devices_after_their_stream(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let other = 1 - device;
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let waiting = Stream::on(backend, other)?;
+        let block = Block::on(backend, other, BYTES)?;
+        until_conclusive("the work was over before another device waited for it", |load| {
+            let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+            busy.enqueue(&stream, load * 2)?;
+            stream.record(&event)?;
+            let stale = stream.destroy()?;
+            waiting.wait(&event)?;
+            waiting.set(block.all(), 1)?;
+            let is_ahead = waiting.query()?.is_complete();
+            let outstanding = event.is_pending()?;
+            check!(
+                !(is_ahead && outstanding),
+                "a device does not wait for an event whose stream {stale:?} was destroyed"
+            );
+            waiting.synchronize()?;
+            check!(
+                event.query()?.is_complete(),
+                "a device overtook the work before an event whose stream was destroyed"
+            );
+            Ok(Attempt::seen(outstanding))
+        })
+    })
+}
+
+/// The per-thread default stream is another one in each thread, and an event knows on which it was recorded.
+fn events_of_a_thread_are_seen_by_others(backend: &dyn Backend) -> CaseResult {
+    on_each_event(backend, |device, _, event| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let stream = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, device));
+        until_conclusive("the work of a thread was over before another thread asked for it", |load| {
+            busy.enqueue(&stream, load)?;
+            stream.record(event)?;
+            let asked = std::thread::scope(|scope| {
+                let asked = scope.spawn(|| -> Result<(bool, bool)> {
+                    let pending = event.is_pending()?;
+                    event.synchronize()?;
+                    Ok((pending, event.query()?.is_complete()))
+                });
+                asked.join().map_err(|_| Failure::new("a thread panicked"))
+            });
+            let (pending, complete) = asked??;
+            let is_over = stream.query()?.is_complete();
+            stream.synchronize()?;
+            check!(complete && is_over, "a thread does not wait for the record of another thread's default stream");
+            Ok(Attempt::seen(pending))
+        })
+    })
+}
+
+fn new_events_know_no_earlier_record(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let stream = Stream::on(backend, device)?;
+        for kind in EventKind::of(backend, device)? {
+            until_conclusive("the work was over before a new event was asked for", |load| {
+                let old = kind.make(backend, device)?;
+                busy.enqueue(&stream, load)?;
+                stream.record(&old.event)?;
+                drop(old);
+                let new = kind.make(backend, device)?;
+                let complete = new.event.query()?.is_complete();
+                new.event.synchronize()?;
+                let outstanding = stream.is_pending()?;
+                stream.synchronize()?;
+                check!(complete, "an event that was never recorded is pending, as a destroyed one was: {kind:?}");
+                Ok(Attempt::seen(outstanding))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+fn elapsed_time_follows_the_latest_record(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let stream = Stream::on(backend, device)?;
+        let (start, end) = (timed(backend, device)?, timed(backend, device)?);
+        for again in [&start, &end] {
+            until_conclusive("a record was reached before its time was asked for", |load| {
+                stream.record(&start)?;
+                stream.record(&end)?;
+                stream.synchronize()?;
+                // The time is asked for once, and may be kept.
+                backend.event_elapsed_ns(start.id(), end.id())?;
+                busy.enqueue(&stream, load)?;
+                stream.record(again)?;
+                let asked = backend.event_elapsed_ns(start.id(), end.id());
+                let outstanding = again.is_pending()?;
+                stream.synchronize()?;
+                if outstanding {
+                    check_error!(asked, InvalidState, "elapsed time of an event that was recorded again");
+                }
+                Ok(Attempt::seen(outstanding))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// A launch is the last work of its stream. Nothing else of the stream is outstanding while it runs.
+fn launches_are_pending_work(backend: &dyn Backend) -> CaseResult {
+    const COPIES: usize = 8;
+    const LARGE: usize = 8 << 20;
+    on_devices(backend, |device| {
+        let (block, pinned) = (Block::on(backend, device, LARGE)?, Pinned::new(backend, LARGE)?);
+        for kind in StreamKind::of(backend, device)? {
+            let made = kind.make(backend, device)?;
+            let captured = Stream::on(backend, device)?;
+            until_conclusive("a stream is never pending behind a launch", |load| {
+                let capture = Capture::begin(&captured, CaptureMode::ThreadLocal)?;
+                (0..COPIES * load.min(8)).try_for_each(|_| captured.copy(block.all(), pinned.all()))?;
+                let graph = capture.end(&[&block, &pinned])?;
+                let executable = graph.instantiate()?;
+                executable.launch(&made.stream)?;
+                let pending = made.stream.is_pending()?;
+                made.stream.synchronize()?;
+                check!(made.stream.query()?.is_complete(), "{kind:?} is pending after it was synchronized");
+                Ok(Attempt::seen(pending))
+            })
+            .map_err(|failure| failure.with_details(&format!("{kind:?} on device {device}")))?;
+        }
+        Ok(())
+    })
+}
+
+/// The first stream waits for the second, but not for the third, which joined through the second and recorded work.
+fn streams_that_joined_through_others_are_joined_too(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let block = Block::filled_on(backend, device, 2 * BYTES, 0)?;
+        let streams = [Stream::on(backend, device)?, Stream::on(backend, device)?, Stream::on(backend, device)?];
+        let [first, second, third] = &streams;
+        let events = (0..3).map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        let capture = Capture::begin(first, CaptureMode::ThreadLocal)?;
+        first.record(&events[0])?;
+        second.wait(&events[0])?;
+        second.record(&events[1])?;
+        third.wait(&events[1])?;
+        third.set(block.span(0..BYTES), 1)?;
+        second.set(block.span(BYTES..2 * BYTES), 1)?;
+        second.record(&events[2])?;
+        first.wait(&events[2])?;
+        let ended = capture.end(&[&block]).map(drop);
+        check_error!(ended, Capture, "a capture whose third stream was not waited for");
+        for stream in &streams {
+            check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that was lost");
+            stream.set(block.all(), 2)?;
+            stream.synchronize()?;
+        }
+        check!(block.read()? == [2; 2 * BYTES], "a stream does not work after its capture was lost");
         Ok(())
     })
 }

@@ -18,6 +18,9 @@ cases! {
     use_factors_of_every_precision: ["gemm.value", "gemm.beta", "gemm.strided-batch", "plan.value"];
     take_a_factor_of_minus_zero_for_zero: ["gemm.beta-zero", "gemm.alpha-zero", "plan.alpha-zero", "plan.value"];
     are_infinite_beyond_the_range: ["gemm.value", "plan.value"];
+    scale_every_c_of_a_batch_without_terms: ["gemm.alpha-zero", "gemm.beta", "gemm.strided-batch", "plan.alpha-zero"]
+        needs [has::strided_batch];
+    refuse_a_destroyed_stream: ["blas.stream-destroyed"];
     use_one_factor_for_a_whole_batch: ["gemm.strided-batch", "gemm.transpose", "plan.value"] needs [has::strided_batch];
     of_a_fresh_handle_have_equal_bits: ["blas.deterministic"];
     of_plans_have_the_modes_of_their_plan: ["blas.deterministic", "plan.value"] needs [has::lt_plans, has::gemm_f32];
@@ -201,6 +204,50 @@ fn use_one_factor_for_a_whole_batch(backend: &dyn Backend) -> CaseResult {
                 }
             }
         }
+        Ok(())
+    })
+}
+
+fn scale_every_c_of_a_batch_without_terms(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            let batch = StridedBatch { count: 3, stride_a: 0, stride_b: 0, stride_c: 8 * 16 };
+            for (k, alpha) in [(0, 2.0), (8, 0.0)] {
+                for beta in [0.0, 0.5, 1.0, -2.0] {
+                    bench.prove(&Product::new(types.shape(8, 16, k).with_batch(batch), 21).with_scale(alpha, beta))?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn refuse_a_destroyed_stream(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        let Some(&types) = bench.types().first() else { return Ok(()) };
+        let product = Product::new(types.shape(8, 8, 8), 22);
+        let placed = product.place_on(bench.backend, bench.device)?;
+        let before = placed.c.read()?;
+        let stream = Stream::on(bench.backend, bench.device)?;
+        let mut handle = Handle::new(bench.backend, bench.kind, &stream)?;
+        let plan = match bench.kind {
+            BlasKind::Lt => {
+                let options = PlanOptions::new(product.shape, Epilogue::None, 0);
+                Some(handle.raw_mut().create_plan(&options)?)
+            }
+            _ => None,
+        };
+        stream.destroy()?;
+        // They may take the place of the destroyed stream.
+        let _others =
+            (0..4).map(|_| Stream::on(bench.backend, bench.device)).collect::<highwater_hal::Result<Vec<_>>>()?;
+        let run = match plan {
+            Some(plan) => handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None),
+            None => placed.gemm(&product, &mut handle),
+        };
+        check_error!(run, InvalidHandle, "a product on a stream that was destroyed");
+        bench.backend.synchronize_device(bench.device)?;
+        check!(placed.c.read()? == before, "a product on a stream that was destroyed was executed on another stream");
         Ok(())
     })
 }

@@ -550,6 +550,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///
     /// - `blas.stream-bound`: products run in the order of the bound stream.
     /// - `blas.unbound`: until a stream is bound, products and runs of plans return `InvalidState`, and nothing is enqueued.
+    ///   A product without elements may succeed.
     /// - `blas.stream-device`: a stream of another device returns `WrongDevice`.
     /// - `blas.stream-destroyed`: once the bound stream is destroyed, products and runs of plans return `InvalidHandle`, and
     ///   nothing is enqueued. Those enqueued before are still executed.
