@@ -59,7 +59,7 @@ pub use pool::{
     HostMemoryOptions, HugePages, PoolKey,
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
-pub use sharing::{SharingStatistics, Ticket};
+pub use sharing::{SharingStatistics, Ticket, TicketBatch};
 pub use stream::{Scope, Stream};
 
 /// The example of the README, compiled with the other doc tests.

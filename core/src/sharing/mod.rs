@@ -25,6 +25,7 @@
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
 //! belongs to the exporter, and the vendor defines what remains of it.
 
+mod batch;
 mod counts;
 mod exporter;
 mod importer;
@@ -34,6 +35,7 @@ mod open_count;
 mod origin;
 mod segment;
 mod service;
+mod spread;
 mod system;
 mod ticket;
 
@@ -45,9 +47,10 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+pub use batch::TicketBatch;
 pub use ticket::Ticket;
 
-pub(crate) use importer::Import;
+pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
 
@@ -379,7 +382,20 @@ impl Sharing {
         Ok(block)
     }
 
-    pub(crate) fn open(&self, ticket: &Ticket, device: u32) -> Result<Arc<Import>> {
+    pub(crate) fn open(&self, wanted: Wanted<'_>) -> Result<Arc<Import>> {
+        self.check_boot(wanted.ticket)?;
+        self.importer.open(wanted, &self.mapper())
+    }
+
+    /// Opens allocations of other runtimes, each once. If one cannot be opened, none is.
+    pub(crate) fn open_all(&self, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+        for (at, wanted) in wanted.iter().enumerate() {
+            self.check_boot(wanted.ticket).map_err(|error| (at, error))?;
+        }
+        self.importer.open_all(wanted, &self.mapper())
+    }
+
+    fn check_boot(&self, ticket: &Ticket) -> Result<()> {
         // A process without `/proc` does not know its boot id.
         let knows = |boot: [u8; 16]| boot != [0; 16];
         if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
@@ -390,7 +406,7 @@ impl Sharing {
             )
             .with_hint("request a new ticket from a process that runs on this machine"));
         }
-        self.importer.open(ticket, device, &self.mapper())
+        Ok(())
     }
 
     /// Releases an import once its streams have passed their completion events.
