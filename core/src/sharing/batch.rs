@@ -343,8 +343,8 @@ impl serde::Serialize for TicketBatch {
     }
 }
 
-/// Checks the bytes as [`TicketBatch::from_bytes`] does. Accepts text, bytes and a sequence of bytes in every format, because some
-/// formats turn one into another.
+/// Checks the bytes as [`TicketBatch::from_bytes`] does. Accepts text, bytes and a sequence of bytes, whatever the format says of
+/// itself: a value that was buffered, as in an untagged enum, may say that people read it.
 #[cfg(feature = "serde")]
 impl<'de> serde::Deserialize<'de> for TicketBatch {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -385,5 +385,300 @@ impl<'de> serde::de::Visitor<'de> for Reader {
             bytes.push(byte);
         }
         self.visit_bytes(&bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_hal::Transport;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BYTES: u64 = 4096;
+
+    fn allocation(serial: u64) -> Ticket {
+        Ticket {
+            transport: Transport::Descriptor,
+            boot: [1; 16],
+            incarnation: [2; 16],
+            device_uuid: [3; 16],
+            pid: 4,
+            index: 5,
+            serial,
+            number: 7,
+            allocation_bytes: BYTES,
+            offset: 0,
+            length: BYTES,
+        }
+    }
+
+    /// Slices, each of an allocation by its serial number.
+    fn batch(slices: &[(u64, u64, u64)]) -> TicketBatch {
+        let mut batch = BatchBuilder::new(slices.len());
+        for (serial, offset, length) in slices {
+            let number = batch.allocation(allocation(*serial)).unwrap();
+            batch.slice(number, *offset, *length);
+        }
+        batch.end()
+    }
+
+    fn small() -> TicketBatch {
+        batch(&[(8, 0, 16), (9, 16, 4080), (8, 8, 16), (8, 0, 16), (9, BYTES, 0)])
+    }
+
+    /// The bytes after a change, with a checksum that fits them.
+    fn forged(batch: &TicketBatch, change: impl FnOnce(&mut Vec<u8>)) -> Result<TicketBatch> {
+        let mut bytes = batch.to_bytes();
+        bytes.truncate(bytes.len() - SUM);
+        change(&mut bytes);
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        TicketBatch::from_bytes(&bytes)
+    }
+
+    #[track_caller]
+    fn is_refused(read: Result<TicketBatch>, why: &str) {
+        let error = read.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.message().contains(why) && !error.hint().is_empty(), "{error}");
+    }
+
+    #[test]
+    fn bytes_and_text_bring_it_back() {
+        for batch in [batch(&[]), small()] {
+            assert_eq!(TicketBatch::from_bytes(&batch.to_bytes()).unwrap(), batch);
+            assert_eq!(batch.to_string().parse::<TicketBatch>().unwrap(), batch);
+            assert_eq!(batch.to_string().to_uppercase().parse::<TicketBatch>().unwrap(), batch);
+        }
+    }
+
+    #[test]
+    fn the_bytes_stay_as_they_are() {
+        let bytes = batch(&[(8, 16, 32)]).to_bytes();
+        let mut expected = b"HWTB\x01\0\x01\0\0\0\0\0\x01\0\0\0\x01\0\0\0".to_vec();
+        expected.extend([0; 12]);
+        expected.extend([1, 0, 0, 0]);
+        expected.extend([[1; 16], [2; 16], [3; 16]].concat());
+        expected.extend([4, 0, 0, 0, 5, 0, 0, 0]);
+        expected.extend([8, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0]);
+        expected.extend([0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 32, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(bytes[..bytes.len() - SUM], expected);
+        assert_eq!(bytes[bytes.len() - SUM..], crc32fast::hash(&expected).to_le_bytes());
+    }
+
+    #[test]
+    fn it_has_the_bytes_that_the_docs_state() {
+        let slices: Vec<_> = (0..19_500).map(|slice| (slice % 40, 0, 16)).collect();
+        let batch = batch(&slices);
+        assert_eq!((batch.len(), batch.allocations()), (19_500, 40));
+        assert_eq!(batch.to_bytes().len(), 393_396);
+        assert_eq!(19_500 * batch.ticket(0).unwrap().to_bytes().len(), 2_652_000);
+    }
+
+    #[test]
+    fn each_slice_has_a_ticket() {
+        let batch = small();
+        let ticket = batch.ticket(1).unwrap();
+        assert_eq!((ticket.offset, ticket.length, ticket.serial), (16, 4080, 9));
+        assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
+        assert_eq!(batch.ticket(5), None);
+    }
+
+    #[test]
+    fn a_later_share_of_an_allocation_counts() {
+        let mut batch = BatchBuilder::new(0);
+        for number in [7, 9, 8] {
+            assert_eq!(batch.allocation(Ticket { number, ..allocation(1) }).unwrap(), 0);
+        }
+        assert_eq!(batch.end().allocations[0].number, 9);
+    }
+
+    #[test]
+    fn every_cut_and_every_altered_bit_is_refused() {
+        let bytes = small().to_bytes();
+        for length in 0..bytes.len() {
+            assert!(TicketBatch::from_bytes(&bytes[..length]).is_err(), "{length}");
+        }
+        for bit in 0..bytes.len() * 8 {
+            let mut altered = bytes.clone();
+            altered[bit / 8] ^= 1 << (bit % 8);
+            assert!(TicketBatch::from_bytes(&altered).is_err(), "bit {bit}");
+        }
+        assert!(TicketBatch::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
+    }
+
+    #[test]
+    fn wrong_fields_are_refused_even_with_a_good_checksum() {
+        let slice = |place: usize| HEADER + 2 * ALLOCATION + place * SLICE;
+        let with = |at: usize, field: &[u8]| {
+            let field = field.to_vec();
+            forged(&small(), move |bytes| bytes[at..at + field.len()].copy_from_slice(&field))
+        };
+        is_refused(with(12, &u32::MAX.to_le_bytes()), "at most 65536 allocations, not 4294967295");
+        is_refused(with(16, &u32::MAX.to_le_bytes()), "at most 1048576 slices, not 4294967295");
+        is_refused(with(12, &3_u32.to_le_bytes()), "bytes, not");
+        is_refused(with(16, &4_u32.to_le_bytes()), "bytes, not");
+        (RESERVED..HEADER).for_each(|at| is_refused(with(at, &[1]), "format 1"));
+        is_refused(with(4, &[0]), "format 0");
+        is_refused(with(6, &[0]), "format 1");
+        is_refused(with(HEADER, &[3]), "allocation 0 of the batch has the transport 3");
+        is_refused(with(HEADER + ALLOCATION + 60, &8_u64.to_le_bytes()), "names allocation 1 twice");
+        is_refused(
+            with(slice(2), &2_u32.to_le_bytes()),
+            "slice 2 of the batch is in allocation 2, and the batch has 2",
+        );
+        is_refused(with(slice(0), &1_u32.to_le_bytes()), "slice 0 of the batch is in allocation 1, before any in 0");
+        is_refused(with(slice(3) + 4, &(BYTES - 15).to_le_bytes()), "slice 3 of the batch has 16 bytes at 4081");
+        is_refused(with(slice(3) + 4, &u64::MAX.to_le_bytes()), "slice 3");
+        is_refused(with(slice(3) + 12, &(BYTES + 1).to_le_bytes()), "slice 3 of the batch has 4097 bytes at 0");
+        let unused = forged(&batch(&[(8, 0, 1), (9, 0, 1)]), |bytes| {
+            bytes.truncate(bytes.len() - SLICE);
+            bytes[16] = 1;
+        });
+        is_refused(unused, "no slice of the batch is in allocation 1");
+        // A later format that this version can read, by its own word.
+        assert_eq!(with(4, &[2]).unwrap(), small());
+    }
+
+    #[test]
+    fn a_newer_batch_names_what_it_needs() {
+        let mut bytes = small().to_bytes();
+        bytes[4..8].copy_from_slice(&[9, 0, 8, 0]);
+        let error = TicketBatch::from_bytes(&bytes).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.message().contains("format 9") && error.message().contains("format 8"), "{error}");
+    }
+
+    #[test]
+    fn more_allocations_than_the_maximum_are_refused() {
+        let mut batch = BatchBuilder::new(0);
+        for serial in 0..TicketBatch::MAX_ALLOCATIONS as u64 {
+            batch.allocation(allocation(serial)).unwrap();
+        }
+        assert!(batch.allocation(allocation(1)).is_ok(), "a known one");
+        let error = batch.allocation(allocation(1 << 40)).unwrap_err();
+        assert!(error.message().contains("at most 65536 allocations"), "{error}");
+    }
+
+    #[cfg(feature = "serde")]
+    mod serde {
+        use ::serde::Deserialize;
+        use ::serde::de::IntoDeserializer;
+        use ::serde::de::value::{BytesDeserializer, Error as ValueError, SeqDeserializer};
+
+        use super::*;
+
+        #[test]
+        fn a_text_format_has_the_text() {
+            let json = serde_json::to_string(&small()).unwrap();
+            assert_eq!(json, format!("\"{}\"", small()));
+            assert_eq!(serde_json::from_str::<TicketBatch>(&json).unwrap(), small());
+            assert_eq!(serde_json::from_reader::<_, TicketBatch>(json.as_bytes()).unwrap(), small());
+            let value = serde_json::to_value(small()).unwrap();
+            assert_eq!(serde_json::from_value::<TicketBatch>(value).unwrap(), small());
+            let error = serde_json::from_str::<TicketBatch>(&json.replacen("48", "49", 1)).unwrap_err();
+            assert!(error.to_string().contains("HWTB"), "{error}");
+            assert!(serde_json::from_str::<TicketBatch>(&json[..json.len() / 2]).is_err());
+            assert!(serde_json::from_str::<TicketBatch>("17").is_err());
+        }
+
+        #[test]
+        fn formats_that_describe_themselves_and_formats_that_do_not_have_the_bytes() {
+            let pair = || (small(), 5_u8, batch(&[]));
+            // Not self-describing: a length and the bytes.
+            let posted = postcard::to_stdvec(&pair()).unwrap();
+            assert_eq!(postcard::from_bytes::<(TicketBatch, u8, TicketBatch)>(&posted).unwrap(), pair());
+            assert!(posted.len() < small().to_bytes().len() + batch(&[]).to_bytes().len() + 8);
+            // Self-describing.
+            let packed = rmp_serde::to_vec(&pair()).unwrap();
+            assert_eq!(rmp_serde::from_slice::<(TicketBatch, u8, TicketBatch)>(&packed).unwrap(), pair());
+            assert_eq!(rmp_serde::from_read::<_, (TicketBatch, u8, TicketBatch)>(&packed[..]).unwrap(), pair());
+            assert!(packed.len() < small().to_bytes().len() + batch(&[]).to_bytes().len() + 12);
+            for cut in 0..posted.len() {
+                assert!(postcard::from_bytes::<(TicketBatch, u8, TicketBatch)>(&posted[..cut]).is_err(), "{cut}");
+            }
+            for cut in 0..packed.len() {
+                assert!(rmp_serde::from_slice::<(TicketBatch, u8, TicketBatch)>(&packed[..cut]).is_err(), "{cut}");
+            }
+            for bit in 8..(small().to_bytes().len() + 2) * 8 {
+                let mut altered = posted.clone();
+                altered[bit / 8] ^= 1 << (bit % 8);
+                assert!(postcard::from_bytes::<(TicketBatch, u8, TicketBatch)>(&altered).is_err(), "bit {bit}");
+            }
+        }
+
+        #[test]
+        fn bytes_and_sequences_are_read_where_a_format_makes_them_of_text() {
+            let bytes = small().to_bytes();
+            let read = BytesDeserializer::<ValueError>::new(&bytes);
+            assert_eq!(TicketBatch::deserialize(read).unwrap(), small());
+            let read = SeqDeserializer::<_, ValueError>::new(bytes.iter().copied());
+            assert_eq!(TicketBatch::deserialize(read).unwrap(), small());
+            let text = small().to_string();
+            let read: ::serde::de::value::StrDeserializer<'_, ValueError> = text.as_str().into_deserializer();
+            assert_eq!(TicketBatch::deserialize(read).unwrap(), small());
+        }
+
+        #[test]
+        fn a_sequence_without_an_end_is_refused_at_the_maximum() {
+            let read = SeqDeserializer::<_, ValueError>::new(std::iter::repeat(0_u8));
+            let error = TicketBatch::deserialize(read).unwrap_err();
+            assert!(error.to_string().contains("at most 26476580 bytes"), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_batch_comes_back(slices in vec((0_u64..6, 0..=BYTES, 0..=BYTES), 0..80)) {
+            let slices: Vec<_> = slices.into_iter().map(|(at, from, to)| (at, from.min(to), from.abs_diff(to))).collect();
+            let batch = batch(&slices);
+            prop_assert_eq!(batch.len(), slices.len());
+            for (place, (serial, offset, length)) in slices.iter().enumerate() {
+                let ticket = batch.ticket(place).unwrap();
+                prop_assert_eq!((ticket.serial, ticket.offset, ticket.length), (*serial, *offset, *length));
+            }
+            prop_assert_eq!(TicketBatch::from_bytes(&batch.to_bytes()).unwrap(), batch);
+        }
+
+        #[test]
+        fn garbage_never_panics_and_is_never_a_batch(mut bytes in vec(any::<u8>(), 0..600), head: bool) {
+            if head && bytes.len() >= 12 {
+                bytes[..12].copy_from_slice(b"HWTB\x01\0\x01\0\0\0\0\0");
+            }
+            prop_assert!(TicketBatch::from_bytes(&bytes).is_err());
+        }
+
+        /// What is read in spite of changes has no other bytes, so nothing of it was overlooked.
+        #[test]
+        fn changes_with_a_good_checksum_are_refused_or_meant(changes in vec((any::<usize>(), any::<u8>()), 1..4), cut in 0..30_usize) {
+            let mut changed = Vec::new();
+            let read = forged(&small(), |bytes| {
+                for (at, value) in changes {
+                    let at = at % bytes.len();
+                    bytes[at] = value;
+                }
+                bytes.truncate(bytes.len() - cut.saturating_sub(20));
+                changed = bytes.clone();
+            });
+            if let Ok(batch) = read {
+                let mut bytes = batch.to_bytes();
+                // The version of a format that a newer library wrote.
+                bytes[4..6].copy_from_slice(&changed[4..6]);
+                bytes.truncate(bytes.len() - SUM);
+                if changed[4..6] == [1, 0] {
+                    prop_assert_eq!(bytes, changed);
+                }
+                for slice in &batch.slices {
+                    let bytes = batch.allocations[slice.allocation as usize].allocation_bytes;
+                    prop_assert!(slice.offset <= bytes && slice.length <= bytes - slice.offset);
+                }
+            }
+        }
+
+        #[test]
+        fn text_never_panics(text in ".{0,300}") {
+            prop_assert!(text.parse::<TicketBatch>().is_err());
+        }
     }
 }

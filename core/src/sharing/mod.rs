@@ -10,6 +10,9 @@
 //!    processes map the table. Later opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
+//!
+//!    [`Runtime::share_all`](crate::Runtime::share_all) makes one message of many ranges, a [`TicketBatch`]. Its importer
+//!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
 //!    close it, and a forked child may keep it open.
@@ -113,15 +116,15 @@ pub struct SharingStatistics {
     pub lost_peers: u64,
     /// Exporters that ended while this runtime was connected to them.
     pub lost_exporters: u64,
-    /// Buffers of other processes that are open.
+    /// Opens of allocations of other processes that buffers hold: one for each ticket, and one for each allocation of a batch.
     pub imports: u64,
     /// Allocations of other processes that are mapped, open or kept for the next open.
     pub mappings: u64,
     /// Bytes of those.
     pub mapped_bytes: u64,
-    /// Buffers of other processes opened so far.
+    /// Opens of allocations of other processes so far: one for each ticket, and one for each allocation of a batch.
     pub opens: u64,
-    /// Of those, buffers opened with an existing mapping.
+    /// Of those, opens with an existing mapping.
     pub kept_opens: u64,
 }
 
