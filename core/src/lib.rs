@@ -4,7 +4,7 @@
 //!   method's contract is a list of clauses with ids; the conformance suite proves them by name.
 //! - The safe owning types that programs use: [`Runtime`], [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`],
 //!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`].
-//! - [`Ticket`]: device memory shared between processes.
+//! - [`Ticket`], [`TicketBatch`]: device memory shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
 //!

@@ -34,6 +34,29 @@ const OPERATION: &str = "ticket_batch";
 /// [`Runtime::open_shared_all`](crate::Runtime::open_shared_all) opens it. Like a [`Ticket`], it is plain bytes and keeps nothing
 /// alive.
 ///
+/// ```
+/// use highwater_core::{DeviceBuffer, Result, Runtime, TicketBatch};
+///
+/// /// In the process that has the weights: one allocation for each layer, with many tensors in it.
+/// fn send(runtime: &Runtime, layers: &[DeviceBuffer<f32>]) -> Result<Vec<u8>> {
+///     let tensors = layers.iter().flat_map(|layer| (0..10).map(|at| layer.slice(at * 100..at * 100 + 100)));
+///     let batch = runtime.share_all(&tensors.collect::<Result<Vec<_>>>()?)?;
+///     Ok(batch.to_bytes())
+/// }
+///
+/// /// In any other process: all tensors, in the same order.
+/// fn receive(runtime: &Runtime, bytes: &[u8]) -> Result<Vec<DeviceBuffer<f32>>> {
+///     runtime.open_shared_all(&TicketBatch::from_bytes(bytes)?)
+/// }
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtimes = [(); 2].map(|()| Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap());
+/// # let device = runtimes[0].device(0)?;
+/// # let layers = [device.allocate_shared(1000)?, device.allocate_shared(1000)?];
+/// # let tensors = receive(&runtimes[1], &send(&runtimes[0], &layers)?)?;
+/// # assert_eq!((tensors.len(), tensors[19].len()), (20, 100));
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+///
 /// A batch names each allocation once, and each slice by its place in an allocation. So it has 20 bytes for a slice and 84 for an
 /// allocation, where a ticket has 136 for both: 19,500 slices of 40 allocations are 393,396 bytes instead of 2,652,000.
 ///

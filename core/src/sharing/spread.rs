@@ -40,7 +40,7 @@ pub(super) fn spread<I: Send, O: Send>(items: Vec<I>, work: impl Fn(I) -> O + Sy
     };
     std::thread::scope(|scope| {
         for _ in 1..MOST_THREADS.min(rest.len()) {
-            let helper = std::thread::Builder::new().name("highwater-share".to_owned());
+            let helper = std::thread::Builder::new().name("highwater-spread".to_owned());
             // Without another thread, this one does everything.
             if helper.spawn_scoped(scope, help).is_err() {
                 break;

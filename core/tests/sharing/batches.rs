@@ -483,8 +483,8 @@ fn exporters_killed_in_the_middle_of_a_batch_leave_nothing_open() {
 #[test]
 fn threads_that_open_the_same_allocations_in_other_orders_do_not_wait_for_each_other_for_ever() {
     let (first, second, importer) = (Exporter::new(), Exporter::new(), Exporter::new());
-    let buffers: Vec<_> = (0..60).map(|value| if value % 2 == 0 { &first } else { &second }.make(10, value)).collect();
-    let side = |at: usize| if at % 2 == 0 { &first } else { &second };
+    let side = |at: usize| [&first, &second][at % 2];
+    let buffers: Vec<_> = (0..60).map(|value| side(value as usize).make(10, value)).collect();
     // Batches of one exporter, and of both by sharing imports on.
     let on = first.runtime.open_shared::<u32>(&buffers[1].share().unwrap()).unwrap();
     let mixed = first.runtime.share_all(&whole([&buffers[58], &on, &buffers[0], &buffers[2]])).unwrap();

@@ -81,6 +81,9 @@ struct Allocation {
     shared: bool,
 }
 
+/// A range of an allocation, by its place in the model.
+type Part = (usize, Range<usize>);
+
 struct Import {
     importer: usize,
     allocation: usize,
@@ -114,7 +117,7 @@ struct Model {
     /// Never taken out, so that indices stay.
     allocations: Vec<Allocation>,
     tickets: Vec<(usize, Range<usize>, Ticket)>,
-    batches: Vec<(Vec<(usize, Range<usize>)>, TicketBatch)>,
+    batches: Vec<(Vec<Part>, TicketBatch)>,
     imports: Vec<Import>,
     last_open: u64,
     squatters: Vec<(DeviceBuffer<u32>, u32)>,
@@ -163,7 +166,7 @@ impl Model {
     }
 
     /// A part of an original: quarters of it, or all of it.
-    fn part(&self, which: usize, from: usize, to: usize) -> Option<(usize, Range<usize>)> {
+    fn part(&self, which: usize, from: usize, to: usize) -> Option<Part> {
         let at = self.original(which)?;
         let len = self.allocations[at].values.len();
         Some((at, if from < to { from * len / 4..to * len / 4 } else { 0..len }))
@@ -237,9 +240,8 @@ impl Model {
             Operation::ShareAll { ref slices } => {
                 let parts = slices.iter().filter_map(|(buffer, from, to)| self.part(*buffer, *from, *to));
                 let parts: Vec<_> = parts.collect();
-                let slice = |(at, range): &(usize, Range<usize>)| {
-                    self.allocations[*at].original.as_ref().unwrap().slice(range.clone()).unwrap()
-                };
+                let slice =
+                    |(at, range): &Part| self.allocations[*at].original.as_ref().unwrap().slice(range.clone()).unwrap();
                 let batch = self.exporter.runtime.share_all(&parts.iter().map(slice).collect::<Vec<_>>()).unwrap();
                 assert_eq!(TicketBatch::from_bytes(&batch.to_bytes()).unwrap(), batch);
                 parts.iter().for_each(|(at, _)| self.allocations[*at].shared = true);
@@ -360,7 +362,7 @@ impl Model {
     }
 
     /// Opens a batch: all of it, or nothing if an allocation of it is gone.
-    fn open_all(&mut self, importer: usize, parts: &[(usize, Range<usize>)], batch: &TicketBatch) {
+    fn open_all(&mut self, importer: usize, parts: &[Part], batch: &TicketBatch) {
         let opened = self.importers[importer].side.runtime.open_shared_all::<u32>(batch);
         let allocations: BTreeSet<_> = parts.iter().map(|(at, _)| *at).collect();
         let alive: Vec<_> = allocations.iter().filter(|at| self.allocations[**at].original.is_some()).collect();

@@ -85,7 +85,7 @@ fn measure(bench: &Bench<'_>, (name, transport): (&str, Transport)) -> highwater
         times.iter_mut().zip(batch.into_iter().chain(tickets)).for_each(|(times, time)| times.push(time));
     }
     let is_real = bench.backend.identity().real_device;
-    let bar = |row| match row {
+    let bar = |row: &str| match row {
         "batch" => Bar::AtMost(if is_real { 20.0 } else { 10.0 }),
         "ticket_next_open" => Bar::AtMost(1000.0),
         _ => Bar::None,
