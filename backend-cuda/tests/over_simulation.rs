@@ -346,7 +346,7 @@ fn an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver() 
     let output = other.args(["--exact", TEST, "--test-threads=1"]).env(BATCHES, batches).output().unwrap();
     let said = [output.stdout, output.stderr].concat();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
-    drop((first, second, stream));
+    drop((first, second, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
