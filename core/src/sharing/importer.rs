@@ -28,7 +28,7 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 const OPERATION: &str = "open_shared";
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
-pub(crate) const AT_ONCE: usize = 16;
+pub(crate) const AT_ONCE: usize = 32;
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -69,6 +69,8 @@ pub(crate) struct Importer {
     to_unmap: Mutex<Vec<Arc<Import>>>,
     /// Imports that the backend has refused to unmap. The service does not retry them on its own.
     refused: Mutex<Vec<Arc<Import>>>,
+    /// True if the last mappings took long.
+    slow: AtomicBool,
     pub(crate) opens: AtomicU64,
     pub(crate) kept_opens: AtomicU64,
     pub(crate) live: AtomicU64,
@@ -926,7 +928,7 @@ impl Importer {
                 (first.at, self.map(first, granted, &link, mapper, patience))
             };
             let mut failure = None;
-            for (at, mapped) in spread(batch, map) {
+            for (at, mapped) in spread(batch, &self.slow, map) {
                 match mapped {
                     Ok(counted) => opened[at] = Some(counted),
                     Err(error) => drop(failure.get_or_insert((at, error))),

@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -45,6 +45,8 @@ pub(super) struct Service {
     closed_until: Option<std::time::Instant>,
     /// Time of the last search for connections to drop.
     looked: std::time::Instant,
+    /// True if the last exports took long.
+    slow: AtomicBool,
 }
 
 /// A request of an importer for an allocation.
@@ -68,7 +70,7 @@ enum Source {
 impl Service {
     pub(super) fn new(sharing: Arc<Sharing>) -> Self {
         let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
-        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now() }
+        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now(), slow: AtomicBool::new(false) }
     }
 
     pub(super) fn run(mut self) {
@@ -322,7 +324,7 @@ impl Service {
             (request, granted)
         };
         let granted: Vec<_> = requests.into_iter().map(grant).collect();
-        let exported = spread(granted, |(request, granted)| {
+        let exported = spread(granted, &self.slow, |(request, granted)| {
             let exported = granted.map(|grant| {
                 let handle = self.sharing.export(&grant);
                 // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the
