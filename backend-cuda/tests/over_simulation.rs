@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, DeviceMemoryOptions,
-    Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill,
-    PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, Runtime, RuntimeOptions, Stream, StreamId,
-    StreamOptions, Ticket, Transport,
+    DeviceSlice, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy,
+    MemoryFill, PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, Runtime, RuntimeOptions, Stream, StreamId,
+    StreamOptions, Ticket, TicketBatch, Transport,
 };
 use highwater_simulated_harness::isolated;
 
@@ -265,6 +265,91 @@ fn memory_is_shared_between_runtimes_of_two_processes_by_each_transport() {
     }
     assert!(transports.contains(&Transport::Legacy), "{transports:?}");
     drop((stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// Returns the calls of the driver so far. `None` over a real driver.
+fn driver_calls() -> Option<u64> {
+    // SAFETY: The driver is loaded, and the call only finds it again. The symbol of the simulated driver has this type.
+    unsafe {
+        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        assert!(!library.is_null(), "the driver is not loaded");
+        let symbol = libc::dlsym(library, c"highwater_simulated_calls".as_ptr());
+        if symbol.is_null() {
+            let is_simulated = !libc::dlsym(library, c"highwater_simulated_blas".as_ptr()).is_null();
+            assert!(!is_simulated, "the simulated driver does not count its calls");
+            return None;
+        }
+        let calls: extern "C" fn() -> u64 = std::mem::transmute(symbol);
+        Some(calls())
+    }
+}
+
+/// A batch has slices of both transports. The other process opens each allocation once, by its first slice, and every other open
+/// calls no function of the driver.
+#[test]
+fn an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver() {
+    const TEST: &str = "an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver";
+    const BATCHES: &str = "HIGHWATER_TEST_BATCHES";
+    const SLICES: usize = 50;
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(batches) = std::env::var(BATCHES) {
+        // Fresh allocations each: one slice of each allocation, and many slices of each.
+        let [few, many] = [0, 1].map(|at| batches.split(',').nth(at).unwrap().parse::<TicketBatch>().unwrap());
+        let open_first = |batch: &TicketBatch| {
+            let before = driver_calls();
+            let opened = runtime.open_shared_all::<f32>(batch).unwrap();
+            assert_eq!(opened.len(), batch.len());
+            (opened, driver_calls().zip(before).map(|(after, before)| after - before))
+        };
+        // The first open of the process brings the sharing up.
+        let (opened, calls_of_few) = open_first(&few);
+        drop(opened);
+        let (opened, calls_of_many) = open_first(&many);
+        assert_eq!(runtime.statistics().sharing.mappings, 2 * few.allocations() as u64);
+        assert!(calls_of_few.is_none_or(|calls| calls > 0), "first opens are not counted");
+        assert_eq!(calls_of_few, calls_of_many, "calls for each slice, and not for each allocation");
+        let before = driver_calls();
+        for _ in 0..2 {
+            let again = runtime.open_shared_all::<f32>(&many).unwrap();
+            assert_eq!((again.len(), again[7].ptr()), (many.len(), opened[7].ptr()));
+            let tickets = (0..many.len()).map(|slice| many.ticket(slice).unwrap());
+            let single: Vec<_> = tickets.map(|ticket| runtime.open_shared::<f32>(&ticket).unwrap()).collect();
+            assert_eq!(single[7].ptr(), opened[7].ptr());
+        }
+        assert_eq!(driver_calls(), before, "an open or a drop of mapped memory calls the driver");
+        for (slice, opened) in opened.iter().enumerate() {
+            assert_eq!(stream.download(opened).unwrap(), vec![(slice / SLICES) as f32; 10]);
+        }
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    let transports = [Transport::Legacy, Transport::Descriptor, Transport::Descriptor, Transport::Legacy];
+    let supported = device.capabilities().ipc_transports;
+    let allocate = |(value, transport): (usize, Transport)| {
+        let buffer = device.allocate_shared_by::<f32>(1000, transport).unwrap();
+        stream.fill(&buffer, value as f32).unwrap();
+        buffer
+    };
+    let transports = transports.into_iter().filter(|transport| supported.contains(*transport));
+    let transports: Vec<_> = transports.enumerate().collect();
+    let make = || transports.iter().copied().map(allocate).collect::<Vec<_>>();
+    let (first, second) = (make(), make());
+    let few: Vec<_> = first.iter().map(DeviceSlice::from).collect();
+    let slices = |buffer| (0..SLICES).map(move |at| DeviceBuffer::slice(buffer, at * 20..at * 20 + 10).unwrap());
+    let many: Vec<_> = second.iter().flat_map(slices).collect();
+    // Nothing is left to be waited for.
+    stream.synchronize().unwrap();
+    let batches = [few, many].map(|slices| runtime.share_all(&slices).unwrap().to_string()).join(",");
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    let output = other.args(["--exact", TEST, "--test-threads=1"]).env(BATCHES, batches).output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    drop((first, second, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 

@@ -135,6 +135,15 @@ impl DeviceBlock {
         self.services_address == Arc::as_ptr(&stream.services).addr()
     }
 
+    /// Refuses a block of another runtime.
+    pub(crate) fn check_runtime(&self, operation: &'static str, services: &Arc<Services>) -> Result<()> {
+        if self.services_address == Arc::as_ptr(services).addr() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, operation, "the buffer belongs to another runtime")
+            .with_hint("call the runtime that the buffer was made by"))
+    }
+
     /// Returns whether the stream was noted last.
     #[inline(always)]
     pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {

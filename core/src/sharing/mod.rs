@@ -10,6 +10,9 @@
 //!    processes map the table. Later opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
+//!
+//!    [`Runtime::share_all`](crate::Runtime::share_all) makes one message of many ranges, a [`TicketBatch`]. Its importer
+//!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
 //!    close it, and a forked child may keep it open.
@@ -25,6 +28,7 @@
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
 //! belongs to the exporter, and the vendor defines what remains of it.
 
+mod batch;
 mod counts;
 mod exporter;
 mod importer;
@@ -34,6 +38,7 @@ mod open_count;
 mod origin;
 mod segment;
 mod service;
+mod spread;
 mod system;
 mod ticket;
 
@@ -45,9 +50,10 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+pub use batch::TicketBatch;
 pub use ticket::Ticket;
 
-pub(crate) use importer::Import;
+pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
 
@@ -110,15 +116,15 @@ pub struct SharingStatistics {
     pub lost_peers: u64,
     /// Exporters that ended while this runtime was connected to them.
     pub lost_exporters: u64,
-    /// Buffers of other processes that are open.
+    /// Opens of allocations of other processes that buffers hold: one for each ticket, and one for each allocation of a batch.
     pub imports: u64,
     /// Allocations of other processes that are mapped, open or kept for the next open.
     pub mappings: u64,
     /// Bytes of those.
     pub mapped_bytes: u64,
-    /// Buffers of other processes opened so far.
+    /// Opens of allocations of other processes so far: one for each ticket, and one for each allocation of a batch.
     pub opens: u64,
-    /// Of those, buffers opened with an existing mapping.
+    /// Of those, opens with an existing mapping.
     pub kept_opens: u64,
 }
 
@@ -379,7 +385,20 @@ impl Sharing {
         Ok(block)
     }
 
-    pub(crate) fn open(&self, ticket: &Ticket, device: u32) -> Result<Arc<Import>> {
+    pub(crate) fn open(&self, wanted: Wanted<'_>) -> Result<Arc<Import>> {
+        self.check_boot(wanted.ticket)?;
+        self.importer.open(wanted, &self.mapper())
+    }
+
+    /// Opens allocations of other runtimes, each once. If one cannot be opened, none is.
+    pub(crate) fn open_all(&self, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+        for (at, wanted) in wanted.iter().enumerate() {
+            self.check_boot(wanted.ticket).map_err(|error| (at, error))?;
+        }
+        self.importer.open_all(wanted, &self.mapper())
+    }
+
+    fn check_boot(&self, ticket: &Ticket) -> Result<()> {
         // A process without `/proc` does not know its boot id.
         let knows = |boot: [u8; 16]| boot != [0; 16];
         if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
@@ -390,7 +409,7 @@ impl Sharing {
             )
             .with_hint("request a new ticket from a process that runs on this machine"));
         }
-        self.importer.open(ticket, device, &self.mapper())
+        Ok(())
     }
 
     /// Releases an import once its streams have passed their completion events.

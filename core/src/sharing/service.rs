@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -14,9 +14,10 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use super::Sharing;
-use super::exporter::Peer;
-use super::importer::Link;
+use super::exporter::{Grant, Peer};
+use super::importer::{AT_ONCE, Link};
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::spread::spread;
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -44,6 +45,16 @@ pub(super) struct Service {
     closed_until: Option<std::time::Instant>,
     /// Time of the last search for connections to drop.
     looked: std::time::Instant,
+    /// True if the last exports took long.
+    slow: AtomicBool,
+}
+
+/// A request of an importer for an allocation.
+struct Request {
+    question: u32,
+    key: ExportKey,
+    wants_counts: bool,
+    wants_ready: bool,
 }
 
 /// A source that woke the service.
@@ -59,7 +70,7 @@ enum Source {
 impl Service {
     pub(super) fn new(sharing: Arc<Sharing>) -> Self {
         let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
-        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now() }
+        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now(), slow: AtomicBool::new(false) }
     }
 
     pub(super) fn run(mut self) {
@@ -223,43 +234,68 @@ impl Service {
     /// Answers the requests of an importer.
     fn answer(&self, peer: &Peer) {
         let mut buffer = [0_u8; LONGEST + 1];
+        // Requests that are read and not yet answered. A batch has many.
+        let mut requests = Vec::new();
         for _ in 0..QUESTIONS_AT_ONCE {
             let (bytes, descriptors) = match receive(peer.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(bytes, descriptors)) => (bytes, descriptors),
-                Ok(Received::Nothing) => return,
+                Ok(Received::Nothing) => break,
                 Ok(Received::Cut { descriptors }) => {
                     let error = if descriptors {
                         os_error("share", "descriptor in the exporter", Errno::MFILE)
                     } else {
                         Error::new(ErrorKind::InvalidArgument, "share", "the message is too long")
                     };
-                    refuse(&peer.socket, 0, &error);
-                    return self.disconnect(peer);
+                    return self.turn_away(peer, &error);
                 }
+                // Nothing is granted for the requests.
                 Ok(Received::End) | Err(_) => return self.disconnect(peer),
             };
-            let has_greeted = peer.line.get().is_some();
             let said = match Message::decode(&buffer[..bytes]) {
-                Some(Message::Hello { version, oldest }) if !has_greeted => {
-                    self.welcome(peer, version, oldest, descriptors)
+                Some(Message::Open { question, key, wants_counts, wants_ready }) if peer.line.get().is_some() => {
+                    requests.push(Request { question, key, wants_counts, wants_ready });
+                    if requests.len() < AT_ONCE { Ok(()) } else { self.open(peer, std::mem::take(&mut requests)) }
                 }
-                Some(Message::Open { question, key, wants_counts, wants_ready }) if has_greeted => {
-                    self.open(peer, question, key, [wants_counts, wants_ready])
-                }
-                Some(Message::Abandon { key }) if has_greeted => {
-                    let freed = self.sharing.exporter.take_back(peer.id, key);
-                    self.sharing.free(freed.into_iter().collect());
-                    Ok(())
-                }
-                // The flags are checked after all events of this round.
-                Some(Message::Ring) if has_greeted => Ok(()),
-                _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
+                // In the order of the messages: an allocation is abandoned after it was granted.
+                other => self
+                    .open(peer, std::mem::take(&mut requests))
+                    .and_then(|()| self.answer_other(peer, other, descriptors)),
             };
             if let Err(error) = said {
-                refuse(&peer.socket, 0, &error);
-                return self.disconnect(peer);
+                return self.turn_away(peer, &error);
             }
         }
+        if let Err(error) = self.open(peer, requests) {
+            self.turn_away(peer, &error);
+        }
+    }
+
+    /// Gives an importer the reason and drops its connection.
+    fn turn_away(&self, peer: &Peer, error: &Error) {
+        refuse(&peer.socket, 0, error);
+        self.disconnect(peer);
+    }
+
+    /// Answers a message that is not a request for an allocation.
+    fn answer_other(&self, peer: &Peer, message: Option<Message>, descriptors: Vec<OwnedFd>) -> Result<()> {
+        let has_greeted = peer.line.get().is_some();
+        match message {
+            Some(Message::Hello { version, oldest }) if !has_greeted => {
+                self.welcome(peer, version, oldest, descriptors)
+            }
+            Some(Message::Abandon { key }) if has_greeted => {
+                self.take_back(peer, key);
+                Ok(())
+            }
+            // The flags are checked after all events of this round.
+            Some(Message::Ring) if has_greeted => Ok(()),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
+        }
+    }
+
+    fn take_back(&self, peer: &Peer, key: ExportKey) {
+        let freed = self.sharing.exporter.take_back(peer.id, key);
+        self.sharing.free(freed.into_iter().collect());
     }
 
     fn welcome(&self, peer: &Peer, version: u16, oldest: u16, descriptors: Vec<OwnedFd>) -> Result<()> {
@@ -281,39 +317,52 @@ impl Service {
         say(peer, &welcome, &[])
     }
 
-    /// Opens an allocation for an importer. Fails only if the importer cannot be reached.
-    fn open(&self, peer: &Peer, question: u32, key: ExportKey, [wants_counts, wants_ready]: [bool; 2]) -> Result<()> {
-        let grant = match self.sharing.exporter.grant(peer.id, key) {
-            Ok(grant) => grant,
-            Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
+    /// Opens allocations for an importer, and answers in the order of its requests. Fails only if the importer cannot be reached.
+    fn open(&self, peer: &Peer, requests: Vec<Request>) -> Result<()> {
+        let grant = |request: Request| {
+            let granted = self.sharing.exporter.grant(peer.id, request.key);
+            (request, granted)
         };
-        let exported = self.sharing.export(&grant);
-        // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the buffer
-        // after an open is its last owner.
-        drop(grant.block);
-        let take_back = || {
-            let freed = self.sharing.exporter.take_back(peer.id, key);
-            self.sharing.free(freed.into_iter().collect());
-        };
-        let handle = match exported {
-            Ok(handle) => handle,
-            Err(error) => {
-                take_back();
-                return say(peer, &Message::refusal(question, &error), &[]);
-            }
-        };
-        let opened = Opened {
-            transport: handle.transport,
-            device_uuid: handle.device_uuid,
-            bytes: grant.bytes,
-            payload: handle.payload,
-            with_descriptor: handle.descriptor.is_some(),
-        };
-        let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
-        let counts = wants_counts.then(|| grant.counts.as_fd());
-        let ready = wants_ready.then(|| grant.ready.as_fd());
-        let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
-        say(peer, &Message::Opened { question, opened }, &descriptors).inspect_err(|_| take_back())
+        let granted: Vec<_> = requests.into_iter().map(grant).collect();
+        let exported = spread(granted, &self.slow, |(request, granted)| {
+            let exported = granted.map(|grant| {
+                let handle = self.sharing.export(&grant);
+                // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the
+                // buffer after an open is its last owner.
+                let Grant { block, bytes, counts, ready, .. } = grant;
+                drop(block);
+                (handle, bytes, counts, ready)
+            });
+            (request, exported)
+        });
+        let mut said = Ok(());
+        for (Request { question, key, wants_counts, wants_ready }, exported) in exported {
+            let answered = match exported {
+                Err(error) => said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[])),
+                Ok((Err(error), ..)) => {
+                    self.take_back(peer, key);
+                    said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[]))
+                }
+                Ok((Ok(handle), bytes, counts, ready)) => {
+                    let opened = Opened {
+                        transport: handle.transport,
+                        device_uuid: handle.device_uuid,
+                        bytes,
+                        payload: handle.payload,
+                        with_descriptor: handle.descriptor.is_some(),
+                    };
+                    let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
+                    let counts = wants_counts.then(|| counts.as_fd());
+                    let ready = wants_ready.then(|| ready.as_fd());
+                    let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
+                    said.clone()
+                        .and_then(|()| say(peer, &Message::Opened { question, opened }, &descriptors))
+                        .inspect_err(|_| self.take_back(peer, key))
+                }
+            };
+            said = said.and(answered);
+        }
+        said
     }
 }
 

@@ -95,15 +95,9 @@ impl Ticket {
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
         bytes.extend(0_u32.to_le_bytes());
-        bytes.extend((self.transport as u32).to_le_bytes());
-        bytes.extend(self.boot);
-        bytes.extend(self.incarnation);
-        bytes.extend(self.device_uuid);
-        bytes.extend(self.pid.to_le_bytes());
-        bytes.extend(self.index.to_le_bytes());
-        for number in [self.serial, self.number, self.allocation_bytes, self.offset, self.length] {
-            bytes.extend(number.to_le_bytes());
-        }
+        self.put_share(&mut bytes);
+        bytes.extend(self.offset.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
         bytes.resize(CHECKED, 0);
         bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
         bytes
@@ -152,29 +146,64 @@ impl Ticket {
         if version < oldest || oldest == 0 || (version == VERSION && reserved.iter().any(|&byte| byte != 0)) {
             return Err(invalid(format!("the ticket is not of format {version}, which it names")));
         }
-        let transport = fields.u32().ok_or_else(cut)?;
-        let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
-            .into_iter()
-            .find(|known| *known as u32 == transport)
-            .ok_or_else(|| invalid(format!("the ticket has the unknown transport {transport}")))?;
-        let ticket = Self {
-            transport,
-            boot: fields.array().ok_or_else(cut)?,
-            incarnation: fields.array().ok_or_else(cut)?,
-            device_uuid: fields.array().ok_or_else(cut)?,
-            pid: fields.u32().ok_or_else(cut)?,
-            index: fields.u32().ok_or_else(cut)?,
-            serial: fields.u64().ok_or_else(cut)?,
-            number: fields.u64().ok_or_else(cut)?,
-            allocation_bytes: fields.u64().ok_or_else(cut)?,
-            offset: fields.u64().ok_or_else(cut)?,
-            length: fields.u64().ok_or_else(cut)?,
-        };
-        if ticket.offset.checked_add(ticket.length).is_none_or(|end| end > ticket.allocation_bytes) {
+        let mut ticket = Self::take_share(&mut fields).ok_or_else(cut)?.map_err(|transport| {
+            invalid(format!("the ticket has the transport {transport}, and this library knows 0 to 2"))
+        })?;
+        ticket.offset = fields.u64().ok_or_else(cut)?;
+        ticket.length = fields.u64().ok_or_else(cut)?;
+        if !is_inside(ticket.offset, ticket.length, ticket.allocation_bytes) {
             return Err(invalid("the ticket's range is not inside its allocation".to_owned()));
         }
         Ok(ticket)
     }
+
+    /// Appends the fields at 12 to 95 of the format: the allocation and the share, without the range.
+    pub(super) fn put_share(&self, bytes: &mut Vec<u8>) {
+        bytes.extend((self.transport as u32).to_le_bytes());
+        bytes.extend(self.boot);
+        bytes.extend(self.incarnation);
+        bytes.extend(self.device_uuid);
+        bytes.extend(self.pid.to_le_bytes());
+        bytes.extend(self.index.to_le_bytes());
+        for number in [self.serial, self.number, self.allocation_bytes] {
+            bytes.extend(number.to_le_bytes());
+        }
+    }
+
+    /// Takes the fields of [`Ticket::put_share`]. The range is the whole allocation. `None` if bytes are missing; the inner error
+    /// is a transport that this version does not know.
+    pub(super) fn take_share(fields: &mut Fields<'_>) -> Option<std::result::Result<Self, u32>> {
+        let transport = fields.u32()?;
+        let known = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+        let known = known.into_iter().find(|known| *known as u32 == transport);
+        let (boot, incarnation, device_uuid) = (fields.array()?, fields.array()?, fields.array()?);
+        let (pid, index) = (fields.u32()?, fields.u32()?);
+        let (serial, number, allocation_bytes) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        let ticket = known.map(|transport| Self {
+            transport,
+            boot,
+            incarnation,
+            device_uuid,
+            pid,
+            index,
+            serial,
+            number,
+            allocation_bytes,
+            offset: 0,
+            length: allocation_bytes,
+        });
+        Some(ticket.ok_or(transport))
+    }
+
+    /// Returns the ticket of a range of the allocation.
+    pub(super) fn of_range(&self, offset: u64, length: u64) -> Self {
+        Self { offset, length, ..self.clone() }
+    }
+}
+
+/// Returns whether a range lies inside an allocation.
+pub(super) fn is_inside(offset: u64, length: u64, allocation_bytes: u64) -> bool {
+    offset.checked_add(length).is_some_and(|end| end <= allocation_bytes)
 }
 
 /// Returns the error for a ticket that describes an allocation differently from its exporter.
@@ -208,9 +237,32 @@ impl Fields<'_> {
     }
 }
 
+/// Returns the bytes as pairs of hexadecimal digits.
+pub(super) fn to_digits(bytes: &[u8]) -> String {
+    let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        text.push(digit(byte >> 4));
+        text.push(digit(byte & 15));
+    }
+    text
+}
+
+/// Returns the bytes of pairs of hexadecimal digits. `None` for any other text.
+pub(super) fn from_digits(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| match byte {
+        b'0'..=b'9' => Some(byte - b'0'),
+        b'a'..=b'f' => Some(byte - b'a' + 10),
+        b'A'..=b'F' => Some(byte - b'A' + 10),
+        _ => None,
+    };
+    let (pairs, []) = text.trim().as_bytes().as_chunks::<2>() else { return None };
+    pairs.iter().map(|[high, low]| Some(digit(*high)? << 4 | digit(*low)?)).collect()
+}
+
 impl fmt::Display for Ticket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&to_digits(&self.to_bytes()))
     }
 }
 
@@ -218,13 +270,7 @@ impl FromStr for Ticket {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let digit = |byte: u8| char::from(byte).to_digit(16);
-        let pair = |pair: &[u8]| match pair {
-            [high, low] => u8::try_from(digit(*high)? * 16 + digit(*low)?).ok(),
-            _ => None,
-        };
-        let bytes: Option<Vec<u8>> = text.trim().as_bytes().chunks(2).map(pair).collect();
-        let bytes = bytes.ok_or_else(|| {
+        let bytes = from_digits(text).ok_or_else(|| {
             Error::new(
                 ErrorKind::InvalidArgument,
                 "ticket",

@@ -122,7 +122,8 @@ pub(crate) fn obey() {
     let Ok(mock) = std::env::var(PEER) else { return };
     let options = MockOptions::parse(&mock).unwrap();
     let runtime = Runtime::new(MockGpu::open(options).unwrap()).unwrap();
-    let mut peer = Obedient { stream: None, runtime, buffers: HashMap::new(), children: Vec::new() };
+    let mut peer =
+        Obedient { stream: None, runtime, buffers: HashMap::new(), batches: HashMap::new(), children: Vec::new() };
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
         if words == ["quit"] {
@@ -134,6 +135,7 @@ pub(crate) fn obey() {
     }
     peer.children.iter_mut().for_each(|child| drop(child.kill()));
     peer.buffers.clear();
+    peer.batches.clear();
     peer.stream = None;
     let live = peer.runtime.close().unwrap();
     assert_eq!(live.total(), 0, "{live:?}");
@@ -190,6 +192,7 @@ struct Obedient {
     runtime: Runtime,
     stream: Option<Stream>,
     buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
+    batches: HashMap<String, Vec<DeviceBuffer<u32>>>,
     children: Vec<Child>,
 }
 
@@ -213,6 +216,25 @@ impl Obedient {
                 let len = buffer.len();
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);
                 Ok(len.to_string())
+            }
+            ["open-batch", name, batch] => {
+                let buffers = self.runtime.open_shared_all::<u32>(&batch.parse()?)?;
+                let len = buffers.len();
+                self.batches.insert(name.to_owned(), buffers);
+                Ok(len.to_string())
+            }
+            ["drop-batch", name] => Ok(self.batches.remove(name).is_some().to_string()),
+            ["make-batch", name, count, len, value] => {
+                let device = self.runtime.device(0)?;
+                let make = |_| device.allocate_shared::<u32>(len.parse().unwrap());
+                let buffers = (0..count.parse().unwrap()).map(make).collect::<highwater_core::Result<Vec<_>>>()?;
+                for buffer in &buffers {
+                    self.stream()?.fill(buffer, value.parse::<u32>().unwrap())?;
+                }
+                let slices: Vec<_> = buffers.iter().map(highwater_core::DeviceSlice::from).collect();
+                let batch = self.runtime.share_all(&slices)?.to_string();
+                self.batches.insert(name.to_owned(), buffers);
+                Ok(batch)
             }
             ["make", name, len, value] => {
                 let buffer = self.runtime.device(0)?.allocate_shared::<u32>(len.parse().unwrap())?;

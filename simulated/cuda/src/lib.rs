@@ -37,6 +37,12 @@ pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
     blas::table()
 }
 
+/// Returns the number of calls of the driver's functions so far. No driver of NVIDIA has this symbol.
+#[unsafe(no_mangle)]
+pub extern "C" fn highwater_simulated_calls() -> u64 {
+    border::calls()
+}
+
 export! {
     /// Handles may be any numbers.
     call -> u32;
