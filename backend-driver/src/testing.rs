@@ -68,6 +68,7 @@ const COMMON: Quirks = Quirks {
     event_flags: EventFlags { plain: 2, timing: 0, interprocess: 6 },
     host_flags: HostFlags { default: 3, write_combined: 7 },
     register_flags: 3,
+    register_read_only_flag: 8,
     ipc_open_flag: 1,
     ipc_open_hint: Some("see the same devices"),
     pool_release_threshold: 4,
@@ -736,6 +737,7 @@ impl Fake {
         (can.capture, can.stream_ordered_memory, can.shareable_memory) = (true, true, true);
         (can.interprocess_events, can.event_timing, can.stream_priority, can.peer_copy) = (true, true, true, true);
         (can.host_register, can.write_combined, can.foreign_objects) = (true, true, true);
+        can.host_register_read_only = true;
         (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
         (can.mapped_memory, can.mapped_memory_granularity) = (true, GRANULARITY);
         can.ipc_transports =

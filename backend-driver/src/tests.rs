@@ -103,7 +103,7 @@ fn the_options_of_the_contract_have_no_other_fields() {
     assert_eq!(shown(&AllocateOptions::new(1)), "AllocateOptions { bytes: 1, kind: Plain }");
     assert_eq!(shown(&EventOptions::new()), "EventOptions { timing: false, interprocess: false }");
     assert_eq!(shown(&StreamOptions::new()), "StreamOptions { priority: Normal }");
-    assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default }");
+    assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default, read_only: false }");
     assert_eq!(shown(&BlasOptions::new(BlasKind::Blas)), "BlasOptions { kind: Blas }");
     let memory = "PhysicalMemoryOptions { bytes: 1, shareable: None, rdma: false }";
     assert_eq!(shown(&PhysicalMemoryOptions::new(1)), memory);

@@ -166,6 +166,7 @@ extern "C" {
 #define HW_CAN_FOREIGN_OBJECTS (UINT64_C(1) << 21)
 #define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
 #define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
+#define HW_CAN_HOST_REGISTER_READ_ONLY (UINT64_C(1) << 24)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -413,6 +414,10 @@ typedef struct hw_host_options {
     uint32_t kind;
     /* Zero. */
     uint32_t reserved;
+    /* 1 if `host_register` gets memory that the CPU may only read; else 0. `host_allocate` ignores it. */
+    uint32_t read_only;
+    /* Zero. */
+    uint32_t reserved_2;
 } hw_host_options;
 
 /* One side of a copy. */
@@ -747,7 +752,9 @@ struct hw_table {
     /* Page-locks memory that other code allocated.
      *  - host.register-copies: inside one registration, copies work as with allocated memory, from its first byte to its
      *    last; a copy that crosses into an adjacent registration need not work.
-     *  - host.register-overlap: a range that overlaps a registered one returns HW_ERROR_INVALID_ARGUMENT. */
+     *  - host.register-overlap: a range that overlaps a registered one returns HW_ERROR_INVALID_ARGUMENT.
+     *  - host.register-read-only: with `read_only`, the range need not be writable; copies from it work as from other
+     *    registered memory, and another mapping of the same pages stays the same memory. */
     int32_t (*host_register)(hw_backend *backend, void *ptr, uint64_t bytes, const hw_host_options *options, hw_error *error);
     /* Undoes `host_register`.
      *  - host.unregister-unknown: an address that was not passed to `host_register` returns HW_ERROR_INVALID_POINTER. */

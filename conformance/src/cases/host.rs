@@ -3,7 +3,7 @@
 use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
-use crate::device::{Block, Pages, Pinned, Registered, Stream};
+use crate::device::{Block, Pages, Pinned, Registered, RegisteredFile, Stream};
 use crate::random::Random;
 
 cases! {
@@ -19,6 +19,7 @@ cases! {
     registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [has::host_register];
     registered_memory_is_copied_up_to_its_ends: ["host.register-copies"] needs [has::host_register];
     registered_memory_does_not_overlap: ["host.register-overlap"] needs [has::host_register];
+    read_only_memory_is_registered: ["host.register-read-only"] needs [has::host_register, has::host_register_read_only];
     unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [has::host_register];
 }
 
@@ -195,6 +196,24 @@ fn registered_memory_does_not_overlap(backend: &dyn Backend) -> CaseResult {
     check_error!(tail, InvalidArgument, "register of the second half of registered memory");
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
     travels(backend, registered.all(), &content)
+}
+
+/// Copies from registered memory that the CPU may only read, before and after the file behind it was written.
+fn read_only_memory_is_registered(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 18;
+    let before = backend.live_objects();
+    let content = Random::new(10).bytes(BYTES);
+    let registered = RegisteredFile::new(backend, &content)?;
+    travels(backend, registered.all(), &content)?;
+    let part = BYTES - 5000..BYTES;
+    travels(backend, registered.span(part.clone()), &content[part])?;
+    // A copy of the pages, made by the registration, would keep the old bytes.
+    let content = Random::new(11).bytes(BYTES);
+    registered.write(&content);
+    travels(backend, registered.all(), &content)?;
+    drop(registered);
+    check_eq!(backend.live_objects(), before, "live objects after unregister");
+    Ok(())
 }
 
 fn unknown_memory_is_not_unregistered(backend: &dyn Backend) -> CaseResult {

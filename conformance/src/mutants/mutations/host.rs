@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr};
 
 use super::super::hooks::Hooks;
-use super::super::reference::{Way, forgiven, is, renamed};
+use super::super::reference::{Way, forgiven, is, renamed, wrong};
 use super::super::state::Shared;
 
 mutants! {
@@ -72,6 +72,17 @@ mutants! {
             if inside && is(&registered, ErrorKind::InvalidArgument) { Ok(()) } else { registered }
         });
     };
+
+    in "host.register-read-only":
+    "read-only-memory-refused": "Refuses to register memory that the CPU may only read." =>
+        |h| h.host.register(|host, ptr, bytes, options| match options.read_only {
+            true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+            false => host.register(ptr, bytes, options),
+        });
+    "read-only-memory-forgotten": "Registers only the first page of memory that the CPU may only read." =>
+        |h| h.host.register(|host, ptr, bytes, options| {
+            host.register(ptr, if options.read_only { bytes.min(4096) } else { bytes }, options)
+        });
 
     in "host.unregister-unknown":
     "anything-unregistered": "Unregisters memory that was never registered." =>
