@@ -31,7 +31,8 @@ mod growth_tests;
 mod handles;
 mod handoff;
 pub(crate) mod host;
-mod host_memory;
+pub(crate) mod host_files;
+pub(crate) mod host_memory;
 mod host_options;
 #[cfg(test)]
 mod host_tests;
@@ -72,3 +73,4 @@ pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};
 pub(crate) use nodes::Nodes;
+pub(crate) use ranges::PAGE;

@@ -1,5 +1,7 @@
 //! [`Runtime::open_shared`]: buffers of other processes.
 
+use super::exporter::Memory;
+use super::ticket::not_given_out;
 use super::{Imported, Ticket};
 use crate::buffer::DeviceBuffer;
 use crate::capture::thread::{in_capture, refuse_in_capture};
@@ -16,7 +18,8 @@ impl Runtime {
     ///
     /// # Errors
     /// - `Expired`: the exporter has ended or has freed the buffer, or the ticket is from another boot or machine.
-    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`.
+    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`, or the ticket names
+    ///   page-locked memory.
     /// - `DeviceMissing`: the ticket's device is not visible to this process.
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device does not support the ticket's transport.
@@ -30,20 +33,11 @@ impl Runtime {
         let inner = &self.inner;
         inner.check(OPERATION)?;
         refuse_in_capture(OPERATION)?;
-        let size = size_of::<T>() as u64;
-        if size == 0 || !ticket.offset.is_multiple_of(size) || !ticket.length.is_multiple_of(size) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                OPERATION,
-                format!(
-                    "{} bytes at offset {} are not a whole number of {}-byte values",
-                    ticket.length, ticket.offset, size
-                ),
-            )
-            .with_hint("open the ticket with the type that was shared"));
+        let range = ticket.values::<T>(OPERATION)?;
+        if ticket.is_pinned {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the ticket names page-locked memory")
+                .with_hint("open it with `Runtime::open_pinned`"));
         }
-        let start = usize::try_from(ticket.offset / size).unwrap_or(usize::MAX);
-        let range = start..start.saturating_add(usize::try_from(ticket.length / size).unwrap_or(usize::MAX));
         let uuid = ticket.device_uuid();
         let device = inner.devices.iter().find(|device| device.info.uuid == uuid).ok_or_else(|| {
             Error::new(
@@ -59,7 +53,10 @@ impl Runtime {
         })?;
         let sharing = inner.sharing("open_shared")?;
         if sharing.is_own(ticket) {
-            return Ok(DeviceBuffer::part(self.clone(), sharing.original(ticket)?, range));
+            return match sharing.original(ticket)? {
+                Memory::Device(block) => Ok(DeviceBuffer::part(self.clone(), block, range)),
+                Memory::Pinned(_) => Err(not_given_out("its allocation is page-locked memory")),
+            };
         }
         if !device.capabilities.ipc_transports.contains(ticket.transport) {
             return Err(Error::lacks(OPERATION, "ipc_transports"));

@@ -10,14 +10,16 @@ const MAGIC: [u8; 4] = *b"HWTK";
 const VERSION: u16 = 1;
 /// Oldest version of the format that a reader must know to use this ticket.
 const OLDEST_READER: u16 = 1;
-/// Features that a reader must support beyond the version, one bit each. None is defined yet.
-const KNOWN_FEATURES: u32 = 0;
+/// The feature that the ticket names page-locked memory.
+const PINNED: u32 = 1 << 4;
+/// Features that a reader must support beyond the version, one bit each.
+const KNOWN_FEATURES: u32 = PINNED;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
 /// Offset of the bytes that are 0.
 const RESERVED: usize = 112;
 
-/// Names a range of a shared buffer. It is plain bytes: send it through a pipe, a file, an argument or a queue.
+/// Names a range of a shared buffer, of device memory or of page-locked memory. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
 /// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
 /// keeps nothing alive. The processes must have the same user, the same running system, and the same network namespace, in
@@ -31,11 +33,11 @@ const RESERVED: usize = 112;
 /// | 0 | 4 | `HWTK` |
 /// | 4 | 2 | version of the format, 1 |
 /// | 6 | 2 | oldest version that a reader must know, 1 |
-/// | 8 | 4 | features that a reader must support, one bit each, 0 |
+/// | 8 | 4 | features that a reader must support, one bit each: 16 page-locked memory |
 /// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
-/// | 48 | 16 | UUID of the device |
+/// | 48 | 16 | UUID of the device; 0 for page-locked memory |
 /// | 64 | 4 | process id of the exporter, as the exporter sees it |
 /// | 68 | 4 | index of the allocation in the exporter |
 /// | 72 | 8 | generation of the allocation: never used twice by one exporter |
@@ -50,6 +52,8 @@ const RESERVED: usize = 112;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
+    /// True for page-locked memory, false for device memory.
+    pub(crate) is_pinned: bool,
     pub(crate) boot: [u8; 16],
     pub(crate) incarnation: [u8; 16],
     pub(crate) device_uuid: [u8; 16],
@@ -75,7 +79,14 @@ impl Ticket {
         self.transport
     }
 
-    /// Returns the UUID of the memory's device.
+    /// Returns whether the ticket names page-locked memory, which [`Runtime::open_pinned`](crate::Runtime::open_pinned) opens.
+    /// Otherwise it names device memory.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
+    }
+
+    /// Returns the UUID of the memory's device; zeros for page-locked memory.
     #[must_use]
     pub fn device_uuid(&self) -> [u8; 16] {
         self.device_uuid
@@ -87,6 +98,27 @@ impl Ticket {
         self.pid
     }
 
+    /// Returns the ticket of a range of bytes of the allocation.
+    pub(crate) fn part(mut self, offset: u64, length: u64) -> Self {
+        (self.offset, self.length) = (offset, length);
+        self
+    }
+
+    /// Returns the values of the range, counted from the start of the allocation.
+    pub(crate) fn values<T>(&self, operation: &'static str) -> Result<std::ops::Range<usize>> {
+        let size = size_of::<T>() as u64;
+        if size == 0 || !self.offset.is_multiple_of(size) || !self.length.is_multiple_of(size) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                operation,
+                format!("{} bytes at offset {} are not a whole number of {size}-byte values", self.length, self.offset),
+            )
+            .with_hint("open the ticket with the type that was shared"));
+        }
+        let start = usize::try_from(self.offset / size).unwrap_or(usize::MAX);
+        Ok(start..start.saturating_add(usize::try_from(self.length / size).unwrap_or(usize::MAX)))
+    }
+
     /// Returns the ticket in the format above.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -94,7 +126,8 @@ impl Ticket {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
-        bytes.extend(0_u32.to_le_bytes());
+        let features = if self.is_pinned { PINNED } else { 0 };
+        bytes.extend(features.to_le_bytes());
         bytes.extend((self.transport as u32).to_le_bytes());
         bytes.extend(self.boot);
         bytes.extend(self.incarnation);
@@ -159,6 +192,7 @@ impl Ticket {
             .ok_or_else(|| invalid(format!("the ticket has the unknown transport {transport}")))?;
         let ticket = Self {
             transport,
+            is_pinned: features & PINNED != 0,
             boot: fields.array().ok_or_else(cut)?,
             incarnation: fields.array().ok_or_else(cut)?,
             device_uuid: fields.array().ok_or_else(cut)?,
@@ -261,6 +295,7 @@ mod tests {
     fn ticket() -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],
@@ -280,6 +315,9 @@ mod tests {
         assert_eq!(ticket.to_bytes().len(), BYTES);
         assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
         assert_eq!(ticket.to_string().parse::<Ticket>().unwrap(), ticket);
+        let pinned = Ticket { is_pinned: true, device_uuid: [0; 16], ..ticket };
+        assert_eq!(Ticket::from_bytes(&pinned.to_bytes()).unwrap(), pinned);
+        assert!(pinned.is_pinned());
     }
 
     #[cfg(feature = "serde")]

@@ -1,6 +1,7 @@
 //! `highwater bench`: parts of the library, row by row, with bars.
 //!
 //! - `timing`, `memory`: page-locked memory: the rows of time, and those of memory and of whole passes
+//! - `shared`: page-locked memory that several processes have
 //! - `device`: the device memory of streams
 //! - `handles`: the pool of BLAS handles. `first_handle` has the processes that measure the first handles.
 //! - `rounds`: runs loops in turn, in threads of their own.
@@ -16,6 +17,7 @@ mod numpy;
 mod peer;
 mod report;
 mod rounds;
+mod shared;
 mod timing;
 mod trace;
 
@@ -61,7 +63,9 @@ impl Part {
 
     fn families(self, bench: &Bench<'_>) -> Vec<Family> {
         match self {
-            Self::Host => timing::families(bench).into_iter().chain(memory::families()).collect(),
+            Self::Host => {
+                timing::families(bench).into_iter().chain(memory::families()).chain(shared::families()).collect()
+            }
             Self::Device => device::families(bench),
             Self::Handles => handles::families(bench),
         }
