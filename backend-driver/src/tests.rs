@@ -5,7 +5,7 @@ use super::testing::{Fake, GRANULARITY, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
-    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, MathMode, MemoryHandle,
+    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, HostPtr, MathMode, MemoryHandle,
     PhysicalMemoryOptions, Result, StreamId, StreamOptions, StridedBatch, Transport, Workspace,
 };
 
@@ -354,6 +354,20 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
     // SAFETY: As above.
     unsafe { host.free(block) }.unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn memory_that_the_cpu_may_only_read_is_registered_with_the_vendors_flag() {
+    let fake = Fake::new();
+    let host = fake.backend.host_allocator();
+    let mut bytes = [0_u8; 64];
+    let ptr = HostPtr::new(std::ptr::NonNull::from(&mut bytes).cast());
+    for read_only in [false, true] {
+        let options = HostOptions::new().with_read_only(read_only);
+        // SAFETY: The bytes live until they are unregistered, and the fake uses nothing.
+        unsafe { host.register(ptr, 64, &options).and_then(|()| host.unregister(ptr)) }.unwrap();
+    }
+    assert_eq!(fake.register_flags(), [3, 3 | 8]);
 }
 
 #[test]

@@ -8,10 +8,11 @@ use crate::buffer::{check_range, size_in_bytes};
 use crate::device::Device;
 use crate::pinned::{PinnedSlice, PinnedSliceMut, device_address_of};
 use crate::pool::block::OwnedBlock;
+use crate::pool::file_access::FileAccess;
 use crate::pool::pinned::PinnedPool;
 use crate::runtime::Runtime;
 use crate::sharing::Ticket;
-use crate::sharing::pinned::{Access, MadeHere, PinnedOrigin, open};
+use crate::sharing::pinned::{MadeHere, PinnedOrigin, open};
 use highwater_hal::{DevicePtr, Element, Error, ErrorKind, HostPtr, Result};
 
 impl Runtime {
@@ -191,7 +192,7 @@ impl<T: Element> SharedPinnedBuffer<T> {
     /// Returns whether values may still be written: the buffer was not shared, or was shared as writable.
     #[must_use]
     pub fn is_writable(&self) -> bool {
-        matches!(self.origin.access(), Access::Private | Access::Writable)
+        matches!(self.origin.access(), FileAccess::Private | FileAccess::Writable)
     }
 
     fn check_writable(&self) -> Result<()> {
@@ -204,7 +205,7 @@ impl<T: Element> SharedPinnedBuffer<T> {
 
     fn check_private(&self) -> Result<()> {
         self.check_writable()?;
-        if self.origin.access() == Access::Private {
+        if self.origin.access() == FileAccess::Private {
             return Ok(());
         }
         let message = "the buffer was shared as writable, and other processes may access the values";

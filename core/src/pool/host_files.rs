@@ -8,6 +8,7 @@
 //! No lock is held during a call of the backend.
 
 use std::collections::{BTreeMap, HashMap};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -15,24 +16,29 @@ use parking_lot::Mutex;
 
 use super::block::{Block, KeptBlock, OwnedBlock};
 use super::completion_events::CompletionEvent;
+use super::file_access::FileAccess;
 use super::host_memory::FileMemory;
-use super::pinned::PinnedPool;
 use crate::capture::thread::in_capture;
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
-use crate::sharing::pinned::Access;
 use highwater_hal::{Error, ErrorKind, HostAllocator, HostPtr, Result};
+
+/// The pool whose options hold for the files of other processes.
+pub(crate) trait MapsFiles: Send + Sync {
+    /// Maps and registers a file that another process made.
+    fn map_file(&self, file: BorrowedFd<'_>, bytes: usize, read_only: bool) -> Result<FileMemory>;
+}
 
 /// The files that a runtime has mapped.
 pub(crate) struct HostFiles {
     services: Arc<Services>,
     allocator: Arc<dyn HostAllocator>,
     /// The pool whose options hold for the files of other processes.
-    pool: OnceLock<Weak<PinnedPool>>,
+    pool: OnceLock<Weak<dyn MapsFiles>>,
     /// The block of each mapping that is in use, by address.
     live: Mutex<BTreeMap<usize, Weak<Block>>>,
     /// Mappings of files that other processes made, by address.
-    opened: Mutex<HashMap<usize, (FileMemory, Access)>>,
+    opened: Mutex<HashMap<usize, (FileMemory, FileAccess)>>,
     opened_bytes: AtomicU64,
     /// Mappings of files that this runtime made, as far as they are not released: number and bytes.
     made: AtomicU64,
@@ -91,14 +97,20 @@ impl HostFiles {
     }
 
     /// Sets the pool, once.
-    pub(super) fn set_pool(&self, pool: &Arc<PinnedPool>) {
-        let _ = self.pool.set(Arc::downgrade(pool));
+    pub(super) fn set_pool(&self, pool: Weak<dyn MapsFiles>) {
+        let _ = self.pool.set(pool);
     }
 
-    /// Returns the pool whose options hold for the files of other processes.
-    pub(crate) fn pool(&self, operation: &'static str) -> Result<Arc<PinnedPool>> {
-        let pool = self.pool.get().and_then(Weak::upgrade);
-        pool.ok_or_else(|| Error::new(ErrorKind::ShuttingDown, operation, "the runtime has ended"))
+    /// Maps and registers a file that another process made.
+    pub(crate) fn map(
+        &self,
+        operation: &'static str,
+        file: BorrowedFd<'_>,
+        bytes: usize,
+        read_only: bool,
+    ) -> Result<FileMemory> {
+        let ended = || Error::new(ErrorKind::ShuttingDown, operation, "the runtime has ended");
+        self.pool.get().and_then(Weak::upgrade).ok_or_else(ended)?.map_file(file, bytes, read_only)
     }
 
     pub(crate) fn counts(&self) -> FileCounts {
@@ -180,7 +192,7 @@ impl HostFiles {
     // ---------------------------------------------------------------- files of other processes
 
     /// Notes a mapping of a file that another process made.
-    pub(crate) fn add_opened(&self, memory: FileMemory, access: Access) -> HostPtr {
+    pub(crate) fn add_opened(&self, memory: FileMemory, access: FileAccess) -> HostPtr {
         let ptr = memory.ptr;
         self.opened_bytes.fetch_add(memory.bytes as u64, Ordering::Relaxed);
         self.opened.lock().insert(ptr.address(), (memory, access));
@@ -188,7 +200,7 @@ impl HostFiles {
     }
 
     /// Returns an opened file: its address, the offsets at which registrations begin, except the first, and who may write it.
-    pub(crate) fn opened_at(&self, address: usize) -> Option<(HostPtr, Vec<usize>, Access)> {
+    pub(crate) fn opened_at(&self, address: usize) -> Option<(HostPtr, Vec<usize>, FileAccess)> {
         self.opened.lock().get(&address).map(|(memory, access)| (memory.ptr, memory.borders(), *access))
     }
 

@@ -22,6 +22,7 @@ mod device_parts;
 mod device_poison_tests;
 pub(crate) mod device_pool;
 pub(crate) mod fences;
+pub(crate) mod file_access;
 pub(crate) mod first_create;
 #[cfg(test)]
 mod first_create_tests;

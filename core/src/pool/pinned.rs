@@ -15,7 +15,7 @@ use super::block_uses::{BegunUse, BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::{CompletionEvent, Point};
 use super::host::{Found, HostCache, Leaving, Reason, Request};
-use super::host_files::HostFiles;
+use super::host_files::{HostFiles, MapsFiles};
 use super::host_memory::{FileMemory, Freed, HostMemory, NotMapped, Piece};
 use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
@@ -561,11 +561,6 @@ impl PinnedPool {
         self.memory.make_file(bytes).map_err(|refused| self.keep_left(refused))
     }
 
-    /// Maps and registers a file that another process made.
-    pub(crate) fn map_file(&self, file: BorrowedFd<'_>, bytes: usize, read_only: bool) -> Result<FileMemory> {
-        self.memory.map_file(file, bytes, read_only).map_err(|refused| self.keep_left(refused))
-    }
-
     fn keep_left(&self, NotMapped { error, left }: NotMapped) -> Error {
         if let Some(left) = left {
             self.services.count_failed_release(&error);
@@ -834,6 +829,15 @@ impl PinnedPool {
             unsafe { self.memory.end_reservations() };
         }
         result
+    }
+}
+
+impl MapsFiles for PinnedPool {
+    fn map_file(&self, file: BorrowedFd<'_>, bytes: usize, read_only: bool) -> Result<FileMemory> {
+        if !self.registers() {
+            return Err(Error::lacks("open_pinned", "host_register"));
+        }
+        self.memory.map_file(file, bytes, read_only).map_err(|refused| self.keep_left(refused))
     }
 }
 

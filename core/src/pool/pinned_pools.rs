@@ -7,12 +7,12 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::block::{Block, KeptBlock};
 use super::block_uses::BlockUses;
 use super::completion_events::CompletionEvent;
-use super::host_files::HostFiles;
+use super::host_files::{HostFiles, MapsFiles};
 use super::nodes::Nodes;
 use super::pinned::{PinnedPool, PoolRef, Special};
 use super::recorder::Recorder;
@@ -44,7 +44,8 @@ impl PinnedPools {
         let make =
             |beside| PinnedPool::new(Arc::clone(services), options, recorder.cloned(), Arc::clone(&files), beside);
         let first = make(None);
-        files.set_pool(&first);
+        let weak: Weak<dyn MapsFiles> = Arc::<PinnedPool>::downgrade(&first);
+        files.set_pool(weak);
         let special = |special| make(Some((&*first, special)));
         let mut of_nodes = BTreeMap::new();
         let of_device = |node: Option<u32>| match node.filter(|_| first.registers()) {

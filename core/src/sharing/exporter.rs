@@ -6,7 +6,9 @@
 //!
 //! No function here calls the backend, and no lock is held while a bell rings.
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
+use std::fmt::Debug;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -15,14 +17,13 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::message::ExportKey;
-use super::pinned::MadeHere;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use highwater_hal::{Error, ErrorKind, Result, Transport};
+use highwater_hal::{Error, ErrorKind, MemoryHandle, Result, Transport};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
@@ -49,25 +50,31 @@ struct State {
     lost_peers: u64,
 }
 
+/// Page-locked memory that is a file.
+pub(crate) trait SharedFile: Any + Send + Sync + Debug {
+    /// Returns the handle for an importer.
+    fn handle(&self, bytes: u64) -> Result<MemoryHandle>;
+}
+
 /// The memory of an allocation, while it is used.
 #[derive(Debug)]
 pub(crate) enum Memory {
     Device(Arc<DeviceBlock>),
-    Pinned(Arc<MadeHere>),
+    Pinned(Arc<dyn SharedFile>),
 }
 
 /// The memory of an allocation, which its owner keeps.
 #[derive(Debug)]
 pub(crate) enum WeakMemory {
     Device(Weak<DeviceBlock>),
-    Pinned(Weak<MadeHere>),
+    Pinned(Weak<dyn SharedFile>),
 }
 
 impl WeakMemory {
     fn upgrade(&self) -> Option<Memory> {
         match self {
             Self::Device(block) => block.upgrade().map(Memory::Device),
-            Self::Pinned(made) => made.upgrade().map(Memory::Pinned),
+            Self::Pinned(file) => file.upgrade().map(Memory::Pinned),
         }
     }
 

@@ -33,6 +33,7 @@ mod open;
 mod open_count;
 mod origin;
 pub(crate) mod pinned;
+mod pinned_handle;
 mod segment;
 mod service;
 mod system;
@@ -62,7 +63,7 @@ use crate::services::Services;
 use exporter::{Exporter, Grant, Memory, WeakMemory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use importer::{Importer, Mapper};
-use pinned::PINNED;
+use pinned_handle::PINNED;
 use service::Service;
 use system::{Bell, os_error};
 
@@ -145,7 +146,7 @@ impl Mapper for DeviceMapper<'_> {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let services = &self.memory.services;
         if device == PINNED {
-            return pinned::map(services, self.files, handle);
+            return pinned_handle::map(services, self.files, handle);
         }
         let ipc = services.ipc("open_shared")?;
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
@@ -363,7 +364,7 @@ impl Sharing {
                 // SAFETY: The grant keeps the block alive.
                 unsafe { ipc.export_memory(block.device, block.ptr, grant.transport) }
             }
-            Memory::Pinned(made) => made.handle(grant.bytes),
+            Memory::Pinned(file) => file.handle(grant.bytes),
         }
     }
 

@@ -14,59 +14,25 @@
 //! *Trust.* No importer can change the contents or the size of sealed memory. The exporter keeps the mapping through which it filled
 //! the memory, so only its library keeps it from writing. An importer checks the seals and the size before it maps a file.
 
+use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use super::exporter::{Memory, WeakMemory};
-use super::system::{invalid_message, os_error};
+use super::exporter::{Memory, SharedFile, WeakMemory};
+use super::pinned_handle::{PINNED, of_file, registers_read_only};
+use super::system::os_error;
 use super::ticket::not_given_out;
 use super::{ExportKey, Import, Ticket};
 use crate::capture::thread::refuse_in_capture;
 use crate::pool::block::{Block, MOST_PAGES, OwnedBlock, SharedPages};
-use crate::pool::host_files::HostFiles;
+use crate::pool::file_access::FileAccess;
 use crate::pool::host_memory::{FileMemory, seal};
 use crate::pool::pinned::PinnedPool;
 use crate::runtime::Runtime;
-use crate::services::Services;
-use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, HostPtr, MemoryHandle, Result, Transport};
-
-/// In place of a device's ordinal: an import of page-locked memory.
-pub(super) const PINNED: u32 = u32::MAX;
-
-/// The first bytes of a handle of page-locked memory. The next byte is the access.
-const MAGIC: [u8; 4] = *b"HWPL";
-
-/// Who may write the memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Access {
-    /// The buffer that the memory was made for.
-    Private,
-    /// Nobody. Importers cannot map it for writing.
-    ReadOnly,
-    /// Nobody. Importers map it for writing, because their devices may need that.
-    ReadOnlyByAgreement,
-    /// Every process, by the promise of the exporter.
-    Writable,
-}
-
-impl Access {
-    /// The byte of a handle.
-    fn code(self) -> u8 {
-        match self {
-            Self::Private => 0,
-            Self::ReadOnly => 1,
-            Self::ReadOnlyByAgreement => 2,
-            Self::Writable => 3,
-        }
-    }
-
-    fn of(code: u8) -> Option<Self> {
-        [Self::ReadOnly, Self::ReadOnlyByAgreement, Self::Writable].into_iter().find(|access| access.code() == code)
-    }
-}
+use highwater_hal::{Error, ErrorKind, HostPtr, MemoryHandle, Result, Transport};
 
 /// Page-locked memory of this runtime that other processes can open.
 pub(crate) struct MadeHere {
@@ -76,7 +42,7 @@ pub(crate) struct MadeHere {
     bytes: usize,
     /// Taken when the memory is released.
     memory: Mutex<Option<FileMemory>>,
-    access: Mutex<Access>,
+    access: Mutex<FileAccess>,
     /// The key of the allocation in the exporter, set by the first share.
     key: OnceLock<ExportKey>,
 }
@@ -85,7 +51,7 @@ pub(crate) struct MadeHere {
 pub(crate) struct OpenedHere {
     runtime: Runtime,
     import: Arc<Import>,
-    access: Access,
+    access: FileAccess,
 }
 
 /// The source of shared page-locked memory.
@@ -105,11 +71,6 @@ impl fmt::Debug for OpenedHere {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OpenedHere").field("import", &self.import).finish_non_exhaustive()
     }
-}
-
-/// Returns whether every device can register memory that the CPU may only read.
-fn registers_read_only(services: &Services) -> bool {
-    services.devices.iter().all(|device| device.capabilities.host_register_read_only)
 }
 
 impl MadeHere {
@@ -135,7 +96,7 @@ impl MadeHere {
             ptr,
             bytes,
             memory: Mutex::new(Some(memory)),
-            access: Mutex::new(Access::Private),
+            access: Mutex::new(FileAccess::Private),
             key: OnceLock::new(),
         });
         let origin = PinnedOrigin::Made(made);
@@ -145,32 +106,22 @@ impl MadeHere {
         Ok((block, origin))
     }
 
-    /// Returns the handle for an importer.
-    pub(super) fn handle(&self, bytes: u64) -> Result<MemoryHandle> {
-        let file = rustix::io::fcntl_dupfd_cloexec(&self.file, 0)
-            .map_err(|errno| os_error("share", "descriptor for page-locked memory", errno))?;
-        let mut payload = [0; 64];
-        payload[..4].copy_from_slice(&MAGIC);
-        payload[4] = self.access.lock().code();
-        Ok(MemoryHandle::new(Transport::Descriptor, [0; 16], bytes, payload).with_descriptor(Descriptor::new(file)))
-    }
-
     /// Decides who may write from now on, unless an earlier share did. The first share seals the file.
     fn decide(&self, is_writable: bool) -> Result<()> {
         let mut access = self.access.lock();
         match (*access, is_writable) {
-            (Access::Private, _) => {
+            (FileAccess::Private, _) => {
                 let read_only = !is_writable && registers_read_only(&self.runtime.inner);
                 seal(self.file.as_fd(), read_only)
                     .map_err(|errno| os_error("share", "seals of page-locked memory", errno))?;
                 *access = match (is_writable, read_only) {
-                    (true, _) => Access::Writable,
-                    (false, true) => Access::ReadOnly,
-                    (false, false) => Access::ReadOnlyByAgreement,
+                    (true, _) => FileAccess::Writable,
+                    (false, true) => FileAccess::ReadOnly,
+                    (false, false) => FileAccess::ReadOnlyByAgreement,
                 };
                 Ok(())
             }
-            (Access::ReadOnly | Access::ReadOnlyByAgreement, true) => {
+            (FileAccess::ReadOnly | FileAccess::ReadOnlyByAgreement, true) => {
                 Err(Error::new(ErrorKind::InvalidState, "share", "the buffer was shared as read-only memory")
                     .with_hint("make every share of the buffer writable, from the first on"))
             }
@@ -192,7 +143,8 @@ impl MadeHere {
         self.decide(is_writable)?;
         let (after, unmarked) = inner.pinned.files.outstanding(block, !is_writable);
         check_known(unmarked)?;
-        let memory = WeakMemory::Pinned(Arc::downgrade(self));
+        let file: Weak<dyn SharedFile> = Arc::<Self>::downgrade(self);
+        let memory = WeakMemory::Pinned(file);
         sharing.share(memory, &self.key, Transport::Descriptor, self.bytes as u64, [0; 16], after)
     }
 }
@@ -206,6 +158,12 @@ fn check_known(is_unmarked: bool) -> Result<()> {
     Ok(())
 }
 
+impl SharedFile for MadeHere {
+    fn handle(&self, bytes: u64) -> Result<MemoryHandle> {
+        of_file(&self.file, bytes, *self.access.lock())
+    }
+}
+
 impl PinnedOrigin {
     pub(crate) fn runtime(&self) -> &Runtime {
         match self {
@@ -214,7 +172,7 @@ impl PinnedOrigin {
         }
     }
 
-    pub(crate) fn access(&self) -> Access {
+    pub(crate) fn access(&self) -> FileAccess {
         match self {
             Self::Made(made) => *made.access.lock(),
             Self::Opened(opened) => opened.access,
@@ -237,7 +195,7 @@ impl PinnedOrigin {
         }
         match self {
             Self::Made(made) => made.share(block, is_writable),
-            Self::Opened(opened) if is_writable && opened.access != Access::Writable => Err(Error::new(
+            Self::Opened(opened) if is_writable && opened.access != FileAccess::Writable => Err(Error::new(
                 ErrorKind::InvalidState,
                 OPERATION,
                 "the exporter shared the buffer as read-only memory",
@@ -286,27 +244,6 @@ impl SharedPages for PinnedOrigin {
     }
 }
 
-/// Maps and registers the file of another process.
-pub(super) fn map(services: &Services, files: &HostFiles, handle: &MemoryHandle) -> Result<DevicePtr> {
-    const OPERATION: &str = "open_pinned";
-    let known = handle.payload.starts_with(&MAGIC).then_some(handle.payload[4]).and_then(Access::of);
-    let (Some(access), Some(file)) = (known, &handle.descriptor) else {
-        return Err(invalid_message(OPERATION, "memory that is not page-locked memory, as the ticket names"));
-    };
-    let read_only = access == Access::ReadOnly;
-    if read_only && !registers_read_only(services) {
-        return Err(Error::lacks(OPERATION, "host_register_read_only"));
-    }
-    let bytes = usize::try_from(handle.bytes).map_err(|_| not_given_out("its memory exceeds the address space"))?;
-    let pool = files.pool(OPERATION)?;
-    if !pool.registers() {
-        return Err(Error::lacks(OPERATION, "host_register"));
-    }
-    let memory = pool.map_file(file.as_ref().as_fd(), bytes, read_only)?;
-    let ptr = files.add_opened(memory, access);
-    Ok(DevicePtr::new(ptr.address() as u64))
-}
-
 /// Opens a ticket of page-locked memory. Returns the block of the whole memory.
 pub(crate) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<(OwnedBlock, PinnedOrigin)> {
     const OPERATION: &str = "open_pinned";
@@ -314,9 +251,11 @@ pub(crate) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<(OwnedBlock, Pi
     let files = &inner.pinned.files;
     let sharing = inner.sharing(OPERATION)?;
     if sharing.is_own(ticket) {
-        let Memory::Pinned(made) = sharing.original(ticket)? else {
+        let Memory::Pinned(file) = sharing.original(ticket)? else {
             return Err(not_given_out("its allocation is device memory"));
         };
+        let file: Arc<dyn Any + Send + Sync> = file;
+        let made = file.downcast::<MadeHere>().map_err(|_| not_given_out("its file is not of this library"))?;
         let block = files.block_at(made.ptr).ok_or_else(|| {
             Error::new(ErrorKind::Expired, OPERATION, "this runtime has freed the buffer of this ticket")
                 .with_hint("keep the buffer until its tickets have been opened")
