@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use highwater::{ErrorKind, PinnedSlice, Result, Runtime};
+use highwater::{PinnedSlice, Result, Runtime};
 
 use super::report::{Bar, Row};
 use super::rounds::quantile;
@@ -25,11 +25,7 @@ fn run(bench: &Bench<'_>) -> Result<Vec<Row>> {
     let bytes = if is_real { BYTES } else { BYTES_OF_MOCK };
     let mut rounds = Vec::new();
     for _ in 0..bench.rounds {
-        match round(bench, bytes) {
-            Ok(values) => rounds.push(values),
-            Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(NAMES.map(Row::skipped).into()),
-            Err(error) => return Err(error),
-        }
+        rounds.push(round(bench, bytes)?);
     }
     let column = |at: usize| quantile(rounds.iter().map(|round| round[at]).collect(), 0.5);
     // Milliseconds for each GiB, then GB/s, then a ratio.
