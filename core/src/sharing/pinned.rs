@@ -226,7 +226,9 @@ impl SharedPages for PinnedOrigin {
                 if let (Some(key), Some(sharing)) = (made.key.get(), inner.sharing.get()) {
                     sharing.close_pinned(*key);
                 }
-                if let Some(memory) = made.memory.lock().take() {
+                // Not locked below: the backend is called there.
+                let memory = made.memory.lock().take();
+                if let Some(memory) = memory {
                     // SAFETY: The block has no owner any more, and no code but an owner has the memory. `after` has the completion
                     // events of all work on it, unless `unmarked`.
                     unsafe { files.release_after(memory, after, unmarked) };
