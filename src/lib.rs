@@ -98,7 +98,7 @@ pub use highwater_rocm as rocm;
 pub use highwater_core::{
     Access, BlasLease, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease, HandlePool,
     HostMemoryOptions, HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut,
-    PoolKey, RuntimeOptions, Scope, Statistics, Stream, Ticket, TicketBatch, numerics,
+    PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream, Ticket, TicketBatch, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,

@@ -67,6 +67,8 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.stream_priority = true;
     can.peer_copy = true;
     can.host_register = has(Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
+    can.host_register_read_only =
+        can.host_register && has(Attribute::CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED);
     can.write_combined = true;
     can.legacy_default_stream = true;
     can.per_thread_default_stream = true;

@@ -106,6 +106,8 @@ pub struct Quirks {
     pub host_flags: HostFlags,
     /// Flags of registered memory.
     pub register_flags: u32,
+    /// The further flag of registered memory that the CPU may only read.
+    pub register_read_only_flag: u32,
     /// The flag for opening memory of another process.
     pub ipc_open_flag: u32,
     /// The remedy, if the vendor may refuse a right handle of another process as an invalid argument.

@@ -141,6 +141,7 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     }
     (can.event_timing, can.foreign_objects, can.peer_copy) = (true, true, true);
     (can.host_register, can.write_combined) = (true, true);
+    // `host_register_read_only` is false: HIP has a flag, and no attribute that says which devices honor it.
     (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
     // A BLAS handle makes calls that a capture forbids in any mode. Some versions end the process when one fails.
     can.create_during_capture = false;

@@ -135,6 +135,7 @@ pub(crate) mod needs {
         stream_priority,
         peer_copy,
         host_register,
+        host_register_read_only,
         write_combined,
         legacy_default_stream,
         per_thread_default_stream,

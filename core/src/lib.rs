@@ -4,7 +4,7 @@
 //!   method's contract is a list of clauses with ids; the conformance suite proves them by name.
 //! - The safe owning types that programs use: [`Runtime`], [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`],
 //!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`].
-//! - [`Ticket`], [`TicketBatch`]: device memory shared between processes.
+//! - [`Ticket`], [`TicketBatch`]: device memory and page-locked memory ([`SharedPinnedBuffer`]) shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
 //!
@@ -37,6 +37,7 @@ mod primitive;
 mod product;
 mod runtime;
 mod services;
+mod shared_pinned;
 mod sharing;
 mod stream;
 #[cfg(test)]
@@ -59,6 +60,7 @@ pub use pool::{
     HostMemoryOptions, HugePages, PoolKey,
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
+pub use shared_pinned::SharedPinnedBuffer;
 pub use sharing::{SharingStatistics, Ticket, TicketBatch};
 pub use stream::{Scope, Stream};
 

@@ -169,6 +169,7 @@ extern "C" {
 #define HW_CAN_FOREIGN_OBJECTS (UINT64_C(1) << 21)
 #define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
 #define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
+#define HW_CAN_HOST_REGISTER_READ_ONLY (UINT64_C(1) << 24)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -416,6 +417,10 @@ typedef struct hw_host_options {
     uint32_t kind;
     /* Zero. */
     uint32_t reserved;
+    /* 1 if `host_register` gets memory that the CPU may only read; else 0. `host_allocate` ignores it. */
+    uint32_t read_only;
+    /* Zero. */
+    uint32_t reserved_2;
 } hw_host_options;
 
 /* One side of a copy. */

@@ -536,6 +536,10 @@ raw_structs! {
         kind: u32,
         /// Zero.
         reserved: u32,
+        /// 1 if `host_register` gets memory that the CPU may only read; else 0. `host_allocate` ignores it.
+        read_only: u32,
+        /// Zero.
+        reserved_2: u32,
     }
 
     /// One side of a copy.

@@ -223,6 +223,17 @@ fn unknown_rows_and_bad_peers_are_refused() {
     assert_refused(&["--trace", "blocks-then-odd"], &["--write-trace"]);
 }
 
+#[test]
+fn rows_of_shared_memory_have_values() {
+    // Memory that the backend allocates cannot be shared.
+    let skipped = rows(&[&QUICK[..], &["--rows", "opened"]].concat());
+    assert!(skipped.len() == 2 && skipped.iter().all(|row| row["value"].is_null()), "{skipped:?}");
+    let rows = rows_of(command_on("", "host").args(QUICK).args(["--rows", "opened"]));
+    assert_eq!(names(&rows), ["copy_from_opened", "copy_from_opened_ratio"]);
+    assert!(rows.iter().all(|row| row["value"].as_f64().unwrap() > 0.0), "{rows:?}");
+    assert_eq!(rows[1]["bar"], 0.97);
+}
+
 /// The names of all rows of a part, which the error about an unknown row lists.
 fn all_rows(part: &str) -> Vec<String> {
     let run = command_on("", part).args(["--rows", "nothing"]).output().unwrap();

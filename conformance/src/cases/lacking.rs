@@ -34,6 +34,7 @@ cases! {
     stream_priority: ["backend.lacking"] needs [lacks::stream_priority];
     peer_copy: ["backend.lacking"] needs [TWO_DEVICES, lacks::peer_copy];
     host_register: ["backend.lacking"] needs [lacks::host_register];
+    host_register_read_only: ["backend.lacking"] needs [lacks::host_register_read_only];
     write_combined: ["backend.lacking"] needs [lacks::write_combined];
     legacy_default_stream: ["backend.lacking"] needs [lacks::legacy_default_stream];
     per_thread_default_stream: ["backend.lacking"] needs [lacks::per_thread_default_stream];
@@ -260,6 +261,17 @@ fn host_register(backend: &dyn Backend) -> CaseResult {
         };
         check_error!(registered, Unsupported, "register");
         check_error!(unregistered, Unsupported, "unregister");
+        Ok(())
+    })
+}
+
+fn host_register_read_only(backend: &dyn Backend) -> CaseResult {
+    let pages = Pages::new(1);
+    changing_nothing(backend, || {
+        let options = HostOptions::new().with_read_only(true);
+        // SAFETY: the pages live until after the call, and no device uses them.
+        let registered = unsafe { backend.host_allocator().register(pages.ptr(), pages.len(), &options) };
+        check_error!(registered, Unsupported, "register of read-only memory");
         Ok(())
     })
 }

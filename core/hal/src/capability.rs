@@ -53,6 +53,8 @@ pub struct Capabilities {
     pub peer_copy: bool,
     /// Page-locking of memory that other code allocated.
     pub host_register: bool,
+    /// Page-locking of memory that the CPU may only read; needs `host_register`.
+    pub host_register_read_only: bool,
     /// Write-combined page-locked memory.
     pub write_combined: bool,
     /// The legacy default stream.
@@ -121,6 +123,7 @@ impl Capabilities {
             stream_priority: false,
             peer_copy: false,
             host_register: false,
+            host_register_read_only: false,
             write_combined: false,
             legacy_default_stream: false,
             per_thread_default_stream: false,

@@ -193,6 +193,7 @@ bits! {
         foreign_objects "CAN_FOREIGN_OBJECTS" = 21,
         mapped_memory "CAN_MAPPED_MEMORY" = 22,
         mapped_memory_rdma "CAN_MAPPED_MEMORY_RDMA" = 23,
+        host_register_read_only "CAN_HOST_REGISTER_READ_ONLY" = 24,
     }
     /// The facts about a device as bits.
     Facts facts {

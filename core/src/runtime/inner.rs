@@ -40,7 +40,7 @@ impl Users {
         let sharing = match self.sharing.get() {
             Some(sharing) => sharing,
             None => {
-                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), operation)?);
+                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), Arc::clone(&self.pinned.files), operation)?);
                 self.sharing.get_or_init(|| fresh)
             }
         };

@@ -30,7 +30,7 @@ const LONGEST: usize = HEADER + ALLOCATION * TicketBatch::MAX_ALLOCATIONS + SLIC
 
 const OPERATION: &str = "ticket_batch";
 
-/// Names many ranges of shared buffers, in order. [`Runtime::share_all`](crate::Runtime::share_all) makes it, and
+/// Names many ranges of shared device buffers, in order. [`Runtime::share_all`](crate::Runtime::share_all) makes it, and
 /// [`Runtime::open_shared_all`](crate::Runtime::open_shared_all) opens it. Like a [`Ticket`], it is plain bytes and keeps nothing
 /// alive.
 ///
@@ -424,6 +424,7 @@ mod tests {
     fn allocation(serial: u64) -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],

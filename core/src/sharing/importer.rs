@@ -1220,6 +1220,7 @@ mod tests {
     fn ticket(incarnation: [u8; 16]) -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [0; 16],
             incarnation,
             device_uuid: [0; 16],

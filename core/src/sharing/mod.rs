@@ -1,5 +1,5 @@
-//! Device memory shared between processes. One process allocates and shares; any number of others open. The memory is freed
-//! when the last of them has released it or has died.
+//! Device memory and page-locked memory shared between processes. One process allocates and shares; any number of others open. The
+//! memory is freed when the last of them has released it or has died.
 //!
 //! # Protocol
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
@@ -36,6 +36,8 @@ mod message;
 mod open;
 mod open_count;
 mod origin;
+pub(crate) mod pinned;
+mod pinned_handle;
 mod segment;
 mod service;
 mod spread;
@@ -57,16 +59,17 @@ pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
 
-use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
 use crate::own_thread::spawn;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
+use crate::pool::host_files::HostFiles;
 use crate::services::Services;
-use exporter::{Exporter, Grant};
+use exporter::{Exporter, Grant, Memory, WeakMemory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use importer::{Importer, Mapper};
+use pinned_handle::PINNED;
 use service::Service;
 use system::{Bell, os_error};
 
@@ -81,6 +84,7 @@ fn address(incarnation: &[u8; 16]) -> Vec<u8> {
 /// The shared and opened memory of a runtime. The first share or open creates it.
 pub(crate) struct Sharing {
     frees: Arc<DeferredFrees>,
+    files: Arc<HostFiles>,
     generation: Generation,
     /// This process. Read once, because `std::process::id` is a system call.
     pid: u32,
@@ -122,6 +126,15 @@ pub struct SharingStatistics {
     pub mappings: u64,
     /// Bytes of those.
     pub mapped_bytes: u64,
+    /// Blocks of page-locked memory of this runtime that can be shared, shared or not. The counts above contain those that were
+    /// shared.
+    pub pinned_blocks: u64,
+    /// Bytes of those, in whole pages. They count toward the cap of page-locked memory.
+    pub pinned_bytes: u64,
+    /// Of the mappings, those of page-locked memory.
+    pub pinned_mappings: u64,
+    /// Bytes of those, in whole pages. They do not count toward the cap of page-locked memory here.
+    pub pinned_mapped_bytes: u64,
     /// Opens of allocations of other processes so far: one for each ticket, and one for each allocation of a batch.
     pub opens: u64,
     /// Of those, opens with an existing mapping.
@@ -131,12 +144,16 @@ pub struct SharingStatistics {
 /// Maps and unmaps memory of other processes.
 struct DeviceMapper<'s> {
     memory: &'s DeviceMemory,
+    files: &'s HostFiles,
     bell: &'s Bell,
 }
 
 impl Mapper for DeviceMapper<'_> {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let services = &self.memory.services;
+        if device == PINNED {
+            return pinned_handle::map(services, self.files, handle);
+        }
         let ipc = services.ipc("open_shared")?;
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
@@ -149,6 +166,10 @@ impl Mapper for DeviceMapper<'_> {
     }
 
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool {
+        if device == PINNED {
+            // SAFETY: As below.
+            return unsafe { self.files.close_opened(ptr.get() as usize) };
+        }
         let services = &self.memory.services;
         let closed = services.ipc("close_memory").and_then(|ipc| {
             let block = services.ledger.remove_device(device, ptr)?;
@@ -174,10 +195,11 @@ impl Mapper for DeviceMapper<'_> {
 
 impl Sharing {
     /// Creates the state. `operation` is the first operation that needs it.
-    pub(crate) fn new(frees: Arc<DeferredFrees>, operation: &'static str) -> Result<Self> {
+    pub(crate) fn new(frees: Arc<DeferredFrees>, files: Arc<HostFiles>, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation: frees.memory.services.generation,
             frees,
+            files,
             pid: std::process::id(),
             incarnation: highwater_hal::random(operation)?,
             boot: system::boot_id(),
@@ -197,7 +219,12 @@ impl Sharing {
     }
 
     fn mapper(&self) -> DeviceMapper<'_> {
-        DeviceMapper { memory: &self.frees.memory, bell: &self.bell }
+        DeviceMapper { memory: &self.frees.memory, files: &self.files, bell: &self.bell }
+    }
+
+    /// Wakes the service.
+    fn ring(&self) {
+        self.bell.ring();
     }
 
     fn is_stopping(&self) -> bool {
@@ -281,7 +308,7 @@ impl Sharing {
     /// Returns the ticket of an allocation of this runtime, without its range.
     pub(crate) fn share(
         &self,
-        block: &Arc<DeviceBlock>,
+        memory: WeakMemory,
         export: &OnceLock<ExportKey>,
         transport: Transport,
         bytes: u64,
@@ -289,6 +316,7 @@ impl Sharing {
         after: Vec<Arc<CompletionEvent>>,
     ) -> Result<Ticket> {
         self.listen()?;
+        let is_pinned = memory.is_pinned();
         let key = match export.get() {
             Some(key) => *key,
             None => {
@@ -297,7 +325,7 @@ impl Sharing {
                 match export.get() {
                     Some(key) => *key,
                     None => {
-                        let key = self.exporter.register(block, bytes, transport)?;
+                        let key = self.exporter.register(memory, bytes, transport)?;
                         *export.get_or_init(|| key)
                     }
                 }
@@ -310,6 +338,7 @@ impl Sharing {
         }
         Ok(Ticket {
             transport,
+            is_pinned,
             boot: self.boot,
             incarnation: self.incarnation,
             device_uuid,
@@ -325,14 +354,24 @@ impl Sharing {
 
     /// Closes a shared allocation that its owner drops. Returns the free to run now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
-        self.exporter.close(key, free)
+        self.exporter.close(key, Some(free))
+    }
+
+    /// Closes shared page-locked memory that its owner drops. The system frees it.
+    pub(crate) fn close_pinned(&self, key: ExportKey) {
+        self.exporter.close(key, None);
     }
 
     /// Creates the vendor's handle for an importer.
     fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
-        let ipc = self.services().ipc("share")?;
-        // SAFETY: The grant keeps the block alive.
-        unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
+        match &grant.memory {
+            Memory::Device(block) => {
+                let ipc = self.services().ipc("share")?;
+                // SAFETY: The grant keeps the block alive.
+                unsafe { ipc.export_memory(block.device, block.ptr, grant.transport) }
+            }
+            Memory::Pinned(file) => file.handle(grant.bytes),
+        }
     }
 
     /// Frees memory that has left limbo, in the order of the streams that used it in this process.
@@ -377,12 +416,12 @@ impl Sharing {
         ticket.incarnation == self.incarnation
     }
 
-    /// Returns the original buffer of a ticket of this runtime, once the device work before the share is done.
-    pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
+    /// Returns the original memory of a ticket of this runtime, once the device work before the share is done.
+    pub(crate) fn original(&self, ticket: &Ticket) -> Result<Memory> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
-        let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
+        let (memory, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
         importer::wait_ready(&ready, ticket.index, ticket.number, || self.services().check("open_shared"))?;
-        Ok(block)
+        Ok(memory)
     }
 
     pub(crate) fn open(&self, wanted: Wanted<'_>) -> Result<Arc<Import>> {
@@ -444,6 +483,10 @@ impl Sharing {
             imports: self.importer.live.load(Ordering::Relaxed),
             mappings,
             mapped_bytes,
+            pinned_blocks: 0,
+            pinned_bytes: 0,
+            pinned_mappings: 0,
+            pinned_mapped_bytes: 0,
             opens: self.importer.opens.load(Ordering::Relaxed),
             kept_opens: self.importer.kept_opens.load(Ordering::Relaxed),
         }

@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::{BatchBuilder, BatchSlice, too_many};
-use super::{Import, Imported, Ticket, TicketBatch, Wanted};
+use super::exporter::Memory;
+use super::ticket::{not_given_out, values};
+use super::{Import, Imported, Sharing, Ticket, TicketBatch, Wanted};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
@@ -13,27 +15,20 @@ use crate::runtime::Runtime;
 use crate::services::DeviceState;
 use highwater_hal::{Element, Error, ErrorKind, Result};
 
-/// Returns a range of bytes as a range of values.
-fn values<T: Element>(operation: &'static str, offset: u64, length: u64) -> Result<Range<usize>> {
-    let size = size_of::<T>() as u64;
-    if size == 0 || !offset.is_multiple_of(size) || !length.is_multiple_of(size) {
-        return Err(Error::new(
-            ErrorKind::InvalidArgument,
-            operation,
-            format!("{length} bytes at offset {offset} are not a whole number of {size}-byte values"),
-        )
-        .with_hint("open the ticket with the type that was shared"));
-    }
-    let start = usize::try_from(offset / size).unwrap_or(usize::MAX);
-    Ok(start..start.saturating_add(usize::try_from(length / size).unwrap_or(usize::MAX)))
-}
-
 /// Returns the ordinal of a device that supports the ticket's transport.
 fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: &Ticket) -> Result<u32> {
     if !device.capabilities.ipc_transports.contains(ticket.transport) {
         return Err(Error::lacks(operation, "ipc_transports"));
     }
     Ok(device.info.ordinal)
+}
+
+/// Returns the original block of a ticket of this runtime.
+fn original(sharing: &Sharing, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
+    match sharing.original(ticket)? {
+        Memory::Device(block) => Ok(block),
+        Memory::Pinned(_) => Err(not_given_out("its allocation is page-locked memory")),
+    }
 }
 
 /// Returns an error of one part of a batch, with the name of the part.
@@ -52,7 +47,8 @@ impl Runtime {
     ///
     /// # Errors
     /// - `Expired`: the exporter has ended or has freed the buffer, or the ticket is from another boot or machine.
-    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`.
+    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`, or the ticket names
+    ///   page-locked memory.
     /// - `DeviceMissing`: the ticket's device is not visible to this process.
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device does not support the ticket's transport.
@@ -66,11 +62,15 @@ impl Runtime {
         let inner = &self.inner;
         inner.check(OPERATION)?;
         refuse_in_capture(OPERATION)?;
-        let range = values::<T>(OPERATION, ticket.offset, ticket.length)?;
+        let range = ticket.values::<T>(OPERATION)?;
+        if ticket.is_pinned {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the ticket names page-locked memory")
+                .with_hint("open it with `Runtime::open_pinned`"));
+        }
         let device = self.device_of(OPERATION, ticket)?;
         let sharing = inner.sharing("open_shared")?;
         if sharing.is_own(ticket) {
-            return Ok(DeviceBuffer::part(self.clone(), sharing.original(ticket)?, range));
+            return Ok(DeviceBuffer::part(self.clone(), original(sharing, ticket)?, range));
         }
         let device = device_with_transport(OPERATION, device, ticket)?;
         let import = sharing.open(Wanted { ticket, device })?;
@@ -211,7 +211,7 @@ impl Runtime {
         let mut blocks = Vec::with_capacity(allocations.len());
         for (number, ticket) in allocations.iter().enumerate() {
             let block = if sharing.is_own(ticket) {
-                Some(sharing.original(ticket).map_err(|error| of_allocation(number, error))?)
+                Some(original(sharing, ticket).map_err(|error| of_allocation(number, error))?)
             } else {
                 imported.next()
             };

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::exporter::WeakMemory;
 use super::{ExportKey, Import, Ticket};
 use crate::device_block::{DeviceBlock, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
@@ -27,7 +28,8 @@ impl SharedMemory for Exported {
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         let inner = &self.runtime.inner;
         let uuid = inner.device(block.device).info.uuid;
-        inner.sharing("share")?.share(block, &self.key, self.transport, self.bytes as u64, uuid, after)
+        let memory = WeakMemory::Device(Arc::downgrade(block));
+        inner.sharing("share")?.share(memory, &self.key, self.transport, self.bytes as u64, uuid, after)
     }
 
     fn release(&self, block: &mut DeviceBlock) {

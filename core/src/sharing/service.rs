@@ -76,7 +76,9 @@ impl Service {
     pub(super) fn run(mut self) {
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
-            let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
+            let asking = self.sharing.exporter.is_watching()
+                || self.sharing.importer.is_releasing()
+                || self.sharing.files.is_releasing();
             let woken = self.wait(asking.then_some(pause));
             // A runtime that is shutting down or gone needs no service.
             let Some(_owner) = self.sharing.services().owner() else { return };
@@ -329,8 +331,8 @@ impl Service {
                 let handle = self.sharing.export(&grant);
                 // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the
                 // buffer after an open is its last owner.
-                let Grant { block, bytes, counts, ready, .. } = grant;
-                drop(block);
+                let Grant { memory, bytes, counts, ready, .. } = grant;
+                drop(memory);
                 (handle, bytes, counts, ready)
             });
             (request, exported)
@@ -406,6 +408,7 @@ impl Sharing {
                 false,
                 &self.bell,
             );
-        published || released
+        let unregistered = self.files.collect();
+        published || released || unregistered
     }
 }

@@ -1,6 +1,7 @@
 //! [`Ticket`]: the message that lets another process open a buffer.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use highwater_hal::{Error, ErrorKind, Result, Transport};
@@ -10,14 +11,16 @@ const MAGIC: [u8; 4] = *b"HWTK";
 const VERSION: u16 = 1;
 /// Oldest version of the format that a reader must know to use this ticket.
 const OLDEST_READER: u16 = 1;
-/// Features that a reader must support beyond the version, one bit each. None is defined yet.
-const KNOWN_FEATURES: u32 = 0;
+/// The feature that the ticket names page-locked memory.
+const PINNED: u32 = 1 << 4;
+/// Features that a reader must support beyond the version, one bit each.
+const KNOWN_FEATURES: u32 = PINNED;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
 /// Offset of the bytes that are 0.
 const RESERVED: usize = 112;
 
-/// Names a range of a shared buffer. It is plain bytes: send it through a pipe, a file, an argument or a queue.
+/// Names a range of a shared buffer, of device memory or of page-locked memory. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
 /// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
 /// keeps nothing alive. The processes must have the same user, the same running system, and the same network namespace, in
@@ -31,11 +34,11 @@ const RESERVED: usize = 112;
 /// | 0 | 4 | `HWTK` |
 /// | 4 | 2 | version of the format, 1 |
 /// | 6 | 2 | oldest version that a reader must know, 1 |
-/// | 8 | 4 | features that a reader must support, one bit each, 0 |
+/// | 8 | 4 | features that a reader must support, one bit each: 16 page-locked memory |
 /// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
-/// | 48 | 16 | UUID of the device |
+/// | 48 | 16 | UUID of the device; 0 for page-locked memory |
 /// | 64 | 4 | process id of the exporter, as the exporter sees it |
 /// | 68 | 4 | index of the allocation in the exporter |
 /// | 72 | 8 | generation of the allocation: never used twice by one exporter |
@@ -50,6 +53,8 @@ const RESERVED: usize = 112;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
+    /// True for page-locked memory, false for device memory.
+    pub(crate) is_pinned: bool,
     pub(crate) boot: [u8; 16],
     pub(crate) incarnation: [u8; 16],
     pub(crate) device_uuid: [u8; 16],
@@ -75,7 +80,14 @@ impl Ticket {
         self.transport
     }
 
-    /// Returns the UUID of the memory's device.
+    /// Returns whether the ticket names page-locked memory, which [`Runtime::open_pinned`](crate::Runtime::open_pinned) opens.
+    /// Otherwise it names device memory.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
+    }
+
+    /// Returns the UUID of the memory's device; zeros for page-locked memory.
     #[must_use]
     pub fn device_uuid(&self) -> [u8; 16] {
         self.device_uuid
@@ -87,6 +99,17 @@ impl Ticket {
         self.pid
     }
 
+    /// Returns the ticket of a range of bytes of the allocation.
+    pub(crate) fn part(mut self, offset: u64, length: u64) -> Self {
+        (self.offset, self.length) = (offset, length);
+        self
+    }
+
+    /// Returns the values of the range, counted from the start of the allocation.
+    pub(crate) fn values<T>(&self, operation: &'static str) -> Result<Range<usize>> {
+        values::<T>(operation, self.offset, self.length)
+    }
+
     /// Returns the ticket in the format above.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -94,7 +117,8 @@ impl Ticket {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
-        bytes.extend(0_u32.to_le_bytes());
+        let features = if self.is_pinned { PINNED } else { 0 };
+        bytes.extend(features.to_le_bytes());
         self.put_share(&mut bytes);
         bytes.extend(self.offset.to_le_bytes());
         bytes.extend(self.length.to_le_bytes());
@@ -149,6 +173,7 @@ impl Ticket {
         let mut ticket = Self::take_share(&mut fields).ok_or_else(cut)?.map_err(|transport| {
             invalid(format!("the ticket has the transport {transport}, and this library knows 0 to 2"))
         })?;
+        ticket.is_pinned = features & PINNED != 0;
         ticket.offset = fields.u64().ok_or_else(cut)?;
         ticket.length = fields.u64().ok_or_else(cut)?;
         if !is_inside(ticket.offset, ticket.length, ticket.allocation_bytes) {
@@ -170,7 +195,7 @@ impl Ticket {
         }
     }
 
-    /// Takes the fields of [`Ticket::put_share`]. The range is the whole allocation. `None` if bytes are missing; the inner error
+    /// Takes the fields of [`Ticket::put_share`]: an allocation of device memory, whose range is the whole allocation. `None` if bytes are missing; the inner error
     /// is a transport that this version does not know.
     pub(super) fn take_share(fields: &mut Fields<'_>) -> Option<std::result::Result<Self, u32>> {
         let transport = fields.u32()?;
@@ -181,6 +206,7 @@ impl Ticket {
         let (serial, number, allocation_bytes) = (fields.u64()?, fields.u64()?, fields.u64()?);
         let ticket = known.map(|transport| Self {
             transport,
+            is_pinned: false,
             boot,
             incarnation,
             device_uuid,
@@ -199,6 +225,21 @@ impl Ticket {
     pub(super) fn of_range(&self, offset: u64, length: u64) -> Self {
         Self { offset, length, ..self.clone() }
     }
+}
+
+/// Returns a range of bytes as a range of values.
+pub(super) fn values<T>(operation: &'static str, offset: u64, length: u64) -> Result<Range<usize>> {
+    let size = size_of::<T>() as u64;
+    if size == 0 || !offset.is_multiple_of(size) || !length.is_multiple_of(size) {
+        return Err(Error::new(
+            ErrorKind::InvalidArgument,
+            operation,
+            format!("{length} bytes at offset {offset} are not a whole number of {size}-byte values"),
+        )
+        .with_hint("open the ticket with the type that was shared"));
+    }
+    let start = usize::try_from(offset / size).unwrap_or(usize::MAX);
+    Ok(start..start.saturating_add(usize::try_from(length / size).unwrap_or(usize::MAX)))
 }
 
 /// Returns whether a range lies inside an allocation.
@@ -307,6 +348,7 @@ mod tests {
     fn ticket() -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],
@@ -326,6 +368,9 @@ mod tests {
         assert_eq!(ticket.to_bytes().len(), BYTES);
         assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
         assert_eq!(ticket.to_string().parse::<Ticket>().unwrap(), ticket);
+        let pinned = Ticket { is_pinned: true, device_uuid: [0; 16], ..ticket };
+        assert_eq!(Ticket::from_bytes(&pinned.to_bytes()).unwrap(), pinned);
+        assert!(pinned.is_pinned());
     }
 
     #[cfg(feature = "serde")]

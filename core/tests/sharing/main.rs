@@ -7,6 +7,7 @@ mod hostile;
 mod kills;
 mod lives;
 mod peer;
+mod pinned;
 mod promises;
 mod properties;
 mod review;

@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, Stream, Ticket};
+use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, SharedPinnedBuffer, Stream, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
@@ -15,6 +15,7 @@ use rustix::net::{
 };
 
 use crate::hostile::name_of;
+use crate::pinned;
 
 const PEER: &str = "HIGHWATER_SHARING_PEER";
 const ANSWER: &str = "answer: ";
@@ -122,8 +123,14 @@ pub(crate) fn obey() {
     let Ok(mock) = std::env::var(PEER) else { return };
     let options = MockOptions::parse(&mock).unwrap();
     let runtime = Runtime::new(MockGpu::open(options).unwrap()).unwrap();
-    let mut peer =
-        Obedient { stream: None, runtime, buffers: HashMap::new(), batches: HashMap::new(), children: Vec::new() };
+    let mut peer = Obedient {
+        stream: None,
+        runtime,
+        buffers: HashMap::new(),
+        batches: HashMap::new(),
+        pinned: HashMap::new(),
+        children: Vec::new(),
+    };
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
         if words == ["quit"] {
@@ -136,6 +143,7 @@ pub(crate) fn obey() {
     peer.children.iter_mut().for_each(|child| drop(child.kill()));
     peer.buffers.clear();
     peer.batches.clear();
+    peer.pinned.clear();
     peer.stream = None;
     let live = peer.runtime.close().unwrap();
     assert_eq!(live.total(), 0, "{live:?}");
@@ -193,6 +201,7 @@ struct Obedient {
     stream: Option<Stream>,
     buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
     batches: HashMap<String, Vec<DeviceBuffer<u32>>>,
+    pinned: HashMap<String, SharedPinnedBuffer<u32>>,
     children: Vec<Child>,
 }
 
@@ -308,6 +317,10 @@ impl Obedient {
                 std::thread::spawn(move || crowd(&name_of(&ticket), greets, count, &sender));
                 crowded.recv().unwrap();
                 Ok("crowded".to_owned())
+            }
+            [command, ..] if command.starts_with("pinned-") => {
+                let stream = self.stream()?;
+                pinned::obey(&self.runtime, &stream, &mut self.pinned, words)
             }
             ["mapped-inodes"] => Ok(mapped_inodes().join(",")),
             _ => panic!("no such command: {words:?}"),

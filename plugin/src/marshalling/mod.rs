@@ -156,7 +156,7 @@ mod tests {
             (&EventOptions::new(), 2),
             (&AllocateOptions::new(1), 2),
             (&PhysicalMemoryOptions::new(1), 3),
-            (&HostOptions::new(), 1),
+            (&HostOptions::new(), 2),
             (&MemoryCopy::new(at, at, 1), 3),
             (&MemoryFill::new(0, ptr, FillPattern::U8(1), 1), 4),
             (&shape, 11),
@@ -169,7 +169,7 @@ mod tests {
             (&Identity::new("name", "description", BackendTag::next()), 7),
             (&LiveObjects::default(), 11),
             (&DeviceInfo::new(0, "name", [0; 16], 1), 7),
-            (&Capabilities::none(), 37),
+            (&Capabilities::none(), 38),
         ];
         for (value, number) in values {
             assert_eq!(fields(value).len(), number, "{value:?}: {:?}", fields(value));

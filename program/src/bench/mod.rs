@@ -1,6 +1,7 @@
 //! `highwater bench`: parts of the library, row by row, with bars.
 //!
 //! - `timing`, `memory`: page-locked memory: the rows of time, and those of memory and of whole passes
+//! - `shared`: page-locked memory that several processes have
 //! - `device`: the device memory of streams
 //! - `handles`: the pool of BLAS handles. `first_handle` has the processes that measure the first handles.
 //! - `share`: tickets and batches that another process opens
@@ -18,6 +19,7 @@ mod peer;
 mod report;
 mod rounds;
 pub(super) mod share;
+mod shared;
 mod timing;
 mod trace;
 
@@ -65,7 +67,9 @@ impl Part {
 
     fn families(self, bench: &Bench<'_>) -> Vec<Family> {
         match self {
-            Self::Host => timing::families(bench).into_iter().chain(memory::families()).collect(),
+            Self::Host => {
+                timing::families(bench).into_iter().chain(memory::families()).chain(shared::families()).collect()
+            }
             Self::Device => device::families(bench),
             Self::Handles => handles::families(bench),
             Self::Share => share::families(bench),

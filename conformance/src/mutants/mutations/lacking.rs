@@ -32,6 +32,8 @@ mutants! {
         denied!(stream_priority);
     "peer-copies-denied": "Reports `peer_copy` as false, and copies from device to device." => denied!(peer_copy);
     "registration-denied": "Reports `host_register` as false, and registers memory." => denied!(host_register);
+    "read-only-registration-denied": "Reports `host_register_read_only` as false, and registers such memory." =>
+        denied!(host_register_read_only);
     "write-combined-memory-denied": "Reports `write_combined` as false, and allocates it." => denied!(write_combined);
     "the-legacy-stream-denied": "Reports `legacy_default_stream` as false, and uses it." => denied!(legacy_default_stream);
     "the-per-thread-stream-denied": "Reports `per_thread_default_stream` as false, and uses it." =>
