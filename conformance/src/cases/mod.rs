@@ -8,6 +8,7 @@ mod concurrency;
 mod copies;
 mod events;
 mod fills;
+mod foreign;
 mod fork;
 mod gemm;
 mod host;
@@ -43,6 +44,7 @@ const GROUPS: &[&[Case]] = &[
     plans::CASES,
     limits::CASES,
     mapped::CASES,
+    foreign::CASES,
     capture::CASES,
     cells::CASES,
     sharing::CASES,

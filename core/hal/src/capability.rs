@@ -61,6 +61,9 @@ pub struct Capabilities {
     pub per_thread_default_stream: bool,
     /// Wrapping of streams and events that other code made.
     pub foreign_objects: bool,
+    /// Description and export of device memory that other code allocated, with
+    /// [`describe_memory`](crate::Backend::describe_memory).
+    pub foreign_memory: bool,
     /// Physical memory that is mapped at reserved addresses.
     pub mapped_memory: bool,
     /// Mapped memory that other devices of the machine, such as network adapters, access directly.
@@ -125,6 +128,7 @@ impl Capabilities {
             legacy_default_stream: false,
             per_thread_default_stream: false,
             foreign_objects: false,
+            foreign_memory: false,
             mapped_memory: false,
             mapped_memory_rdma: false,
             set_stream_resets_workspace: true,
@@ -265,6 +269,12 @@ impl Transports {
     #[must_use]
     pub const fn contains(self, transport: crate::Transport) -> bool {
         self.0 & (1 << transport as u32) != 0
+    }
+
+    /// Returns the transports that are in both sets.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
     }
 
     /// Returns true if the set is empty.

@@ -4,8 +4,8 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
-use crate::error::Result;
-use crate::id::EventId;
+use crate::error::{Error, Result};
+use crate::id::{EventId, PhysicalMemoryId};
 use crate::memory::DevicePtr;
 
 /// The way in which a memory handle reaches another process.
@@ -145,8 +145,9 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` returns `Unsupported`.
     ///
     /// # Safety
-    /// The caller must pass a block that `allocate` returned for this device and that has not been freed, or the address of
-    /// mapped memory of this device.
+    /// The caller must pass a block that `allocate` returned for this device and that has not been freed, the address of
+    /// mapped memory of this device, or the start of a range that `describe_memory` returned for this device. The memory must
+    /// stay allocated during the call.
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle>;
 
     /// Maps memory of another process for work of `device`.
@@ -164,6 +165,17 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// # Safety
     /// The caller must ensure that no work that uses the mapping is outstanding, unless another open keeps the mapping.
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()>;
+
+    /// Opens mapped memory of another process without mapping it, so that the caller can map several handles without a gap
+    /// between them. `destroy_memory` gives it back. Needs `mapped_memory` and `foreign_memory`.
+    ///
+    /// - `ipc.import-maps`: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
+    /// - `ipc.import-checked`: a handle that no exporter made, of another device's UUID, without the descriptor that its
+    ///   transport needs, or of memory that is not mapped memory, returns `InvalidArgument`, and nothing is opened.
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
+        let _ = (device, handle);
+        Err(Error::lacks("import_memory", "foreign_memory"))
+    }
 
     /// Returns a handle of an event that was created with `interprocess`.
     ///

@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -21,7 +21,7 @@ use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use highwater_hal::{Error, ErrorKind, Result, Transport};
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result, Transport};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
@@ -48,10 +48,19 @@ struct State {
     lost_peers: u64,
 }
 
+/// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MemoryPart {
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
+}
+
 #[derive(Debug)]
 struct Export {
     serial: u64,
     bytes: u64,
+    /// The parts, in the order of their addresses, without a gap.
+    parts: Arc<[MemoryPart]>,
     transport: Transport,
     block: Weak<DeviceBlock>,
     /// Number of the most recent share.
@@ -85,6 +94,8 @@ pub(crate) struct Peer {
     /// The line that wakes the importer. Its `Hello` carries it.
     pub(crate) line: OnceLock<OwnedFd>,
     pub(crate) connected: AtomicBool,
+    /// The version that its `Hello` named; 0 before that.
+    pub(crate) version: AtomicU16,
     pub(crate) since: Instant,
 }
 
@@ -109,7 +120,7 @@ pub(crate) struct Grant {
     /// Keeps the memory allocated while the backend exports it.
     pub(crate) block: Arc<DeviceBlock>,
     pub(crate) transport: Transport,
-    pub(crate) bytes: u64,
+    pub(crate) parts: Arc<[MemoryPart]>,
     pub(crate) counts: Arc<OwnedFd>,
     pub(crate) ready: Arc<OwnedFd>,
 }
@@ -197,7 +208,13 @@ pub(crate) struct ExporterCounts {
 
 impl Exporter {
     /// Registers an allocation at its first share.
-    pub(crate) fn register(&self, block: &Arc<DeviceBlock>, bytes: u64, transport: Transport) -> Result<ExportKey> {
+    pub(crate) fn register(
+        &self,
+        block: &Arc<DeviceBlock>,
+        parts: Arc<[MemoryPart]>,
+        transport: Transport,
+    ) -> Result<ExportKey> {
+        let bytes = parts.iter().map(|part| part.bytes).sum();
         let mut state = self.state.lock();
         let index = match state.free.last() {
             Some(&index) => index,
@@ -215,6 +232,7 @@ impl Exporter {
         let export = Export {
             serial,
             bytes,
+            parts,
             transport,
             block: Arc::downgrade(block),
             number: 0,
@@ -388,6 +406,7 @@ impl Exporter {
             socket,
             line: OnceLock::new(),
             connected: AtomicBool::new(true),
+            version: AtomicU16::new(0),
             since: Instant::now(),
         });
         let book = PeerBook { peer: Arc::clone(&peer), parts: Vec::new(), exports: HashSet::new() };
@@ -430,7 +449,7 @@ impl Exporter {
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
         block = export.block.upgrade().ok_or_else(expired)?;
         let (part, slot) = place_of(key.index);
-        let (transport, bytes) = (export.transport, export.bytes);
+        let (transport, parts) = (export.transport, Arc::clone(&export.parts));
         let ready = Arc::clone(&state.ready[part].file);
         let book = state
             .peers
@@ -461,7 +480,25 @@ impl Exporter {
         {
             export.peers.push(peer);
         }
-        Ok(Grant { block, transport, bytes, counts: counts.file, ready })
+        Ok(Grant { block, transport, parts, counts: counts.file, ready })
+    }
+
+    /// Returns an open that was granted before, for the parts that the importer has not got yet.
+    pub(crate) fn granted(&self, peer: u64, key: ExportKey) -> Result<Grant> {
+        // Declared before the lock so that it drops after the lock, as in `grant`.
+        let block;
+        let state = self.state.lock();
+        let expired =
+            || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
+        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        block = export.block.upgrade().ok_or_else(expired)?;
+        let (part, _) = place_of(key.index);
+        let book = state.peers.get(&peer).filter(|book| book.holds(key.index, key.serial, false));
+        let counts = book.and_then(|book| book.parts.get(part)?.as_ref()).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "open_shared", "the importer has not opened the allocation")
+        })?;
+        let (counts, ready) = (Arc::clone(&counts.file), Arc::clone(&state.ready[part].file));
+        Ok(Grant { block, transport: export.transport, parts: Arc::clone(&export.parts), counts, ready })
     }
 
     /// Undoes a grant that the importer could not use.

@@ -4,7 +4,7 @@
 //! word. It is removed when the exporter frees the allocation or ends, when the runtime is trimmed, and at the end of the
 //! runtime.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,9 +22,11 @@ use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-const OPERATION: &str = "open_shared";
+pub(super) const OPERATION: &str = "open_shared";
+/// Maximum number of parts of one allocation. An exporter with more is at fault.
+const MOST_FURTHER: u32 = 1 << 20;
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -139,6 +141,8 @@ pub(crate) struct Import {
     ready: Arc<ReadySegment>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
+    /// True if several parts were mapped as one range.
+    is_joined: bool,
     /// Decides whether the import may be unmapped.
     open: OpenCount,
 }
@@ -157,10 +161,42 @@ pub(crate) trait Mapper {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
+    /// Maps the parts of another process's memory as one range of so many bytes.
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr>;
+    /// As [`Mapper::unmap`], for a range of [`Mapper::map_joined`].
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
+}
+
+/// The handles of an allocation's parts, as the exporter sends them.
+pub(crate) struct Pieces<'p> {
+    link: &'p Link,
+    key: ExportKey,
+    mapper: &'p dyn Mapper,
+    patience: Patience,
+    /// The transport and the device of every part.
+    like: (Transport, [u8; 16]),
+    /// Handles that have arrived.
+    here: VecDeque<MemoryHandle>,
+    /// Number of parts that have arrived so far.
+    arrived: u32,
+    /// Number of parts.
+    count: u32,
+}
+
+impl Pieces<'_> {
+    /// Returns the next handle. Requests more from the exporter if none is left here.
+    pub(crate) fn next(&mut self) -> Result<Option<MemoryHandle>> {
+        if self.here.is_empty() && self.arrived < self.count {
+            let handles = self.link.open_parts(self.key, self.arrived, self.like, self.mapper, self.patience)?;
+            self.arrived = self.arrived.saturating_add(u32::try_from(handles.len()).unwrap_or(u32::MAX));
+            self.here.extend(handles);
+        }
+        Ok(self.here.pop_front())
+    }
 }
 
 impl Import {
@@ -321,13 +357,13 @@ impl Link {
         Ok(link)
     }
 
-    /// Requests an allocation: its handle, and the segments with its counts.
+    /// Requests an allocation: its handle, the number of its further parts, and the segments with its counts.
     fn open(
         &self,
         key: ExportKey,
         mapper: &dyn Mapper,
         patience: Patience,
-    ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
+    ) -> Result<(MemoryHandle, u32, Arc<CountSegment>, Arc<ReadySegment>)> {
         let (place, _) = place_of(key.index);
         let mut channel = self.channel.lock();
         let part = self.parts.lock().get(place).cloned().unwrap_or_default();
@@ -335,26 +371,86 @@ impl Link {
         let question = *channel;
         let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
         self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, patience)?;
+        // The exporter may have counted the open, and no request would match a later answer.
+        let answer = self.answer(question, mapper, patience).inspect_err(|error| {
+            // A refusal has undone the open.
+            if error.is_unanswered {
+                self.abandon(key, mapper, patience);
+            }
+        });
+        let (answer, descriptors) = answer.map_err(|error| error.error)?;
+        let Message::Opened { opened, .. } = answer else {
+            self.cut.store(true, Ordering::Relaxed);
+            return Err(unexpected(&answer));
+        };
+        let further = opened.further;
+        let taken = self.take_in(opened, descriptors, place, part, wants_counts, wants_ready);
+        let (handle, counts, ready) = taken.inspect_err(|_| self.abandon(key, mapper, patience))?;
+        Ok((handle, further, counts, ready))
+    }
+
+    /// Requests further parts of an allocation that is open. Returns their handles, at least one.
+    fn open_parts(
+        &self,
+        key: ExportKey,
+        first: u32,
+        (transport, uuid): (Transport, [u8; 16]),
+        mapper: &dyn Mapper,
+        patience: Patience,
+    ) -> Result<Vec<MemoryHandle>> {
+        let mut channel = self.channel.lock();
+        *channel = channel.wrapping_add(1);
+        let question = *channel;
+        self.say(&Message::Parts { question, key, first }, &[], mapper, patience)?;
+        let (answer, descriptors) = self.answer(question, mapper, patience).map_err(|error| error.error)?;
+        let Message::PartsOpened { parts, .. } = answer else {
+            self.cut.store(true, Ordering::Relaxed);
+            return Err(unexpected(&answer));
+        };
+        let mut descriptors = descriptors.into_iter();
+        let handles = parts.into_iter().map(|part| {
+            let handle = MemoryHandle::new(transport, uuid, part.bytes, part.payload);
+            match descriptors.next() {
+                Some(descriptor) => handle.with_descriptor(Descriptor::new(descriptor)),
+                None => handle,
+            }
+        });
+        let handles: Vec<_> = handles.collect();
+        if handles.is_empty() {
+            return Err(invalid_message(OPERATION, "fewer parts than it announced"));
+        }
+        Ok(handles)
+    }
+
+    /// Waits for the answer to a request.
+    fn answer(
+        &self,
+        question: u32,
+        mapper: &dyn Mapper,
+        patience: Patience,
+    ) -> std::result::Result<(Message, Vec<OwnedFd>), NoAnswer> {
         let mut belated = 0;
-        let (opened, descriptors) = loop {
-            // The exporter may have counted the open, and no request would match a later answer.
-            let (answer, descriptors) =
-                self.hear(mapper, patience).inspect_err(|_| self.abandon(key, mapper, patience))?;
+        loop {
+            let heard = self.hear(mapper, patience).map_err(|error| NoAnswer { error, is_unanswered: true });
+            let (answer, descriptors) = heard?;
+            let to = match &answer {
+                Message::Opened { question, .. } | Message::PartsOpened { question, .. } => Some(*question),
+                Message::Refused { question, .. } => Some(*question),
+                _ => None,
+            };
             match answer {
-                Message::Opened { question: to, opened } if to == question => break (opened, descriptors),
-                Message::Refused { question: to, kind, text } if to == question => {
-                    return Err(refusal(kind, text));
+                Message::Refused { kind, text, .. } if to == Some(question) => {
+                    return Err(NoAnswer { error: refusal(kind, text), is_unanswered: false });
                 }
+                answer if to == Some(question) => return Ok((answer, descriptors)),
                 // The answer to a request that was given up and abandoned. There are at most as many as requests.
-                Message::Opened { .. } | Message::Refused { .. } if belated < question => belated += 1,
+                _ if to.is_some() && belated < question => belated += 1,
                 other => {
                     self.cut.store(true, Ordering::Relaxed);
-                    return Err(unexpected(&other));
+                    return Err(NoAnswer { error: unexpected(&other), is_unanswered: false });
                 }
             }
-        };
-        let taken = self.take_in(opened, descriptors, place, part, wants_counts, wants_ready);
-        taken.inspect_err(|_| self.abandon(key, mapper, patience))
+        }
     }
 
     fn take_in(
@@ -480,6 +576,13 @@ impl Link {
         }
         Ok(())
     }
+}
+
+/// The failure of a request.
+struct NoAnswer {
+    error: Error,
+    /// True if the exporter may still answer.
+    is_unanswered: bool,
 }
 
 /// The time that one open waits for its exporter.
@@ -686,7 +789,7 @@ impl Importer {
             let export = ExportKey { index: ticket.index, serial: ticket.serial };
             let opened = link.open(export, mapper, patience);
             self.note_answer(ticket, &opened);
-            let (handle, counts, ready) = match opened {
+            let (handle, further, counts, ready) = match opened {
                 Ok(opened) => opened,
                 Err(error) => {
                     if link.is_cut() {
@@ -700,14 +803,23 @@ impl Importer {
                     return Err(error);
                 }
             };
-            if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
+            let is_whole = further > 0 || handle.bytes == ticket.allocation_bytes;
+            if !is_whole || further > MOST_FURTHER || handle.device_uuid != ticket.device_uuid {
                 link.abandon(export, mapper, patience);
                 return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
             }
-            let abandon = || link.abandon(export, mapper, patience);
-            let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
-            let import =
-                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
+            let is_joined = further > 0;
+            let mapped = if is_joined {
+                let like = (handle.transport, handle.device_uuid);
+                let (here, arrived, count) = (VecDeque::from([handle]), 1, further + 1);
+                let mut pieces = Pieces { link: &link, key: export, mapper, patience, like, here, arrived, count };
+                mapper.map_joined(device, ticket.allocation_bytes, &mut pieces)
+            } else {
+                mapper.map(device, &handle)
+            };
+            let ptr = mapped.inspect_err(|_| link.abandon(export, mapper, patience))?;
+            let (ticket_of, open) = (ticket.clone(), OpenCount::open());
+            let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, open });
             let index = (ticket.incarnation, ticket.index);
             let mut state = self.state.lock();
             state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -866,7 +978,9 @@ impl Importer {
             // Open, or unmapped already. The last release checks whether to unmap it.
             return;
         }
-        if !mapper.unmap(import.device, import.ptr) {
+        let (device, ptr) = (import.device, import.ptr);
+        let unmapped = if import.is_joined { mapper.unmap_joined(device, ptr) } else { mapper.unmap(device, ptr) };
+        if !unmapped {
             // The import stays in the tables and in the exporter's count: some transports forbid a free of mapped memory.
             self.refused.lock().push(Arc::clone(import));
             let state = self.state.lock();
@@ -948,6 +1062,14 @@ mod tests {
         }
 
         fn unmap(&self, _: u32, _: DevicePtr) -> bool {
+            true
+        }
+
+        fn map_joined(&self, _: u32, _: u64, _: &mut Pieces<'_>) -> Result<DevicePtr> {
+            unreachable!()
+        }
+
+        fn unmap_joined(&self, _: u32, _: DevicePtr) -> bool {
             true
         }
 

@@ -28,6 +28,7 @@
 mod counts;
 mod exporter;
 mod importer;
+mod joined;
 mod message;
 mod open;
 mod open_count;
@@ -47,6 +48,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use ticket::Ticket;
 
+pub(crate) use exporter::MemoryPart;
 pub(crate) use importer::Import;
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
@@ -60,7 +62,8 @@ use crate::pool::device_memory::DeviceMemory;
 use crate::services::Services;
 use exporter::{Exporter, Grant};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
-use importer::{Importer, Mapper};
+use importer::{Importer, Mapper, Pieces};
+use joined::{Joined, unmap_joined};
 use service::Service;
 use system::{Bell, os_error};
 
@@ -134,7 +137,7 @@ impl Mapper for DeviceMapper<'_> {
         let ipc = services.ipc("open_shared")?;
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
-        services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
+        services.ledger.insert_opened(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: The memory was just opened, and no other code knows its address.
             let closed = unsafe { ipc.close_memory(device, ptr) };
             let _ = services.note(closed);
@@ -145,16 +148,30 @@ impl Mapper for DeviceMapper<'_> {
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool {
         let services = &self.memory.services;
         let closed = services.ipc("close_memory").and_then(|ipc| {
-            let block = services.ledger.remove_device(device, ptr)?;
+            let block = services.ledger.remove_opened(device, ptr)?;
             // SAFETY: The ledger shows that the memory is mapped. The importer unmaps only memory that no buffer has open, and
             // a count decreases only when the streams that used the import have passed their last use.
             unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
                 // The range is free in the ledger, so this cannot fail.
-                let _ = services.ledger.insert_device(block);
+                let _ = services.ledger.insert_opened(block);
             })
         });
         // Refusals are counted and logged.
         services.note(closed).is_ok()
+    }
+
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr> {
+        let mut joined = Joined::reserve(self.memory, device, bytes)?;
+        while let Some(handle) = pieces.next()? {
+            joined.add(&handle)?;
+        }
+        joined.finish()
+    }
+
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool {
+        // SAFETY: As in `unmap`.
+        let unmapped = unsafe { unmap_joined(self.memory, device, ptr) };
+        self.memory.services.note(unmapped).is_ok()
     }
 
     fn check(&self) -> Result<()> {
@@ -221,6 +238,14 @@ impl Sharing {
         self.stopping.store(true, Ordering::Release);
     }
 
+    /// Makes the service look after the adopted memory that waits. Starts it if necessary, unless this thread is one: what an
+    /// adopted buffer kept is dropped there, and another thread may wait for its end.
+    pub(crate) fn look_after_adopted(self: &Arc<Self>) {
+        if service::is_service() || self.start("adopt").is_ok() {
+            self.bell.ring();
+        }
+    }
+
     /// Ends the service and waits for its end, unless the service itself calls this.
     pub(crate) fn stop(&self) {
         let this = std::thread::current().id();
@@ -278,10 +303,11 @@ impl Sharing {
         block: &Arc<DeviceBlock>,
         export: &OnceLock<ExportKey>,
         transport: Transport,
-        bytes: u64,
+        parts: Arc<[MemoryPart]>,
         device_uuid: [u8; 16],
         after: Vec<Arc<CompletionEvent>>,
     ) -> Result<Ticket> {
+        let bytes = parts.iter().map(|part| part.bytes).sum();
         self.listen()?;
         let key = match export.get() {
             Some(key) => *key,
@@ -291,7 +317,7 @@ impl Sharing {
                 match export.get() {
                     Some(key) => *key,
                     None => {
-                        let key = self.exporter.register(block, bytes, transport)?;
+                        let key = self.exporter.register(block, parts, transport)?;
                         *export.get_or_init(|| key)
                     }
                 }
@@ -322,11 +348,13 @@ impl Sharing {
         self.exporter.close(key, free)
     }
 
-    /// Creates the vendor's handle for an importer.
-    fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
+    /// Creates the vendor's handle of a part for an importer.
+    fn export(&self, grant: &Grant, part: MemoryPart) -> Result<MemoryHandle> {
         let ipc = self.services().ipc("share")?;
-        // SAFETY: The grant keeps the block alive.
-        unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
+        // SAFETY: The grant keeps the block alive, which keeps its parts.
+        let mut handle = unsafe { ipc.export_memory(grant.block.device, part.ptr, grant.transport)? };
+        handle.bytes = part.bytes;
+        Ok(handle)
     }
 
     /// Frees memory that has left limbo, in the order of the streams that used it in this process.

@@ -1,11 +1,24 @@
 //! [`Runtime::open_shared`]: buffers of other processes.
 
+use std::ops::Range;
+
+use super::ticket::not_given_out;
 use super::{Imported, Ticket};
 use crate::buffer::DeviceBuffer;
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
 use crate::runtime::Runtime;
 use highwater_hal::{Element, Error, ErrorKind, Result};
+
+/// Returns the values of a ticket in the buffer that was shared, which may be a part of its allocation.
+fn range_in(block: &DeviceBlock, ticket: &Ticket, size: u64) -> Result<Range<usize>> {
+    let of_block = block.shared_range().unwrap_or_default();
+    let start = ticket.offset.checked_sub(of_block.start).filter(|start| start.is_multiple_of(size));
+    let is_inside = ticket.offset.saturating_add(ticket.length) <= of_block.end;
+    let start = start.filter(|_| is_inside).ok_or_else(|| not_given_out("its range is not in the shared buffer"))?;
+    let index = |bytes: u64| usize::try_from(bytes / size).unwrap_or(usize::MAX);
+    Ok(index(start)..index(start).saturating_add(index(ticket.length)))
+}
 
 impl Runtime {
     /// Opens a buffer that another process shares. For a ticket of this runtime, returns the original buffer. Waits until the
@@ -59,7 +72,9 @@ impl Runtime {
         })?;
         let sharing = inner.sharing("open_shared")?;
         if sharing.is_own(ticket) {
-            return Ok(DeviceBuffer::part(self.clone(), sharing.original(ticket)?, range));
+            let block = sharing.original(ticket)?;
+            let range = range_in(&block, ticket, size)?;
+            return Ok(DeviceBuffer::part(self.clone(), block, range));
         }
         if !device.capabilities.ipc_transports.contains(ticket.transport) {
             return Err(Error::lacks(OPERATION, "ipc_transports"));

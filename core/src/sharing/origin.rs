@@ -1,8 +1,9 @@
 //! The two ends of shared memory, as the origins of blocks.
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use super::{ExportKey, Import, Ticket};
+use super::{ExportKey, Import, MemoryPart, Ticket};
 use crate::device_block::{DeviceBlock, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
@@ -27,7 +28,16 @@ impl SharedMemory for Exported {
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         let inner = &self.runtime.inner;
         let uuid = inner.device(block.device).info.uuid;
-        inner.sharing("share")?.share(block, &self.key, self.transport, self.bytes as u64, uuid, after)
+        let parts = Arc::from([MemoryPart { ptr: block.ptr, bytes: self.bytes as u64 }]);
+        inner.sharing("share")?.share(block, &self.key, self.transport, parts, uuid, after)
+    }
+
+    fn transport(&self, _: u32) -> Result<Transport> {
+        Ok(self.transport)
+    }
+
+    fn range(&self) -> Range<u64> {
+        0..self.bytes as u64
     }
 
     fn release(&self, block: &mut DeviceBlock) {
@@ -59,7 +69,15 @@ impl SharedMemory for Imported {
     /// Waits for the work, because the exporter cannot tell its other importers about it.
     fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         after.iter().try_for_each(|completion| self.runtime.inner.is_passed(completion, true).map(drop))?;
-        Ok(self.import.ticket.clone())
+        Ok(Ticket { offset: 0, ..self.import.ticket.clone() })
+    }
+
+    fn transport(&self, _: u32) -> Result<Transport> {
+        Ok(self.import.ticket.transport)
+    }
+
+    fn range(&self) -> Range<u64> {
+        0..self.import.ticket.allocation_bytes
     }
 
     fn release(&self, block: &mut DeviceBlock) {

@@ -1,9 +1,10 @@
 //! The sharing thread of a runtime. It answers importers, detects the death of processes, and completes pending releases.
 //!
 //! It starts with the first share or open and ends with the runtime. It waits on all its sources at once: its bell, the socket
-//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares or
-//! releases wait for device work, it also queries that work, at growing intervals up to a millisecond.
+//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares,
+//! releases or adopted buffers wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +17,9 @@ use rustix::net::SocketFlags;
 use super::Sharing;
 use super::exporter::Peer;
 use super::importer::Link;
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::message::{
+    ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
+};
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -35,6 +38,17 @@ const MOST_IDLE: usize = 64;
 const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
 /// Minimum number of idle connections, even with few descriptors.
 const FEWEST_IDLE: usize = 4;
+
+thread_local! {
+    /// True in the sharing threads of all runtimes.
+    static IS_SERVICE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether this is a sharing thread. It must not wait for one.
+pub(super) fn is_service() -> bool {
+    // The thread-local may be gone at the end of the thread.
+    IS_SERVICE.try_with(Cell::get).unwrap_or(false)
+}
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
@@ -63,9 +77,12 @@ impl Service {
     }
 
     pub(super) fn run(mut self) {
+        IS_SERVICE.set(true);
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
-            let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
+            let sharing = &self.sharing;
+            let asking =
+                sharing.exporter.is_watching() || sharing.importer.is_releasing() || sharing.frees.has_adopted();
             let woken = self.wait(asking.then_some(pause));
             // A runtime that is shutting down or gone needs no service.
             let Some(_owner) = self.sharing.services().owner() else { return };
@@ -246,6 +263,9 @@ impl Service {
                 Some(Message::Open { question, key, wants_counts, wants_ready }) if has_greeted => {
                     self.open(peer, question, key, [wants_counts, wants_ready])
                 }
+                Some(Message::Parts { question, key, first }) if has_greeted => {
+                    self.open_parts(peer, question, key, first)
+                }
                 Some(Message::Abandon { key }) if has_greeted => {
                     let freed = self.sharing.exporter.take_back(peer.id, key);
                     self.sharing.free(freed.into_iter().collect());
@@ -274,6 +294,7 @@ impl Service {
             .into_iter()
             .next()
             .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
+        peer.version.store(version, Ordering::Relaxed);
         // Only this thread sets the line, and it was not set.
         let _ = peer.line.set(line);
         let welcome =
@@ -287,7 +308,15 @@ impl Service {
             Ok(grant) => grant,
             Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
         };
-        let exported = self.sharing.export(&grant);
+        let (first, further) = (grant.parts[0], u32::try_from(grant.parts.len() - 1).unwrap_or(u32::MAX));
+        let exported = match further {
+            1.. if peer.version.load(Ordering::Relaxed) < PROTOCOL_OF_PARTS => Err(Error::new(
+                ErrorKind::Unsupported,
+                "share",
+                format!("the buffer has {} parts, which the importer's version cannot map", grant.parts.len()),
+            )),
+            _ => self.sharing.export(&grant, first),
+        };
         // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the buffer
         // after an open is its last owner.
         drop(grant.block);
@@ -305,15 +334,32 @@ impl Service {
         let opened = Opened {
             transport: handle.transport,
             device_uuid: handle.device_uuid,
-            bytes: grant.bytes,
+            bytes: handle.bytes,
             payload: handle.payload,
             with_descriptor: handle.descriptor.is_some(),
+            further,
         };
         let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
         let counts = wants_counts.then(|| grant.counts.as_fd());
         let ready = wants_ready.then(|| grant.ready.as_fd());
         let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
         say(peer, &Message::Opened { question, opened }, &descriptors).inspect_err(|_| take_back())
+    }
+
+    /// Exports further parts of an allocation that an importer has opened. Fails only if the importer cannot be reached.
+    fn open_parts(&self, peer: &Peer, question: u32, key: ExportKey, first: u32) -> Result<()> {
+        let exported = self.sharing.exporter.granted(peer.id, key).and_then(|grant| {
+            let parts = grant.parts.iter().skip(first as usize).take(MOST_PARTS);
+            parts.map(|part| self.sharing.export(&grant, *part)).collect::<Result<Vec<_>>>()
+        });
+        let handles = match exported {
+            Ok(handles) => handles,
+            Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
+        };
+        let parts = handles.iter().map(|handle| Part { bytes: handle.bytes, payload: handle.payload }).collect();
+        let descriptors = handles.iter().filter_map(|handle| handle.descriptor.as_ref());
+        let descriptors: Vec<_> = descriptors.map(|descriptor| descriptor.as_ref().as_fd()).collect();
+        say(peer, &Message::PartsOpened { question, parts }, &descriptors)
     }
 }
 
@@ -357,6 +403,11 @@ impl Sharing {
                 false,
                 &self.bell,
             );
-        published || released
+        let waiting = self.frees.has_adopted().then(|| self.frees.len());
+        if waiting.is_some() {
+            // Refusals have been counted and logged.
+            let _ = self.frees.trim(false);
+        }
+        published || released || waiting.is_some_and(|waiting| self.frees.len() < waiting)
     }
 }

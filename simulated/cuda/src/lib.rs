@@ -211,6 +211,7 @@ export! {
     }
 
     fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) { create!(ptr = memory::allocate(bytes)) }
+    fn cuMemAllocManaged(ptr: *mut u64, bytes: usize, flags: u32) { create!(ptr = memory::allocate_managed(bytes, flags)) }
     fn cuMemFree_v2(ptr: u64) { memory::free(ptr) }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
