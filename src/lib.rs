@@ -144,5 +144,6 @@ mod pages {
         HostMemory "../docs/host-memory.md"
         RowMajor "../docs/row-major.md"
         SeveralDevices "../docs/several-devices.md"
+        Sharing "../docs/sharing.md"
     }
 }
