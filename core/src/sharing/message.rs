@@ -148,6 +148,7 @@ impl Message {
             }
             Self::PartsOpened { question, parts } => {
                 bytes.extend(question.to_le_bytes());
+                bytes.extend((parts.len() as u32).to_le_bytes());
                 for part in parts {
                     bytes.extend(part.bytes.to_le_bytes());
                     bytes.extend(part.payload);
@@ -203,10 +204,9 @@ impl Message {
             }
             PARTS_OPENED => {
                 let question = fields.u32()?;
-                let mut parts = Vec::new();
-                while !fields.bytes.is_empty() && parts.len() < MOST_PARTS {
-                    parts.push(Part { bytes: fields.u64()?, payload: fields.array()? });
-                }
+                let count = fields.u32().filter(|&count| count as usize <= MOST_PARTS)?;
+                let mut part = || Some(Part { bytes: fields.u64()?, payload: fields.array()? });
+                let parts = (0..count).map(|_| part()).collect::<Option<_>>()?;
                 Self::PartsOpened { question, parts }
             }
             ABANDON => Self::Abandon { key: ExportKey { index: fields.u32()?, serial: fields.u64()? } },
