@@ -6,11 +6,10 @@
 
 use std::ffi::c_void;
 
-use highwater_driver::{IpcHandle, no_device_memory};
+use highwater_driver::{Calls, IpcHandle, no_device_memory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryRange, RangeKind, Result, Transport, Transports};
 
 use crate::codes;
-use crate::driver::Driver;
 
 /// `hipMemoryType`, with the numbers of HIP 6 and later.
 pub(crate) const DEVICE_MEMORY: i32 = 2;
@@ -40,12 +39,15 @@ impl Attributes {
     };
 }
 
-/// Describes the memory at an address. The device is current.
-pub(crate) fn describe(driver: &Driver, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+/// `hipPointerGetAttributes`.
+pub(crate) type GetAttributes = unsafe extern "C" fn(*mut Attributes, DevicePtr) -> i32;
+
+/// Describes the memory at an address, with the calls of the runtime. The device is current.
+pub(crate) fn describe(calls: &Calls, get: Option<GetAttributes>, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
     const OPERATION: &str = "describe_memory";
     let lacks = || Error::lacks(OPERATION, "foreign_memory");
-    let get = driver.own.pointer_get_attributes.ok_or_else(lacks)?;
-    let range = driver.calls.mem_get_address_range.ok_or_else(lacks)?;
+    let get = get.ok_or_else(lacks)?;
+    let range = calls.mem_get_address_range.ok_or_else(lacks)?;
     let mut attributes = Attributes::NONE;
     // SAFETY: The call writes one struct, which outlives it.
     let code = unsafe { get(&mut attributes, ptr) };
@@ -69,7 +71,7 @@ pub(crate) fn describe(driver: &Driver, device: u32, ptr: DevicePtr) -> Result<M
     }
     let mut handle = IpcHandle([0; 64]);
     // SAFETY: The call writes 64 bytes, which outlive it.
-    let has_handle = driver.calls.ipc_get_mem_handle.is_some_and(|get| unsafe { get(&mut handle, base) } == 0);
+    let has_handle = calls.ipc_get_mem_handle.is_some_and(|get| unsafe { get(&mut handle, base) } == 0);
     let transports = if has_handle { Transports::NONE.with(Transport::Legacy) } else { Transports::NONE };
     Ok(MemoryRange::new(RangeKind::Plain, base, bytes).with_transports(transports))
 }

@@ -103,7 +103,7 @@ unsafe impl Platform for Rocm {
     }
 
     fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
-        foreign::describe(self.driver, device, ptr)
+        foreign::describe(&self.driver.calls, self.driver.own.pointer_get_attributes, device, ptr)
     }
 
     #[inline(always)]

@@ -7,9 +7,7 @@
 //! The end of a buffer never drops `keep_alive` in a forked child or once the process exits, because the drop may call the
 //! driver. It is left to the end of the process, as all other memory is.
 
-use std::fmt;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -19,41 +17,12 @@ use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device::Device;
 use crate::device_block::{DeviceBlock, Origin, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
+use crate::pool::keep_alive::KeepAlive;
 use crate::runtime::Runtime;
 use crate::sharing::{ExportKey, MemoryPart, Ticket};
 use highwater_hal::{DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result, Transport, Transports};
 
 const OPERATION: &str = "adopt";
-
-/// The object that keeps foreign memory allocated. Only [`KeepAlive::end`] drops it; otherwise it is leaked.
-pub(crate) struct KeepAlive(Mutex<Option<Box<dyn Send>>>);
-
-impl KeepAlive {
-    fn new(kept: impl Send + 'static) -> Self {
-        Self(Mutex::new(Some(Box::new(kept))))
-    }
-
-    /// Drops the object, the first time.
-    pub(crate) fn end(&self) {
-        let kept = self.0.lock().take();
-        // It may end in a thread that serves other processes too.
-        if catch_unwind(AssertUnwindSafe(|| drop(kept))).is_err() {
-            tracing::warn!("the object that kept adopted memory panicked when it was dropped");
-        }
-    }
-}
-
-impl Drop for KeepAlive {
-    fn drop(&mut self) {
-        std::mem::forget(self.0.get_mut().take());
-    }
-}
-
-impl fmt::Debug for KeepAlive {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KeepAlive").finish_non_exhaustive()
-    }
-}
 
 /// Memory that other code allocated.
 struct Adopted {

@@ -21,6 +21,47 @@ pub enum Transport {
     Fabric = 2,
 }
 
+/// A set of [`Transport`]s.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+#[repr(transparent)]
+pub struct Transports(u32);
+
+impl fmt::Debug for Transports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+        f.debug_set().entries(all.iter().filter(|transport| self.contains(**transport))).finish()
+    }
+}
+
+impl Transports {
+    /// The empty set.
+    pub const NONE: Self = Self(0);
+
+    /// Returns the set with `transport` added.
+    #[must_use]
+    pub const fn with(self, transport: Transport) -> Self {
+        Self(self.0 | 1 << transport as u32)
+    }
+
+    /// Returns true if `transport` is in the set.
+    #[must_use]
+    pub const fn contains(self, transport: Transport) -> bool {
+        self.0 & (1 << transport as u32) != 0
+    }
+
+    /// Returns the transports that are in both sets.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Returns true if the set is empty.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
 /// A descriptor of the operating system that belongs to a handle. Dropping the last copy closes it.
 #[derive(Debug, Clone)]
 pub struct Descriptor(Arc<SharedDescriptor>);

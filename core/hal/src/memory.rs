@@ -3,9 +3,8 @@
 use std::fmt;
 use std::ptr::NonNull;
 
-use crate::capability::Transports;
 use crate::id::StreamId;
-use crate::ipc::Transport;
+use crate::ipc::{Transport, Transports};
 
 /// An address in a device's memory. The CPU cannot read it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

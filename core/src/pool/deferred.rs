@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::keep_alive::KeepAlive;
 use super::stream_use::{StreamUse, UseEnd};
-use crate::adopt::KeepAlive;
 use crate::capture::thread::in_capture;
 use crate::services::Services;
 use highwater_hal::{DevicePtr, Result};
