@@ -2040,3 +2040,56 @@ fn memory_of_other_code_is_described_by_attempts() {
     }
     nothing_is_left(&*backend);
 }
+
+#[test]
+fn memory_of_other_code_is_opened_by_another_process() {
+    const TEST: &str = "memory_of_other_code_is_opened_by_another_process";
+    const TICKET: &str = "HIGHWATER_TEST_ADOPTED_TICKET";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(ticket) = std::env::var(TICKET) {
+        let opened = runtime.open_shared::<f32>(&ticket.parse::<Ticket>().unwrap()).unwrap();
+        assert_eq!(stream.download(&opened).unwrap(), vec![1.5; 1000]);
+        stream.fill(&opened, 2.5_f32).unwrap();
+        stream.synchronize().unwrap();
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    // SAFETY: The symbol has these arguments, here and below.
+    let malloc = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize) -> i32>("hipMalloc") };
+    // SAFETY: As above.
+    let malloc_async = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>("hipMallocAsync") };
+    // SAFETY: As above.
+    let free_raw = unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipFree") };
+    let (mut block, mut ordered) = (0, 0);
+    // SAFETY: The calls write one number each, which outlives them.
+    unsafe {
+        assert_eq!(malloc(&mut block, 1 << 20), 0);
+        assert_eq!(malloc_async(&mut ordered, 4096, 0), 0);
+    }
+    // SAFETY: The test frees the memory at its end, and nothing else uses it.
+    let adopt = |address: u64, bytes| unsafe { device.adopt::<f32>(DevicePtr::new(address), bytes, ()) }.unwrap();
+    let buffer = adopt(block + 65_536, 4000);
+    assert_eq!(buffer.transport().unwrap(), Transport::Legacy);
+    stream.fill(&buffer, 1.5_f32).unwrap();
+    let ticket = buffer.share().unwrap();
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, ticket.to_string());
+    let output = other.output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    assert_eq!(stream.download(&buffer).unwrap(), vec![2.5; 1000]);
+    // Memory of a pool works in this process, and no handle names it.
+    let pooled = adopt(ordered, 4096);
+    stream.fill(&pooled, 3.5_f32).unwrap();
+    assert_eq!(stream.download(&pooled).unwrap(), vec![3.5; 1024]);
+    let error = pooled.share().map(drop).unwrap_err();
+    assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("no transport"), "{error}");
+    drop((buffer, pooled, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+    // SAFETY: Nothing uses them.
+    assert_eq!(unsafe { (free_raw(block), free_raw(ordered)) }, (0, 0));
+}
