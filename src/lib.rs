@@ -145,5 +145,6 @@ mod pages {
         HostMemory "../docs/host-memory.md"
         RowMajor "../docs/row-major.md"
         SeveralDevices "../docs/several-devices.md"
+        Sharing "../docs/sharing.md"
     }
 }

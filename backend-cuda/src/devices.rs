@@ -85,6 +85,7 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.mapped_memory_granularity = mapped_memory_granularity(cuda, device, &can);
     can.mapped_memory = can.mapped_memory_granularity != 0;
     can.mapped_memory_rdma &= can.mapped_memory;
+    can.foreign_memory = cuda.driver.own.pointer_get_attribute.is_some() && calls.mem_get_address_range.is_some();
     can.workspace_alignment = 256;
     // NVIDIA's manual recommends these sizes: 32 MiB from Hopper on.
     can.blas_workspace_bytes = if major >= 9 { 32 << 20 } else { 4 << 20 };

@@ -91,7 +91,7 @@ macro_rules! hip_calls {
                 memcpy_peer_async = hipMemcpyPeerAsync(_, _, _, _, _, _);
                 $($($more)*)?
             }
-            optional {}
+            optional { pointer_get_attributes = hipPointerGetAttributes(_, _); }
         }
     };
 }

@@ -140,6 +140,7 @@ pub(crate) mod needs {
         legacy_default_stream,
         per_thread_default_stream,
         foreign_objects,
+        foreign_memory,
         mapped_memory,
         mapped_memory_rdma,
         set_stream_resets_workspace,

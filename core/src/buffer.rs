@@ -155,6 +155,10 @@ impl<T: Element> DeviceBuffer<T> {
         Self { block, offset: 0, len, elements: PhantomData, _keeps }
     }
 
+    pub(crate) fn block(&self) -> &DeviceBlock {
+        &self.block
+    }
+
     /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -208,7 +212,8 @@ impl<T: Element> DeviceBuffer<T> {
     /// ```
     ///
     /// # Errors
-    /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared).
+    /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared), or no
+    ///   transport exports the memory that [`Device::adopt`](crate::Device::adopt) took.
     /// - `Capture`: this thread is inside a capture, or an open capture uses the buffer.
     /// - `OperatingSystem`: no descriptors, threads or shared memory are left.
     /// - Otherwise the backend's error.
@@ -374,7 +379,9 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
     /// As [`DeviceBuffer::share`].
     pub fn share(&self) -> Result<Ticket> {
         let mut ticket = self.block.share()?;
-        (ticket.offset, ticket.length) = self.byte_range();
+        let (offset, length) = self.byte_range();
+        ticket.offset += offset;
+        ticket.length = length;
         Ok(ticket)
     }
 

@@ -13,6 +13,7 @@
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 compile_error!("highwater supports Linux on x86-64 and aarch64 only");
 
+mod adopt;
 mod blas_lease;
 mod buffer;
 mod capture;

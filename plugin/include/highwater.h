@@ -97,6 +97,12 @@ extern "C" {
 #define HW_TRANSPORT_DESCRIPTOR 1u
 #define HW_TRANSPORT_FABRIC 2u
 
+/* Numbers for a kind of memory that any code allocated. */
+#define HW_RANGE_PLAIN 0u
+#define HW_RANGE_MAPPED 1u
+#define HW_RANGE_STREAM_ORDERED 2u
+#define HW_RANGE_MANAGED 3u
+
 /* Numbers for a kind of handle. */
 #define HW_BLAS_KIND_BLAS 0u
 #define HW_BLAS_KIND_LT 1u
@@ -170,6 +176,7 @@ extern "C" {
 #define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
 #define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
 #define HW_CAN_HOST_REGISTER_READ_ONLY (UINT64_C(1) << 24)
+#define HW_CAN_FOREIGN_MEMORY (UINT64_C(1) << 24)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -346,6 +353,20 @@ typedef struct hw_memory_info {
     /* Bytes of the device's memory. */
     uint64_t total;
 } hw_memory_info;
+
+/* A range of device memory that any code of the process allocated. */
+typedef struct hw_memory_range {
+    /* Bytes of this struct. */
+    uint64_t size;
+    /* First byte. */
+    uint64_t base;
+    /* Number of bytes: of the whole block, or of one mapping. */
+    uint64_t bytes;
+    /* HW_RANGE_... . */
+    uint32_t kind;
+    /* Transports by which `export_memory` may export the start of the range: 1 shifted left by HW_TRANSPORT_..., for each. */
+    uint32_t transports;
+} hw_memory_range;
 
 /* Counts of the objects of a backend that are alive. All are zero once everything was destroyed. */
 typedef struct hw_live_objects {
@@ -958,6 +979,23 @@ struct hw_table {
     int32_t (*set_memory_access)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, uint32_t accessing, hw_error *error);
     /* Unmaps one or more whole mappings, for every device. The addresses stay reserved. */
     int32_t (*unmap_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, hw_error *error);
+
+    /* ---- group adopt: device memory that other code allocated */
+    /* Describes the device memory at an address, which any code of this process may have allocated.
+     *  - foreign.range: the range is the whole block that contains the address, or the one mapping of physical memory that
+     *    contains it. Every address in a range gives the same range.
+     *  - foreign.kind: memory of `map_memory` is HW_RANGE_MAPPED, a stream-ordered block is HW_RANGE_STREAM_ORDERED, and a
+     *    plain block is HW_RANGE_PLAIN.
+     *  - foreign.transports: memory that was made shareable by a transport lists it. `export_memory` exports the start of the
+     *    range by each transport that it lists, unless the memory itself came from another process.
+     *  - foreign.unknown: null, and an address in no memory of a device, return HW_ERROR_INVALID_POINTER. An address in
+     *    memory of another device returns HW_ERROR_WRONG_DEVICE. */
+    int32_t (*describe_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_memory_range *answer, hw_error *error);
+    /* Opens mapped memory of another process without mapping it. `destroy_memory` gives it back.
+     *  - ipc.import-maps: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
+     *  - ipc.import-checked: a handle that no exporter made, of another device's UUID, without the descriptor that its
+     *    transport needs, or of memory that is not mapped memory, returns HW_ERROR_INVALID_ARGUMENT, and nothing is opened. */
+    int32_t (*import_memory)(hw_backend *backend, uint32_t device, const hw_memory_handle *memory, hw_id *answer, hw_error *error);
 };
 
 /* The only symbol of a plugin. `host` is valid for the life of the process. Null rejects the program. */

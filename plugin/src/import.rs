@@ -109,6 +109,7 @@ fn hold_to(link: &Link, mut capabilities: Capabilities) -> Capabilities {
     capabilities.write_combined &= has(Group::Host);
     capabilities.host_register &= has(Group::Host) && has(Group::Register);
     capabilities.host_register_read_only &= capabilities.host_register;
+    capabilities.foreign_memory &= has(Group::Adopt);
     capabilities.mapped_memory &= has(Group::Mapped) && capabilities.mapped_memory_granularity != 0;
     capabilities.mapped_memory_rdma &= capabilities.mapped_memory;
     if !capabilities.mapped_memory {

@@ -39,6 +39,7 @@ cases! {
     legacy_default_stream: ["backend.lacking"] needs [lacks::legacy_default_stream];
     per_thread_default_stream: ["backend.lacking"] needs [lacks::per_thread_default_stream];
     foreign_objects: ["backend.lacking"] needs [lacks::foreign_objects];
+    foreign_memory: ["backend.lacking"] needs [lacks::foreign_memory];
     mapped_memory: ["backend.lacking"] needs [lacks::mapped_memory];
     mapped_memory_rdma: ["backend.lacking"] needs [lacks::mapped_memory_rdma];
 }
@@ -307,6 +308,12 @@ fn legacy_default_stream(backend: &dyn Backend) -> CaseResult {
 
 fn per_thread_default_stream(backend: &dyn Backend) -> CaseResult {
     default_stream_is_refused(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE))
+}
+
+fn foreign_memory(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, 4096, 1)?;
+    check_error!(backend.describe_memory(DEVICE, block.ptr()), Unsupported, "describe_memory");
+    Ok(())
 }
 
 fn foreign_objects(backend: &dyn Backend) -> CaseResult {

@@ -37,6 +37,7 @@ pub(crate) mod host_memory;
 mod host_options;
 #[cfg(test)]
 mod host_tests;
+pub(crate) mod keep_alive;
 #[cfg(test)]
 mod kind_tests;
 mod lazy_box;

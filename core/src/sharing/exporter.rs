@@ -10,7 +10,7 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Debug;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use highwater_hal::{Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
@@ -50,6 +50,13 @@ struct State {
     lost_peers: u64,
 }
 
+/// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MemoryPart {
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
+}
+
 /// Page-locked memory that is a file.
 pub(crate) trait SharedFile: Any + Send + Sync + Debug {
     /// Returns the handle for an importer.
@@ -59,21 +66,32 @@ pub(crate) trait SharedFile: Any + Send + Sync + Debug {
 /// The memory of an allocation, while it is used.
 #[derive(Debug)]
 pub(crate) enum Memory {
-    Device(Arc<DeviceBlock>),
+    /// A block, and its parts in the order of their addresses, without a gap.
+    Device(Arc<DeviceBlock>, Arc<[MemoryPart]>),
     Pinned(Arc<dyn SharedFile>),
+}
+
+impl Memory {
+    /// Returns the number of handles that an importer needs.
+    pub(crate) fn parts(&self) -> usize {
+        match self {
+            Self::Device(_, parts) => parts.len(),
+            Self::Pinned(_) => 1,
+        }
+    }
 }
 
 /// The memory of an allocation, which its owner keeps.
 #[derive(Debug)]
 pub(crate) enum WeakMemory {
-    Device(Weak<DeviceBlock>),
+    Device(Weak<DeviceBlock>, Arc<[MemoryPart]>),
     Pinned(Weak<dyn SharedFile>),
 }
 
 impl WeakMemory {
     fn upgrade(&self) -> Option<Memory> {
         match self {
-            Self::Device(block) => block.upgrade().map(Memory::Device),
+            Self::Device(block, parts) => block.upgrade().map(|block| Memory::Device(block, Arc::clone(parts))),
             Self::Pinned(file) => file.upgrade().map(Memory::Pinned),
         }
     }
@@ -123,6 +141,8 @@ pub(crate) struct Peer {
     /// The line that wakes the importer. Its `Hello` carries it.
     pub(crate) line: OnceLock<OwnedFd>,
     pub(crate) connected: AtomicBool,
+    /// The version that its `Hello` named; 0 before that.
+    pub(crate) version: AtomicU16,
     pub(crate) since: Instant,
 }
 
@@ -147,6 +167,7 @@ pub(crate) struct Grant {
     /// Keeps the memory allocated while the backend exports it.
     pub(crate) memory: Memory,
     pub(crate) transport: Transport,
+    /// Bytes of the whole allocation.
     pub(crate) bytes: u64,
     pub(crate) counts: Arc<OwnedFd>,
     pub(crate) ready: Arc<OwnedFd>,
@@ -418,6 +439,7 @@ impl Exporter {
             socket,
             line: OnceLock::new(),
             connected: AtomicBool::new(true),
+            version: AtomicU16::new(0),
             since: Instant::now(),
         });
         let book = PeerBook { peer: Arc::clone(&peer), parts: Vec::new(), exports: HashSet::new() };
@@ -492,6 +514,24 @@ impl Exporter {
             export.peers.push(peer);
         }
         Ok(Grant { memory, transport, bytes, counts: counts.file, ready })
+    }
+
+    /// Returns an open that was granted before, for the parts that the importer has not got yet.
+    pub(crate) fn granted(&self, peer: u64, key: ExportKey) -> Result<Grant> {
+        // Declared before the lock so that it drops after the lock, as in `grant`.
+        let memory;
+        let state = self.state.lock();
+        let expired =
+            || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
+        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        memory = export.memory.upgrade().ok_or_else(expired)?;
+        let (part, _) = place_of(key.index);
+        let book = state.peers.get(&peer).filter(|book| book.holds(key.index, key.serial, false));
+        let counts = book.and_then(|book| book.parts.get(part)?.as_ref()).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "open_shared", "the importer has not opened the allocation")
+        })?;
+        let (counts, ready) = (Arc::clone(&counts.file), Arc::clone(&state.ready[part].file));
+        Ok(Grant { memory, transport: export.transport, bytes: export.bytes, counts, ready })
     }
 
     /// Undoes a grant that the importer could not use.

@@ -16,19 +16,21 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
 use super::open_count::OpenCount;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-const OPERATION: &str = "open_shared";
+pub(super) const OPERATION: &str = "open_shared";
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
 pub(crate) const AT_ONCE: usize = 32;
+/// Maximum number of parts of one allocation. An exporter with more is at fault.
+const MOST_FURTHER: u32 = 1 << 20;
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -154,6 +156,8 @@ pub(crate) struct Import {
     ready: Arc<ReadySegment>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
+    /// True if several parts were mapped as one range.
+    is_joined: bool,
     /// Decides whether the import may be unmapped.
     open: OpenCount,
 }
@@ -172,10 +176,42 @@ pub(crate) trait Mapper: Sync {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
+    /// Maps the parts of another process's memory as one range of so many bytes.
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr>;
+    /// As [`Mapper::unmap`], for a range of [`Mapper::map_joined`].
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
+}
+
+/// The handles of an allocation's parts, as the exporter sends them.
+pub(crate) struct Pieces<'p> {
+    link: &'p Link,
+    key: ExportKey,
+    mapper: &'p dyn Mapper,
+    patience: Patience,
+    /// The transport and the device of every part.
+    like: (Transport, [u8; 16]),
+    /// Handles that have arrived.
+    here: VecDeque<MemoryHandle>,
+    /// Number of parts that have arrived so far.
+    arrived: u32,
+    /// Number of parts.
+    count: u32,
+}
+
+impl Pieces<'_> {
+    /// Returns the next handle. Requests more from the exporter if none is left here.
+    pub(crate) fn next(&mut self) -> Result<Option<MemoryHandle>> {
+        if self.here.is_empty() && self.arrived < self.count {
+            let handles = self.link.open_parts(self.key, self.arrived, self.like, self.mapper, self.patience)?;
+            self.arrived = self.arrived.saturating_add(u32::try_from(handles.len()).unwrap_or(u32::MAX));
+            self.here.extend(handles);
+        }
+        Ok(self.here.pop_front())
+    }
 }
 
 impl Import {
@@ -378,7 +414,8 @@ impl Link {
                 }
                 Ok(Answer::Refused(error)) => drop(failed.get_or_insert(error)),
                 // The exporter may have counted the opens, and no request would match a later answer.
-                Err(error) => {
+                unusable @ (Ok(Answer::Parts(..)) | Err(_)) => {
+                    let error = unusable.err().unwrap_or_else(|| self.astray("parts in place of an allocation"));
                     keys[at..sent].iter().for_each(|key| self.abandon(*key, mapper, *patience));
                     // The cause of a later failure.
                     failed = Some(failed.filter(|_| !self.is_cut()).unwrap_or(error));
@@ -387,6 +424,39 @@ impl Link {
             }
         }
         (granted, failed)
+    }
+
+    /// Requests further parts of an allocation that is open. Returns their handles, at least one.
+    fn open_parts(
+        &self,
+        key: ExportKey,
+        first: u32,
+        (transport, uuid): (Transport, [u8; 16]),
+        mapper: &dyn Mapper,
+        patience: Patience,
+    ) -> Result<Vec<MemoryHandle>> {
+        let mut channel = self.channel.lock();
+        *channel = channel.wrapping_add(1);
+        let question = *channel;
+        self.say(&Message::Parts { question, key, first }, &[], mapper, patience)?;
+        let (parts, descriptors) = match self.answer(question, &mut 0, mapper, patience)? {
+            Answer::Parts(parts, descriptors) => (parts, descriptors),
+            Answer::Refused(error) => return Err(error),
+            Answer::Opened(..) => return Err(self.astray("an allocation in place of its parts")),
+        };
+        let mut descriptors = descriptors.into_iter();
+        let handles = parts.into_iter().map(|part| {
+            let handle = MemoryHandle::new(transport, uuid, part.bytes, part.payload);
+            match descriptors.next() {
+                Some(descriptor) => handle.with_descriptor(Descriptor::new(descriptor)),
+                None => handle,
+            }
+        });
+        let handles: Vec<_> = handles.collect();
+        if handles.is_empty() {
+            return Err(invalid_message(OPERATION, "fewer parts than it announced"));
+        }
+        Ok(handles)
     }
 
     /// Waits for the answer to a request. `belated` counts the answers to requests that were given up and abandoned. There are at
@@ -398,16 +468,29 @@ impl Link {
                 Message::Opened { question: to, opened } if to == question => {
                     return Ok(Answer::Opened(opened, descriptors));
                 }
+                Message::PartsOpened { question: to, parts } if to == question => {
+                    return Ok(Answer::Parts(parts, descriptors));
+                }
                 Message::Refused { question: to, kind, text } if to == question => {
                     return Ok(Answer::Refused(refusal(kind, text)));
                 }
-                Message::Opened { .. } | Message::Refused { .. } if *belated < question => *belated += 1,
+                Message::Opened { .. } | Message::PartsOpened { .. } | Message::Refused { .. }
+                    if *belated < question =>
+                {
+                    *belated += 1;
+                }
                 other => {
                     self.cut.store(true, Ordering::Relaxed);
                     return Err(unexpected(&other));
                 }
             }
         }
+    }
+
+    /// Cuts the connection, whose answers do not follow the requests.
+    fn astray(&self, what: &str) -> Error {
+        self.cut.store(true, Ordering::Relaxed);
+        invalid_message(OPERATION, what)
     }
 
     /// Returns the segments of an allocation that are mapped.
@@ -425,6 +508,7 @@ impl Link {
         let (place, _) = place_of(key.index);
         let mut part = self.part(key);
         let mut descriptors = descriptors.into_iter();
+        let further = opened.further;
         let mut handle = MemoryHandle::new(opened.transport, opened.device_uuid, opened.bytes, opened.payload);
         let missing = || invalid_message(OPERATION, "an answer without its descriptors");
         if opened.with_descriptor {
@@ -442,7 +526,7 @@ impl Link {
             parts.resize_with(place + 1, Part::default);
         }
         parts[place] = part;
-        Ok(Granted { handle, counts, ready })
+        Ok(Granted { handle, further, counts, ready })
     }
 
     fn abandon(&self, key: ExportKey, mapper: &dyn Mapper, patience: Patience) {
@@ -543,6 +627,8 @@ impl Link {
 /// What an exporter has granted: the memory's handle, and the segments with its counts.
 struct Granted {
     handle: MemoryHandle,
+    /// Number of its further parts.
+    further: u32,
     counts: Arc<CountSegment>,
     ready: Arc<ReadySegment>,
 }
@@ -550,6 +636,7 @@ struct Granted {
 /// The answer to a request.
 enum Answer {
     Opened(Opened, Vec<OwnedFd>),
+    Parts(Vec<HandlePart>, Vec<OwnedFd>),
     Refused(Error),
 }
 
@@ -950,17 +1037,30 @@ impl Importer {
         mapper: &'i dyn Mapper,
         patience: Patience,
     ) -> Result<Counted<'i>> {
-        let Granted { handle, counts, ready } = granted;
+        let Granted { handle, further, counts, ready } = granted;
         let Wanted { ticket, device } = first.wanted;
-        let abandon = || link.abandon(first.wanted.export(), mapper, patience);
-        if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
+        let key = first.wanted.export();
+        let abandon = || link.abandon(key, mapper, patience);
+        let is_joined = further > 0;
+        let is_whole = is_joined || handle.bytes == ticket.allocation_bytes;
+        // Page-locked memory has one part.
+        let is_possible = further <= MOST_FURTHER && !(is_joined && ticket.is_pinned);
+        if !is_whole || !is_possible || handle.device_uuid != ticket.device_uuid {
             abandon();
             return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
         }
-        let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
-        let link = Arc::clone(link);
-        let import =
-            Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
+        let mapped = if is_joined {
+            let like = (handle.transport, handle.device_uuid);
+            let (here, arrived, count) = (VecDeque::from([handle]), 1, further + 1);
+            let mut pieces = Pieces { link, key, mapper, patience, like, here, arrived, count };
+            pieces.patience.renew();
+            mapper.map_joined(device, ticket.allocation_bytes, &mut pieces)
+        } else {
+            mapper.map(device, &handle)
+        };
+        let ptr = mapped.inspect_err(|_| abandon())?;
+        let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
+        let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, open });
         let index = (ticket.incarnation, ticket.index);
         let mut state = self.state.lock();
         state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -1118,7 +1218,9 @@ impl Importer {
             // Open, or unmapped already. The last release checks whether to unmap it.
             return;
         }
-        if !mapper.unmap(import.device, import.ptr) {
+        let (device, ptr) = (import.device, import.ptr);
+        let unmapped = if import.is_joined { mapper.unmap_joined(device, ptr) } else { mapper.unmap(device, ptr) };
+        if !unmapped {
             // The import stays in the tables and in the exporter's count: some transports forbid a free of mapped memory.
             self.refused.lock().push(Arc::clone(import));
             let state = self.state.lock();
@@ -1200,6 +1302,14 @@ mod tests {
         }
 
         fn unmap(&self, _: u32, _: DevicePtr) -> bool {
+            true
+        }
+
+        fn map_joined(&self, _: u32, _: u64, _: &mut Pieces<'_>) -> Result<DevicePtr> {
+            unreachable!()
+        }
+
+        fn unmap_joined(&self, _: u32, _: DevicePtr) -> bool {
             true
         }
 

@@ -32,6 +32,7 @@ mod batch;
 mod counts;
 mod exporter;
 mod importer;
+mod joined;
 mod message;
 mod open;
 mod open_count;
@@ -55,6 +56,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub use batch::TicketBatch;
 pub use ticket::Ticket;
 
+pub(crate) use exporter::{MemoryPart, WeakMemory};
 pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
@@ -66,9 +68,10 @@ use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
 use crate::pool::host_files::HostFiles;
 use crate::services::Services;
-use exporter::{Exporter, Grant, Memory, WeakMemory};
+use exporter::{Exporter, Grant, Memory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
-use importer::{Importer, Mapper};
+use importer::{Importer, Mapper, Pieces};
+use joined::{Joined, unmap_joined};
 use pinned_handle::PINNED;
 use service::Service;
 use system::{Bell, os_error};
@@ -157,7 +160,7 @@ impl Mapper for DeviceMapper<'_> {
         let ipc = services.ipc("open_shared")?;
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
-        services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
+        services.ledger.insert_opened(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: The memory was just opened, and no other code knows its address.
             let closed = unsafe { ipc.close_memory(device, ptr) };
             let _ = services.note(closed);
@@ -172,16 +175,30 @@ impl Mapper for DeviceMapper<'_> {
         }
         let services = &self.memory.services;
         let closed = services.ipc("close_memory").and_then(|ipc| {
-            let block = services.ledger.remove_device(device, ptr)?;
+            let block = services.ledger.remove_opened(device, ptr)?;
             // SAFETY: The ledger shows that the memory is mapped. The importer unmaps only memory that no buffer has open, and
             // a count decreases only when the streams that used the import have passed their last use.
             unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
                 // The range is free in the ledger, so this cannot fail.
-                let _ = services.ledger.insert_device(block);
+                let _ = services.ledger.insert_opened(block);
             })
         });
         // Refusals are counted and logged.
         services.note(closed).is_ok()
+    }
+
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr> {
+        let mut joined = Joined::reserve(self.memory, device, bytes)?;
+        while let Some(handle) = pieces.next()? {
+            joined.add(&handle)?;
+        }
+        joined.finish()
+    }
+
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool {
+        // SAFETY: As in `unmap`.
+        let unmapped = unsafe { unmap_joined(self.memory, device, ptr) };
+        self.memory.services.note(unmapped).is_ok()
     }
 
     fn check(&self) -> Result<()> {
@@ -252,6 +269,14 @@ impl Sharing {
     /// Signals the service to end by itself, because the process is exiting.
     pub(crate) fn abandon(&self) {
         self.stopping.store(true, Ordering::Release);
+    }
+
+    /// Makes the service look after the adopted memory that waits. Starts it if necessary, unless this thread is one: what an
+    /// adopted buffer kept is dropped there, and another thread may wait for its end.
+    pub(crate) fn look_after_adopted(self: &Arc<Self>) {
+        if service::is_service() || self.start("adopt").is_ok() {
+            self.bell.ring();
+        }
     }
 
     /// Ends the service and waits for its end, unless the service itself calls this.
@@ -362,13 +387,16 @@ impl Sharing {
         self.exporter.close(key, None);
     }
 
-    /// Creates the vendor's handle for an importer.
-    fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
+    /// Creates the vendor's handle of a part for an importer.
+    fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {
         match &grant.memory {
-            Memory::Device(block) => {
+            Memory::Device(block, parts) => {
                 let ipc = self.services().ipc("share")?;
-                // SAFETY: The grant keeps the block alive.
-                unsafe { ipc.export_memory(block.device, block.ptr, grant.transport) }
+                let part = parts[number];
+                // SAFETY: The grant keeps the block alive, which keeps its parts.
+                let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
+                handle.bytes = part.bytes;
+                Ok(handle)
             }
             Memory::Pinned(file) => file.handle(grant.bytes),
         }

@@ -26,7 +26,7 @@ fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: 
 /// Returns the original block of a ticket of this runtime.
 fn original(sharing: &Sharing, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
     match sharing.original(ticket)? {
-        Memory::Device(block) => Ok(block),
+        Memory::Device(block, _) => Ok(block),
         Memory::Pinned(_) => Err(not_given_out("its allocation is page-locked memory")),
     }
 }
@@ -36,6 +36,16 @@ fn about(operation: &'static str, part: &str, error: Error) -> Error {
     let message = format!("{part}: {}", error.message());
     let named = Error::new(error.kind(), operation, message).with_hint(error.hint());
     error.code().into_iter().fold(named, Error::with_code)
+}
+
+/// Returns the values of a range of an allocation in the original block, which may be a part of its allocation.
+fn range_in<T: Element>(block: &DeviceBlock, offset: u64, length: u64) -> Result<Range<usize>> {
+    let (of_block, size) = (block.shared_range().unwrap_or_default(), size_of::<T>() as u64);
+    let start = offset.checked_sub(of_block.start).filter(|start| start.is_multiple_of(size));
+    let is_inside = offset.saturating_add(length) <= of_block.end;
+    let start = start.filter(|_| is_inside).ok_or_else(|| not_given_out("its range is not in the shared buffer"))?;
+    let index = |bytes: u64| usize::try_from(bytes / size).unwrap_or(usize::MAX);
+    Ok(index(start)..index(start).saturating_add(index(length)))
 }
 
 impl Runtime {
@@ -70,7 +80,9 @@ impl Runtime {
         let device = self.device_of(OPERATION, ticket)?;
         let sharing = inner.sharing("open_shared")?;
         if sharing.is_own(ticket) {
-            return Ok(DeviceBuffer::part(self.clone(), original(sharing, ticket)?, range));
+            let block = original(sharing, ticket)?;
+            let range = range_in::<T>(&block, ticket.offset, ticket.length)?;
+            return Ok(DeviceBuffer::part(self.clone(), block, range));
         }
         let device = device_with_transport(OPERATION, device, ticket)?;
         let import = sharing.open(Wanted { ticket, device })?;
@@ -140,29 +152,32 @@ impl Runtime {
             return Err(too_many(OPERATION, "slices", slices.len(), TicketBatch::MAX_SLICES));
         }
         let mut batch = BatchBuilder::new(slices.len());
-        let mut known: HashMap<*const DeviceBlock, u32> = HashMap::new();
+        // The number of the allocation, and the offset of the block in it.
+        let mut known: HashMap<*const DeviceBlock, (u32, u64)> = HashMap::new();
         // Neighbors are mostly in one allocation.
         let mut last = None;
         for (place, slice) in slices.iter().enumerate() {
             let address = Arc::as_ptr(slice.block());
-            let number = match last.filter(|(block, _)| *block == address) {
-                Some((_, number)) => number,
+            let (number, start) = match last.filter(|(block, _)| *block == address) {
+                Some((_, shared)) => shared,
                 None => match known.get(&address) {
-                    Some(number) => *number,
+                    Some(shared) => *shared,
                     None => {
                         let mut share = || {
                             slice.block().check_runtime(OPERATION, &self.inner.services)?;
-                            batch.allocation(slice.block().share()?)
+                            let ticket = slice.block().share()?;
+                            let start = ticket.offset;
+                            batch.allocation(ticket).map(|number| (number, start))
                         };
-                        let number = share().map_err(|error| about(OPERATION, &format!("slice {place}"), error))?;
-                        known.insert(address, number);
-                        number
+                        let shared = share().map_err(|error| about(OPERATION, &format!("slice {place}"), error))?;
+                        known.insert(address, shared);
+                        shared
                     }
                 },
             };
-            last = Some((address, number));
+            last = Some((address, (number, start)));
             let (offset, length) = slice.byte_range();
-            batch.slice(number, offset, length);
+            batch.slice(number, start + offset, length);
         }
         Ok(batch.end())
     }
@@ -217,10 +232,17 @@ impl Runtime {
             };
             blocks.extend(block);
         }
-        let buffer = |(slice, range): (&BatchSlice, Range<usize>)| {
-            DeviceBuffer::part(self.clone(), Arc::clone(&blocks[slice.allocation as usize]), range)
+        let buffer = |(place, (slice, range)): (usize, (&BatchSlice, Range<usize>))| {
+            let number = slice.allocation as usize;
+            let block = Arc::clone(&blocks[number]);
+            let range = if sharing.is_own(&allocations[number]) {
+                range_in::<T>(&block, slice.offset, slice.length).map_err(|error| in_slice(place, error))?
+            } else {
+                range
+            };
+            Ok(DeviceBuffer::part(self.clone(), block, range))
         };
-        Ok(batch.slices.iter().zip(ranges).map(buffer).collect())
+        batch.slices.iter().zip(ranges).enumerate().map(buffer).collect()
     }
 
     /// Frees shared memory that no other process has open, and unmaps idle memory of other processes. Shared memory is also

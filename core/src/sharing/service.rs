@@ -1,9 +1,10 @@
 //! The sharing thread of a runtime. It answers importers, detects the death of processes, and completes pending releases.
 //!
 //! It starts with the first share or open and ends with the runtime. It waits on all its sources at once: its bell, the socket
-//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares or
-//! releases wait for device work, it also queries that work, at growing intervals up to a millisecond.
+//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares,
+//! releases or adopted buffers wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +17,9 @@ use rustix::net::SocketFlags;
 use super::Sharing;
 use super::exporter::{Grant, Peer};
 use super::importer::{AT_ONCE, Link};
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::message::{
+    ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
+};
 use super::spread::spread;
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
@@ -36,6 +39,17 @@ const MOST_IDLE: usize = 64;
 const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
 /// Minimum number of idle connections, even with few descriptors.
 const FEWEST_IDLE: usize = 4;
+
+thread_local! {
+    /// True in the sharing threads of all runtimes.
+    static IS_SERVICE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether this is a sharing thread. It must not wait for one.
+pub(super) fn is_service() -> bool {
+    // The thread-local may be gone at the end of the thread.
+    IS_SERVICE.try_with(Cell::get).unwrap_or(false)
+}
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
@@ -74,11 +88,14 @@ impl Service {
     }
 
     pub(super) fn run(mut self) {
+        IS_SERVICE.set(true);
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
-            let asking = self.sharing.exporter.is_watching()
-                || self.sharing.importer.is_releasing()
-                || self.sharing.files.is_releasing();
+            let sharing = &self.sharing;
+            let asking = sharing.exporter.is_watching()
+                || sharing.importer.is_releasing()
+                || sharing.files.is_releasing()
+                || sharing.frees.has_adopted();
             let woken = self.wait(asking.then_some(pause));
             // A runtime that is shutting down or gone needs no service.
             let Some(_owner) = self.sharing.services().owner() else { return };
@@ -285,6 +302,7 @@ impl Service {
             Some(Message::Hello { version, oldest }) if !has_greeted => {
                 self.welcome(peer, version, oldest, descriptors)
             }
+            Some(Message::Parts { question, key, first }) if has_greeted => self.open_parts(peer, question, key, first),
             Some(Message::Abandon { key }) if has_greeted => {
                 self.take_back(peer, key);
                 Ok(())
@@ -312,6 +330,7 @@ impl Service {
             .into_iter()
             .next()
             .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
+        peer.version.store(version, Ordering::Relaxed);
         // Only this thread sets the line, and it was not set.
         let _ = peer.line.set(line);
         let welcome =
@@ -326,17 +345,25 @@ impl Service {
             (request, granted)
         };
         let granted: Vec<_> = requests.into_iter().map(grant).collect();
+        let can_join = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_PARTS;
         let exported = spread(granted, &self.slow, |(request, granted)| {
             let exported = granted.map(|grant| {
-                let handle = self.sharing.export(&grant);
-                // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the
-                // buffer after an open is its last owner.
-                let Grant { memory, bytes, counts, ready, .. } = grant;
-                drop(memory);
-                (handle, bytes, counts, ready)
+                let parts = grant.memory.parts();
+                let handle = if parts == 1 || can_join { self.sharing.export(&grant, 0) } else { Err(no_parts(parts)) };
+                (handle, grant)
             });
             (request, exported)
         });
+        // The count keeps the memory from here on. The blocks drop before the answers, so that a thread that drops a buffer after
+        // an open is its last owner. They drop in this thread, for which the end of adopted memory does not wait.
+        let exported = exported.into_iter().map(|(request, exported)| {
+            let exported = exported.map(|(handle, grant)| {
+                let Grant { memory, counts, ready, .. } = grant;
+                (handle, u32::try_from(memory.parts() - 1).unwrap_or(u32::MAX), counts, ready)
+            });
+            (request, exported)
+        });
+        let exported: Vec<_> = exported.collect();
         let mut said = Ok(());
         for (Request { question, key, wants_counts, wants_ready }, exported) in exported {
             let answered = match exported {
@@ -345,13 +372,14 @@ impl Service {
                     self.take_back(peer, key);
                     said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[]))
                 }
-                Ok((Ok(handle), bytes, counts, ready)) => {
+                Ok((Ok(handle), further, counts, ready)) => {
                     let opened = Opened {
                         transport: handle.transport,
                         device_uuid: handle.device_uuid,
-                        bytes,
+                        bytes: handle.bytes,
                         payload: handle.payload,
                         with_descriptor: handle.descriptor.is_some(),
+                        further,
                     };
                     let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
                     let counts = wants_counts.then(|| counts.as_fd());
@@ -366,6 +394,28 @@ impl Service {
         }
         said
     }
+
+    /// Exports further parts of an allocation that an importer has opened. Fails only if the importer cannot be reached.
+    fn open_parts(&self, peer: &Peer, question: u32, key: ExportKey, first: u32) -> Result<()> {
+        let exported = self.sharing.exporter.granted(peer.id, key).and_then(|grant| {
+            let parts = (0..grant.memory.parts()).skip(first as usize).take(MOST_PARTS);
+            parts.map(|part| self.sharing.export(&grant, part)).collect::<Result<Vec<_>>>()
+        });
+        let handles = match exported {
+            Ok(handles) => handles,
+            Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
+        };
+        let parts = handles.iter().map(|handle| Part { bytes: handle.bytes, payload: handle.payload }).collect();
+        let descriptors = handles.iter().filter_map(|handle| handle.descriptor.as_ref());
+        let descriptors: Vec<_> = descriptors.map(|descriptor| descriptor.as_ref().as_fd()).collect();
+        say(peer, &Message::PartsOpened { question, parts }, &descriptors)
+    }
+}
+
+/// Returns the error for an importer that knows no allocations of several parts.
+fn no_parts(parts: usize) -> Error {
+    let message = format!("the buffer has {parts} parts, which the importer's version cannot map");
+    Error::new(ErrorKind::Unsupported, "share", message)
 }
 
 /// Returns the maximum number of idle connections.
@@ -409,6 +459,12 @@ impl Sharing {
                 &self.bell,
             );
         let unregistered = self.files.collect();
-        published || released || unregistered
+        let waiting = self.frees.has_adopted().then(|| self.frees.len());
+        if waiting.is_some() {
+            // Refusals have been counted and logged.
+            let _ = self.frees.trim(false);
+        }
+        let freed = waiting.is_some_and(|waiting| self.frees.len() < waiting);
+        published || released || unregistered || freed
     }
 }

@@ -339,6 +339,38 @@ fn a_batch_of_which_one_allocation_is_wrong_opens_nothing_and_loses_nothing() {
 }
 
 #[test]
+fn a_batch_that_names_page_locked_memory_as_device_memory_opens_nothing() {
+    let (exporter, importer) = (Exporter::new(), Exporter::new());
+    let buffer = exporter.make(100, 1);
+    let batch = exporter.runtime.share_all(&whole([&buffer])).unwrap();
+    let mut pinned = exporter.runtime.pinned_shared::<u32>(100).unwrap();
+    pinned.write().unwrap().fill(2);
+    let ticket = pinned.share().unwrap().to_bytes();
+    // The allocation of the ticket, as it is and with the UUID of the device.
+    let without_device = forged(&batch, |bytes| bytes[32..116].copy_from_slice(&ticket[12..96]));
+    let with_device = forged(&batch, |bytes| {
+        bytes[32..68].copy_from_slice(&ticket[12..48]);
+        bytes[84..116].copy_from_slice(&ticket[64..96]);
+    });
+    for process in [&exporter, &importer] {
+        assert_eq!(process.refused(&without_device).kind(), ErrorKind::DeviceMissing);
+        assert_eq!(process.refused(&with_device).kind(), ErrorKind::InvalidArgument);
+        assert_eq!(process.opens(), (0, 0, 0));
+        let sharing = process.runtime.statistics().sharing;
+        assert_eq!((sharing.mappings, sharing.pinned_mappings), (0, 0));
+    }
+    // Both are as good as before.
+    let opened = importer.runtime.open_pinned::<u32>(&pinned.share().unwrap()).unwrap();
+    assert_eq!(opened.read().unwrap(), [2; 100]);
+    let buffers = importer.open_all(&batch).unwrap();
+    assert_eq!(importer.stream.download(&buffers[0]).unwrap(), vec![1; 100]);
+    drop((opened, buffers, pinned, buffer));
+    until("the memory is back", || exporter.taken() == 0);
+    importer.end();
+    exporter.end();
+}
+
+#[test]
 fn a_call_of_a_batch_that_fails_opens_nothing_and_loses_nothing() {
     let mut steps = 0;
     for (operation, by_exporter) in [(Operation::ExportMemory, true), (Operation::OpenMemory, false)] {

@@ -1,5 +1,6 @@
 //! Sharing between real processes, on the mock.
 
+mod adopted;
 mod batches;
 mod faults;
 mod graphs;

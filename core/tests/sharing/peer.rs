@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use crate::adopted::adopt_segments;
 use crate::hostile::name_of;
 use crate::pinned;
 
@@ -122,8 +124,10 @@ pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 pub(crate) fn obey() {
     let Ok(mock) = std::env::var(PEER) else { return };
     let options = MockOptions::parse(&mock).unwrap();
-    let runtime = Runtime::new(MockGpu::open(options).unwrap()).unwrap();
+    let gpu = MockGpu::open(options).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
     let mut peer = Obedient {
+        gpu,
         stream: None,
         runtime,
         buffers: HashMap::new(),
@@ -197,6 +201,7 @@ pub(crate) fn mapped_inodes() -> Vec<String> {
 }
 
 struct Obedient {
+    gpu: Arc<MockGpu>,
     runtime: Runtime,
     stream: Option<Stream>,
     buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
@@ -247,6 +252,14 @@ impl Obedient {
             }
             ["make", name, len, value] => {
                 let buffer = self.runtime.device(0)?.allocate_shared::<u32>(len.parse().unwrap())?;
+                self.stream()?.fill(&buffer, value.parse::<u32>().unwrap())?;
+                let ticket = buffer.share()?.to_string();
+                self.buffers.entry(name.to_owned()).or_default().push(buffer);
+                Ok(ticket)
+            }
+            // A buffer over mappings that other code made.
+            ["adopt", name, count, value] => {
+                let buffer = adopt_segments(&self.gpu, &self.runtime, count.parse().unwrap());
                 self.stream()?.fill(&buffer, value.parse::<u32>().unwrap())?;
                 let ticket = buffer.share()?.to_string();
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);

@@ -231,7 +231,7 @@ export! {
         memory::check_allocation()?;
         create!(ptr = memory::allocate(bytes))
     }
-
+    fn cuMemAllocManaged(ptr: *mut u64, bytes: usize, flags: u32) { create!(ptr = memory::allocate_managed(bytes, flags)) }
     fn cuMemFree_v2(ptr: u64) { memory::free(ptr) }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {

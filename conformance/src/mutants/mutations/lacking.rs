@@ -40,6 +40,7 @@ mutants! {
         denied!(per_thread_default_stream);
     "foreign-objects-denied": "Reports `foreign_objects` as false, and returns the vendor's handle of a stream." =>
         denied!(foreign_objects);
+    "foreign-memory-denied": "Reports `foreign_memory` as false, and describes memory." => denied!(foreign_memory);
     "mapped-memory-denied": "Reports `mapped_memory` as false, and reserves addresses." => |h| h.claim(|capabilities| {
         capabilities.mapped_memory = false;
         capabilities.mapped_memory_granularity = 0;
