@@ -176,7 +176,7 @@ extern "C" {
 #define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
 #define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
 #define HW_CAN_HOST_REGISTER_READ_ONLY (UINT64_C(1) << 24)
-#define HW_CAN_FOREIGN_MEMORY (UINT64_C(1) << 24)
+#define HW_CAN_FOREIGN_MEMORY (UINT64_C(1) << 25)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -789,7 +789,9 @@ struct hw_table {
      *  - host.register-overlap: a range that overlaps a registered one or a block of `host_allocate` returns
      *    HW_ERROR_INVALID_ARGUMENT, and nothing changes.
      *  - host.register-apart: ranges that do not overlap can be registered, also adjacent ones and several in one page. Each
-     *    works until its own `host_unregister`, whatever becomes of the others. */
+     *    works until its own `host_unregister`, whatever becomes of the others.
+     *  - host.register-read-only: with `read_only`, the range need not be writable; copies from it work as from other
+     *    registered memory, and another mapping of the same pages stays the same memory. */
     int32_t (*host_register)(hw_backend *backend, void *ptr, uint64_t bytes, const hw_host_options *options, hw_error *error);
     /* Undoes `host_register`.
      *  - host.unregister-unknown: an address that was not passed to `host_register` returns HW_ERROR_INVALID_POINTER. */

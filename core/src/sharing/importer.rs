@@ -1065,11 +1065,16 @@ impl Importer {
         let mut state = self.state.lock();
         state.by_index.entry(index).or_default().push(Arc::clone(&import));
         import.link.imports.fetch_add(1, Ordering::Relaxed);
-        if !state.is_current(&import.link) {
-            // The connection was cut in the meantime.
+        let was_cut = !state.is_current(&import.link);
+        if was_cut {
+            // In the meantime.
             state.retire(&import.link);
         }
         drop(state);
+        if was_cut {
+            // The service may have forgotten the connection, and has to notice the end of the exporter's process.
+            mapper.bell().ring();
+        }
         first.place.fill(Arc::clone(&import));
         Ok(Counted::new(self, import, mapper.bell(), false))
     }
