@@ -169,7 +169,7 @@ mod tests {
             (&Identity::new("name", "description", BackendTag::next()), 7),
             (&LiveObjects::default(), 11),
             (&DeviceInfo::new(0, "name", [0; 16], 1), 7),
-            (&Capabilities::none(), 38),
+            (&Capabilities::none(), 39),
             (&MemoryRange::new(RangeKind::Plain, ptr, 1), 4),
         ];
         for (value, number) in values {
