@@ -141,8 +141,9 @@ impl Runtime {
     /// Slices of different types are shared as bytes: [`DeviceSlice::as_bytes`].
     ///
     /// # Errors
-    /// - `InvalidArgument`: a slice is of another runtime, or was not allocated by
-    ///   [`Device::allocate_shared`](crate::Device::allocate_shared); or there are more slices or allocations than the maximum.
+    /// - `InvalidArgument`: a slice is of another runtime, or its memory comes neither from
+    ///   [`Device::allocate_shared`](crate::Device::allocate_shared) nor from [`Device::adopt`](crate::Device::adopt); or there
+    ///   are more slices or allocations than the maximum.
     /// - Otherwise as [`DeviceSlice::share`]. The message names the slice.
     pub fn share_all<T: Element>(&self, slices: &[DeviceSlice<'_, T>]) -> Result<TicketBatch> {
         const OPERATION: &str = "share_all";
