@@ -35,6 +35,7 @@
 //! | choose precision and repeatability | [`Numerics`], [`numerics`] |
 //! | record work once and launch it often | [`Stream::capture`], [`Graph`] |
 //! | share a tensor with another process | [`Device::allocate_shared`], [`DeviceBuffer::share`], [`Ticket`] |
+//! | share the tensors of a model | [`Runtime::share_all`](highwater_core::Runtime::share_all), [`TicketBatch`] |
 //! | pool handles of your own type | [`HandlePool`] |
 //! | launch a kernel of your own | [`Stream::raw`], [`Stream::note_device_use`], [`Device::stream_from_raw`] |
 //! | see what the pools hold | [`Runtime::statistics`](highwater_core::Runtime::statistics), [`statistics`] |
@@ -45,7 +46,7 @@
 //! Each backend is a feature: `mock`, `cuda`, `rocm`. All features add up, and all build where no GPU software is
 //! installed. Highwater opens vendor libraries at run time, so one binary runs on machines with any of them or none.
 //! The feature `plugins` adds backends that are [found at run time](OpenOptions). The feature `serde` implements
-//! serialization for [`Ticket`].
+//! serialization for [`Ticket`] and [`TicketBatch`].
 //!
 //! A backend requested by name is opened or refused. No other takes its place: a run meant for a GPU must not pass on the
 //! mock.
@@ -97,7 +98,7 @@ pub use highwater_rocm as rocm;
 pub use highwater_core::{
     Access, BlasLease, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease, HandlePool,
     HostMemoryOptions, HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut,
-    PoolKey, RuntimeOptions, Scope, Statistics, Stream, Ticket, numerics,
+    PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream, Ticket, TicketBatch, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,
@@ -144,5 +145,6 @@ mod pages {
         HostMemory "../docs/host-memory.md"
         RowMajor "../docs/row-major.md"
         SeveralDevices "../docs/several-devices.md"
+        Sharing "../docs/sharing.md"
     }
 }

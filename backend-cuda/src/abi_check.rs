@@ -89,7 +89,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
             stream_get_ctx = cuStreamGetCtx(_, _);
             memcpy_peer_async = cuMemcpyPeerAsync(_, _, _, _, _, _);
         }
-        optional {}
+        optional { pointer_get_attribute = cuPointerGetAttribute(_, _, _); }
     };
     check(CudaCalls::NAMES, driver_symbol, &pairs, &[]);
     let pairs = abi_pairs! { VirtualMemoryCalls, rust driver::sys,
@@ -105,7 +105,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
             mem_export_to_shareable_handle = cuMemExportToShareableHandle(_, _, _, _);
             mem_import_from_shareable_handle = cuMemImportFromShareableHandle(_, _, _);
         }
-        optional {}
+        optional { mem_retain_allocation_handle = cuMemRetainAllocationHandle(_, _); }
     };
     check(VirtualMemoryCalls::NAMES, driver_symbol, &pairs, &[]);
 }

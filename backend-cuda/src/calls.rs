@@ -49,7 +49,10 @@ vendor_calls! {
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
         }
-        optional {}
+        optional {
+            /// Returns an attribute of memory: out, attribute, address.
+            pointer_get_attribute: "PointerGetAttribute" (*mut u8, u32, DevicePtr);
+        }
     }
 }
 
@@ -78,7 +81,10 @@ vendor_calls! {
             /// Imports an allocation: out, handle, handle type.
             mem_import_from_shareable_handle: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
         }
-        optional {}
+        optional {
+            /// Retains the allocation that is mapped at an address: out, address.
+            mem_retain_allocation_handle: "MemRetainAllocationHandle" (*mut RawAllocation, DevicePtr);
+        }
     }
 }
 

@@ -67,6 +67,8 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.stream_priority = true;
     can.peer_copy = true;
     can.host_register = has(Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
+    can.host_register_read_only =
+        can.host_register && has(Attribute::CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED);
     can.write_combined = true;
     can.legacy_default_stream = true;
     can.per_thread_default_stream = true;
@@ -83,6 +85,7 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.mapped_memory_granularity = mapped_memory_granularity(cuda, device, &can);
     can.mapped_memory = can.mapped_memory_granularity != 0;
     can.mapped_memory_rdma &= can.mapped_memory;
+    can.foreign_memory = cuda.driver.own.pointer_get_attribute.is_some() && calls.mem_get_address_range.is_some();
     can.workspace_alignment = 256;
     // NVIDIA's manual recommends these sizes: 32 MiB from Hopper on.
     can.blas_workspace_bytes = if major >= 9 { 32 << 20 } else { 4 << 20 };

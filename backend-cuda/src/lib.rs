@@ -33,6 +33,7 @@ mod calls;
 mod codes;
 mod devices;
 mod driver;
+mod foreign;
 mod libraries;
 mod lt;
 pub mod mps;

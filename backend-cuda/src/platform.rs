@@ -4,11 +4,12 @@ use cudarc::driver::sys::CUresult;
 use highwater_driver::{
     Blas, BlasSettings, Calls, Codes, Lt, Platform, Quirks, RawBlas, RawStream, SharedBlock, Zeros,
 };
-use highwater_hal::{DevicePtr, Error, MemoryHandle, PhysicalMemoryOptions, Result, Transport};
+use highwater_hal::{DevicePtr, Error, MemoryHandle, MemoryRange, PhysicalMemoryOptions, Result, Transport};
 
 use crate::calls::{CublasCalls, RawAllocation, RawContext, VirtualMemoryCalls};
 use crate::codes;
 use crate::driver::Driver;
+use crate::foreign;
 use crate::quirks::QUIRKS;
 
 /// The driver, cuBLAS and cuBLASLt.
@@ -171,6 +172,24 @@ unsafe impl Platform for Cuda {
         const OPERATION: &str = "unmap_memory";
         // SAFETY: As above.
         codes::CUDA.check(OPERATION, unsafe { (self.mapped_memory(OPERATION)?.mem_unmap)(ptr, bytes) })
+    }
+
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        foreign::describe(self, self.number(device), ptr)
+    }
+
+    unsafe fn export_foreign(
+        &self,
+        ptr: DevicePtr,
+        transport: Transport,
+        handle: MemoryHandle,
+    ) -> Result<MemoryHandle> {
+        foreign::export(self, ptr, transport, handle)
+    }
+
+    fn import_memory(&self, _: u32, handle: &MemoryHandle) -> Result<u64> {
+        const OPERATION: &str = "import_memory";
+        Ok(self.mapped_memory(OPERATION)?.import(OPERATION, handle)?.0)
     }
 
     fn blas_settings(&self, handle: RawBlas) -> BlasSettings {

@@ -4,7 +4,9 @@ use cudarc::cublas::sys::{
     cublasAtomicsMode_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t, cublasOperation_t, cudaDataType_t,
 };
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_WRITECOMBINED};
-use cudarc::driver::sys::{CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CUipcMem_flags};
+use cudarc::driver::sys::{
+    CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_READ_ONLY, CUipcMem_flags,
+};
 use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUresult, CUstream_flags};
 use highwater_driver::{
     AtomicsModes, ComputeCodes, EventFlags, HostFlags, MathModes, Quirks, RawStream, TransposeCodes, TypeCodes,
@@ -30,6 +32,7 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     },
     host_flags: HostFlags { default: PINNED, write_combined: PINNED | CU_MEMHOSTALLOC_WRITECOMBINED },
     register_flags: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP,
+    register_read_only_flag: CU_MEMHOSTREGISTER_READ_ONLY,
     ipc_open_flag: CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32,
     ipc_open_hint: None,
     pool_release_threshold: CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD as u32,

@@ -205,32 +205,29 @@ impl VirtualMemoryCalls {
         &self,
         block: &SharedBlock,
         transport: Transport,
+        handle: MemoryHandle,
+    ) -> Result<MemoryHandle> {
+        self.export_allocation(RawAllocation(block.allocation), transport, handle)
+    }
+
+    /// Completes the handle of an allocation.
+    pub(crate) fn export_allocation(
+        &self,
+        memory: RawAllocation,
+        transport: Transport,
         mut handle: MemoryHandle,
     ) -> Result<MemoryHandle> {
         const OPERATION: &str = "export_memory";
+        let export = self.mem_export_to_shareable_handle;
         let number = handle_type(transport);
         if transport == Transport::Fabric {
             // SAFETY: The call writes the 64 bytes of a fabric handle, which outlive it.
-            let code = unsafe {
-                (self.mem_export_to_shareable_handle)(
-                    handle.payload.as_mut_ptr(),
-                    RawAllocation(block.allocation),
-                    number,
-                    0,
-                )
-            };
+            let code = unsafe { export(handle.payload.as_mut_ptr(), memory, number, 0) };
             return codes::CUDA.check(OPERATION, code).map(|()| handle);
         }
         let mut descriptor: i32 = -1;
         // SAFETY: The call writes one descriptor, which outlives it.
-        let code = unsafe {
-            (self.mem_export_to_shareable_handle)(
-                (&raw mut descriptor).cast(),
-                RawAllocation(block.allocation),
-                number,
-                0,
-            )
-        };
+        let code = unsafe { export((&raw mut descriptor).cast(), memory, number, 0) };
         codes::CUDA.check(OPERATION, code)?;
         if descriptor < 0 {
             return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA reported success and returned no descriptor"));
@@ -239,36 +236,28 @@ impl VirtualMemoryCalls {
         Ok(handle.with_descriptor(Descriptor::new(unsafe { OwnedFd::from_raw_fd(descriptor) })))
     }
 
-    /// Opens a handle of another process. The device is current.
-    pub(crate) fn open(&self, device: i32, handle: &MemoryHandle) -> Result<SharedBlock> {
-        const OPERATION: &str = "open_memory";
+    /// Takes over a handle of another process. The device is current.
+    pub(crate) fn import(&self, operation: &'static str, handle: &MemoryHandle) -> Result<RawAllocation> {
         let number = handle_type(handle.transport);
         let argument: *const u8 = match (&handle.descriptor, handle.transport) {
             (_, Transport::Fabric) => handle.payload.as_ptr(),
             // The driver takes the number of the descriptor in place of a pointer.
             (Some(descriptor), _) => std::ptr::without_provenance(descriptor.as_ref().as_raw_fd() as usize),
             (None, _) => {
-                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle has no descriptor")
+                return Err(Error::new(ErrorKind::InvalidArgument, operation, "the handle has no descriptor")
                     .with_hint("pass the handle with its descriptor"));
             }
         };
         let mut memory = RawAllocation::NULL;
         // SAFETY: The descriptor is open, or the handle has 64 bytes. The number outlives the call.
         let code = unsafe { (self.mem_import_from_shareable_handle)(&mut memory, argument, number) };
-        let not_one = |error: Error| {
-            // The driver's codes for bytes that are no handle are not documented.
-            match error.kind() {
-                ErrorKind::OutOfMemory | ErrorKind::DeviceLost | ErrorKind::PermissionDenied => error,
-                _ => Error::new(
-                    ErrorKind::InvalidArgument,
-                    OPERATION,
-                    format!("the handle does not name shared memory: {}", error.message()),
-                )
-                .with_code(error.code().unwrap_or(0))
-                .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID"),
-            }
-        };
-        codes::CUDA.check(OPERATION, code).map_err(not_one)?;
+        codes::CUDA.check(operation, code).map(|()| memory).map_err(not_one)
+    }
+
+    /// Opens a handle of another process. The device is current.
+    pub(crate) fn open(&self, device: i32, handle: &MemoryHandle) -> Result<SharedBlock> {
+        const OPERATION: &str = "open_memory";
+        let memory = self.import(OPERATION, handle)?;
         let wanted = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         let bytes = self.round(OPERATION, &Self::properties(device, handle.transport), wanted);
         match bytes {
@@ -279,5 +268,36 @@ impl VirtualMemoryCalls {
                 Err(error)
             }
         }
+    }
+
+    /// Retains the allocation that is mapped at an address; `None` if none is.
+    pub(crate) fn retain(&self, ptr: DevicePtr) -> Option<RawAllocation> {
+        let mut memory = RawAllocation::NULL;
+        // SAFETY: The call writes one number, which outlives it.
+        let code = unsafe { (self.mem_retain_allocation_handle?)(&mut memory, ptr) };
+        (code == 0).then_some(memory)
+    }
+
+    /// Releases an allocation that was retained.
+    pub(crate) fn release_retained(&self, memory: RawAllocation) {
+        // SAFETY: This code retained the allocation, and does not use it again.
+        let code = unsafe { (self.mem_release)(memory) };
+        if let Err(error) = codes::CUDA.check("describe_memory", code) {
+            tracing::warn!("a retained allocation was leaked: {error}");
+        }
+    }
+}
+
+/// Converts the error of a handle that the driver does not take. Its codes for bytes that are no handle are not documented.
+fn not_one(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::OutOfMemory | ErrorKind::DeviceLost | ErrorKind::PermissionDenied => error,
+        _ => Error::new(
+            ErrorKind::InvalidArgument,
+            error.operation(),
+            format!("the handle does not name shared memory: {}", error.message()),
+        )
+        .with_code(error.code().unwrap_or(0))
+        .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID"),
     }
 }

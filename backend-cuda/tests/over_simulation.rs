@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, DeviceMemoryOptions,
-    Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill,
-    PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, Runtime, RuntimeOptions, Stream, StreamId,
-    StreamOptions, Ticket, Transport,
+    DeviceSlice, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy,
+    MemoryFill, PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, Runtime, RuntimeOptions, Stream, StreamId,
+    StreamOptions, Ticket, TicketBatch, Transport,
 };
 use highwater_simulated_harness::isolated;
 
@@ -265,6 +265,91 @@ fn memory_is_shared_between_runtimes_of_two_processes_by_each_transport() {
     }
     assert!(transports.contains(&Transport::Legacy), "{transports:?}");
     drop((stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// Returns the calls of the driver so far. `None` over a real driver.
+fn driver_calls() -> Option<u64> {
+    // SAFETY: The driver is loaded, and the call only finds it again. The symbol of the simulated driver has this type.
+    unsafe {
+        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        assert!(!library.is_null(), "the driver is not loaded");
+        let symbol = libc::dlsym(library, c"highwater_simulated_calls".as_ptr());
+        if symbol.is_null() {
+            let is_simulated = !libc::dlsym(library, c"highwater_simulated_blas".as_ptr()).is_null();
+            assert!(!is_simulated, "the simulated driver does not count its calls");
+            return None;
+        }
+        let calls: extern "C" fn() -> u64 = std::mem::transmute(symbol);
+        Some(calls())
+    }
+}
+
+/// A batch has slices of both transports. The other process opens each allocation once, by its first slice, and every other open
+/// calls no function of the driver.
+#[test]
+fn an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver() {
+    const TEST: &str = "an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver";
+    const BATCHES: &str = "HIGHWATER_TEST_BATCHES";
+    const SLICES: usize = 50;
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(batches) = std::env::var(BATCHES) {
+        // Fresh allocations each: one slice of each allocation, and many slices of each.
+        let [few, many] = [0, 1].map(|at| batches.split(',').nth(at).unwrap().parse::<TicketBatch>().unwrap());
+        let open_first = |batch: &TicketBatch| {
+            let before = driver_calls();
+            let opened = runtime.open_shared_all::<f32>(batch).unwrap();
+            assert_eq!(opened.len(), batch.len());
+            (opened, driver_calls().zip(before).map(|(after, before)| after - before))
+        };
+        // The first open of the process brings the sharing up.
+        let (opened, calls_of_few) = open_first(&few);
+        drop(opened);
+        let (opened, calls_of_many) = open_first(&many);
+        assert_eq!(runtime.statistics().sharing.mappings, 2 * few.allocations() as u64);
+        assert!(calls_of_few.is_none_or(|calls| calls > 0), "first opens are not counted");
+        assert_eq!(calls_of_few, calls_of_many, "calls for each slice, and not for each allocation");
+        let before = driver_calls();
+        for _ in 0..2 {
+            let again = runtime.open_shared_all::<f32>(&many).unwrap();
+            assert_eq!((again.len(), again[7].ptr()), (many.len(), opened[7].ptr()));
+            let tickets = (0..many.len()).map(|slice| many.ticket(slice).unwrap());
+            let single: Vec<_> = tickets.map(|ticket| runtime.open_shared::<f32>(&ticket).unwrap()).collect();
+            assert_eq!(single[7].ptr(), opened[7].ptr());
+        }
+        assert_eq!(driver_calls(), before, "an open or a drop of mapped memory calls the driver");
+        for (slice, opened) in opened.iter().enumerate() {
+            assert_eq!(stream.download(opened).unwrap(), vec![(slice / SLICES) as f32; 10]);
+        }
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    let transports = [Transport::Legacy, Transport::Descriptor, Transport::Descriptor, Transport::Legacy];
+    let supported = device.capabilities().ipc_transports;
+    let allocate = |(value, transport): (usize, Transport)| {
+        let buffer = device.allocate_shared_by::<f32>(1000, transport).unwrap();
+        stream.fill(&buffer, value as f32).unwrap();
+        buffer
+    };
+    let transports = transports.into_iter().filter(|transport| supported.contains(*transport));
+    let transports: Vec<_> = transports.enumerate().collect();
+    let make = || transports.iter().copied().map(allocate).collect::<Vec<_>>();
+    let (first, second) = (make(), make());
+    let few: Vec<_> = first.iter().map(DeviceSlice::from).collect();
+    let slices = |buffer| (0..SLICES).map(move |at| DeviceBuffer::slice(buffer, at * 20..at * 20 + 10).unwrap());
+    let many: Vec<_> = second.iter().flat_map(slices).collect();
+    // Nothing is left to be waited for.
+    stream.synchronize().unwrap();
+    let batches = [few, many].map(|slices| runtime.share_all(&slices).unwrap().to_string()).join(",");
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    let output = other.args(["--exact", TEST, "--test-threads=1"]).env(BATCHES, batches).output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    drop((first, second, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
@@ -561,4 +646,174 @@ fn memory_allocated_in_a_capture_serves_its_graph() -> Result<()> {
         assert_eq!(runtime.close()?.total(), 0);
     }
     Ok(())
+}
+
+/// Makes the primary context of the first device current, as foreign code does.
+fn enter_context() {
+    use cudarc::driver::sys;
+    let mut context = std::ptr::null_mut();
+    // SAFETY: The calls write one number, which outlives them, and take the context that they returned.
+    unsafe {
+        assert_eq!(sys::cuDevicePrimaryCtxRetain(&mut context, 0) as u32, 0);
+        assert_eq!(sys::cuCtxSetCurrent(context) as u32, 0);
+    }
+}
+
+/// Maps so many pieces of 2 MiB next to each other, as an allocator of expandable segments does. Returns the address, and the
+/// reservation.
+fn map_segments(count: usize, handle_types: u32) -> u64 {
+    use cudarc::driver::sys;
+    const PIECE: usize = 2 << 20;
+    let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+    // SAFETY: Zeros are a valid value of each field.
+    let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = location;
+    properties.requestedHandleTypes = sys::CUmemAllocationHandleType(handle_types);
+    let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    let access = sys::CUmemAccessDesc { location, flags };
+    let mut start = 0;
+    // SAFETY: The calls write numbers, which outlive them. The addresses belong to this test.
+    unsafe {
+        assert_eq!(sys::cuMemAddressReserve(&mut start, count * PIECE, 0, 0, 0) as u32, 0);
+        for index in 0..count {
+            let mut memory = 0;
+            assert_eq!(sys::cuMemCreate(&mut memory, PIECE, &properties, 0) as u32, 0);
+            assert_eq!(sys::cuMemMap(start + (index * PIECE) as u64, PIECE, 0, memory, 0) as u32, 0);
+            assert_eq!(sys::cuMemRelease(memory) as u32, 0);
+        }
+        assert_eq!(sys::cuMemSetAccess(start, count * PIECE, &access, 1) as u32, 0);
+    }
+    start
+}
+
+/// What other code allocated, freed when the last buffer over it has ended.
+enum Foreign {
+    Block(u64),
+    Segments(u64, usize),
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        use cudarc::driver::sys;
+        enter_context();
+        // SAFETY: No work uses the memory, and it is freed here only.
+        unsafe {
+            match *self {
+                Self::Block(address) => assert_eq!(sys::cuMemFree_v2(address) as u32, 0),
+                Self::Segments(address, count) => {
+                    assert_eq!(sys::cuMemUnmap(address, count * (2 << 20)) as u32, 0);
+                    assert_eq!(sys::cuMemAddressFree(address, count * (2 << 20)) as u32, 0);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_of_other_code_is_opened_by_another_process() {
+    use cudarc::driver::sys;
+    const TEST: &str = "memory_of_other_code_is_opened_by_another_process";
+    const TICKET: &str = "HIGHWATER_TEST_TICKET";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(tickets) = std::env::var(TICKET) {
+        let mut opened = Vec::new();
+        for ticket in tickets.split(',') {
+            let buffer = runtime.open_shared::<f32>(&ticket.parse().unwrap()).unwrap();
+            assert!(stream.download(&buffer).unwrap().iter().all(|value| *value == 1.5));
+            stream.fill(&buffer, 2.5_f32).unwrap();
+            opened.push(buffer);
+        }
+        stream.synchronize().unwrap();
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    // A segment of `cudaMalloc`, in which two tensors lie.
+    let mut block = 0;
+    enter_context();
+    // SAFETY: The call writes one number, which outlives it.
+    assert_eq!(unsafe { sys::cuMemAlloc_v2(&mut block, 1 << 20) } as u32, 0);
+    let keep = Arc::new(Foreign::Block(block));
+    let at = |address: u64| highwater_core::DevicePtr::new(address);
+    // SAFETY: The block keeps the bytes of both. Nothing else uses them; also below.
+    let plain = unsafe {
+        [
+            device.adopt::<f32>(at(block + 4096), 4000, keep.clone()).unwrap(),
+            device.adopt::<f32>(at(block + 65_536), 4000, keep).unwrap(),
+        ]
+    };
+    // Four segments of 2 MiB, and a tensor that begins in the first and ends in the last one.
+    let segments = map_segments(4, 1);
+    let (inside, bytes) = (at(segments + (1 << 20)), 6 << 20);
+    // SAFETY: As above.
+    let mapped = unsafe { device.adopt::<f32>(inside, bytes, Foreign::Segments(segments, 4)) }.unwrap();
+    assert_eq!(plain[0].transport().unwrap(), Transport::Legacy);
+    assert_eq!(mapped.transport().unwrap(), Transport::Descriptor);
+    let buffers: Vec<_> = plain.iter().chain([&mapped]).collect();
+    let mut tickets = Vec::new();
+    for buffer in &buffers {
+        stream.fill(*buffer, 1.5_f32).unwrap();
+        tickets.push(buffer.share().unwrap().to_string());
+    }
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, tickets.join(","));
+    let output = other.output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    for buffer in buffers {
+        assert!(stream.download(buffer).unwrap().iter().all(|value| *value == 2.5));
+    }
+    drop((plain, mapped, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn memory_that_cannot_be_adopted_or_shared_is_refused_with_the_reason() {
+    use cudarc::driver::sys;
+    let Some(backend) = open("memory_that_cannot_be_adopted_or_shared_is_refused_with_the_reason") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let refusal = |address: u64| {
+        // SAFETY: The call must be refused.
+        let adopted = unsafe { device.adopt::<u8>(highwater_core::DevicePtr::new(address), 64, ()) };
+        let error = adopted.map(drop).unwrap_err();
+        (error.kind(), error.message().to_owned())
+    };
+    enter_context();
+    let (mut managed, mut ordered, mut pinned) = (0, 0, std::ptr::null_mut());
+    // SAFETY: The calls write numbers, which outlive them.
+    unsafe {
+        assert_eq!(sys::cuMemAllocManaged(&mut managed, 4096, 1) as u32, 0);
+        assert_eq!(sys::cuMemAllocAsync(&mut ordered, 4096, std::ptr::null_mut()) as u32, 0);
+        assert_eq!(sys::cuMemHostAlloc(&mut pinned, 4096, 0) as u32, 0);
+    }
+    let (kind, said) = refusal(managed);
+    assert!(kind == ErrorKind::InvalidArgument && said.contains("managed"), "{said}");
+    let (kind, said) = refusal(ordered);
+    assert!(kind == ErrorKind::InvalidArgument && said.contains("order of streams"), "{said}");
+    assert_eq!(refusal(pinned.addr() as u64).0, ErrorKind::InvalidPointer);
+    assert_eq!(refusal(64).0, ErrorKind::InvalidPointer);
+    // Mapped memory without a handle type works in this process alone.
+    let private = map_segments(1, 0);
+    let at = highwater_core::DevicePtr::new(private);
+    // SAFETY: The mapping keeps the bytes, and nothing else uses them.
+    let buffer = unsafe { device.adopt::<u32>(at, 4096, Foreign::Segments(private, 1)) }.unwrap();
+    let stream = device.create_stream().unwrap();
+    stream.fill(&buffer, 3_u32).unwrap();
+    assert_eq!(stream.download(&buffer).unwrap(), vec![3; 1024]);
+    let error = buffer.share().map(drop).unwrap_err();
+    assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("mapped without"), "{error}");
+    drop((buffer, stream));
+    // SAFETY: Nothing uses them.
+    unsafe {
+        assert_eq!(sys::cuMemFree_v2(managed) as u32, 0);
+        assert_eq!(sys::cuMemFreeAsync(ordered, std::ptr::null_mut()) as u32, 0);
+        assert_eq!(sys::cuMemFreeHost(pinned) as u32, 0);
+    }
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }

@@ -18,8 +18,8 @@ use super::thread_records;
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
-    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, PhysicalMemoryId,
-    PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, Transport, Unavailable,
+    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, MemoryRange,
+    PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, Transport, Unavailable,
 };
 
 /// A backend over a vendor's driver.
@@ -568,6 +568,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     }
 
     // ------------------------------------------------------------------ mapped memory
+
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        self.state.describe_memory(device, ptr)
+    }
 
     fn reserve_addresses(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
         self.state.reserve_addresses(device, bytes)

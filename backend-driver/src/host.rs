@@ -98,6 +98,9 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let state = &*self.0;
         state.enter(OPERATION)?;
         state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
+        if options.read_only {
+            state.require(OPERATION, ANY_DEVICE, |can| can.host_register_read_only, "host_register_read_only")?;
+        }
         if options.kind != HostMemoryKind::Default {
             let message = "registered memory cannot be write-combined";
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
@@ -126,7 +129,9 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
-            let flags = state.platform.quirks().register_flags;
+            let quirks = state.platform.quirks();
+            let read_only = if options.read_only { quirks.register_read_only_flag } else { 0 };
+            let flags = quirks.register_flags | read_only;
             // SAFETY: The caller promises that the range is mapped and stays mapped.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_host_register)(ptr.as_ptr(), bytes, flags) })
         })();

@@ -6,7 +6,10 @@ use super::calls::IpcHandle;
 use super::platform::{Platform, SharedBlock};
 use super::raw::RawEvent;
 use super::state::{BlockKind, DriverState, FOREIGN, INTERPROCESS, Mapped, MappedKey};
-use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+use highwater_hal::{
+    DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, MemoryRange, PhysicalMemoryId, Result,
+    Transport,
+};
 
 /// Sharing with other processes.
 #[derive(Debug)]
@@ -76,6 +79,62 @@ impl<P: Platform> DriverIpc<P> {
             operation,
             format!("the handle names the device with the UUID {uuid:02x?}, expected {own:02x?} of device {device}"),
         ))
+    }
+
+    /// Exports plain memory by its start. The device is current.
+    fn export_legacy(&self, ptr: DevicePtr, bytes: u64, uuid: [u8; 16]) -> Result<MemoryHandle> {
+        const OPERATION: &str = "export_memory";
+        let state = &*self.0;
+        let Some(export) = state.platform.calls().ipc_get_mem_handle else {
+            return Err(unsupported(OPERATION, Transport::Legacy));
+        };
+        let mut payload = IpcHandle([0; 64]);
+        // SAFETY: The call writes 64 bytes, which outlive it.
+        state.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
+        Ok(MemoryHandle::new(Transport::Legacy, uuid, bytes, payload.0))
+    }
+
+    /// Exports memory that other code allocated. The device is current.
+    ///
+    /// # Safety
+    /// The caller must ensure that the memory stays allocated during the call.
+    unsafe fn export_foreign(&self, range: &MemoryRange, transport: Transport, uuid: [u8; 16]) -> Result<MemoryHandle> {
+        const OPERATION: &str = "export_memory";
+        let state = &*self.0;
+        let bytes = range.bytes as u64;
+        let handle = match transport {
+            Transport::Legacy => self.export_legacy(range.base, bytes, uuid)?,
+            _ => {
+                let payload = seal(highwater_hal::random(OPERATION)?, bytes, &uuid);
+                let handle = MemoryHandle::new(transport, uuid, bytes, payload);
+                // SAFETY: As the caller promises.
+                unsafe { state.platform.export_foreign(range.base, transport, handle)? }
+            }
+        };
+        self.watch(&handle);
+        Ok(handle)
+    }
+
+    /// Counts the descriptor of an exported handle until it is closed.
+    fn watch(&self, handle: &MemoryHandle) {
+        if let Some(descriptor) = &handle.descriptor {
+            let mut exported = self.0.exported.lock();
+            exported.retain(|other| other.is_open());
+            exported.push(descriptor.watch());
+        }
+    }
+
+    /// Checks that a handle is complete, by a transport of mapped memory.
+    fn check_sealed(&self, operation: &'static str, handle: &MemoryHandle) -> Result<()> {
+        if handle.transport == Transport::Descriptor {
+            if handle.descriptor.is_none() {
+                return Err(refused(operation, "the handle has no descriptor".to_owned()));
+            }
+            if !is_sealed(&handle.payload, handle.bytes, &handle.device_uuid) {
+                return Err(refused(operation, "the payload is not an exported one".to_owned()));
+            }
+        }
+        Ok(())
     }
 
     /// Opens a handle in the vendor's library.
@@ -183,28 +242,21 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let export = |token, shared: &SharedBlock, bytes| {
             let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
             let handle = state.platform.export_shared(shared, transport, handle)?;
-            if let Some(descriptor) = &handle.descriptor {
-                let mut exported = state.exported.lock();
-                exported.retain(|other| other.is_open());
-                exported.push(descriptor.watch());
-            }
+            self.watch(&handle);
             Ok(handle)
         };
         match exported {
             None => {
                 let export = |token, shared: &SharedBlock| export(token, shared, shared.bytes as u64);
-                state.export_mapped(OPERATION, device, (ptr, transport), export).unwrap_or_else(|| Err(not_for_it()))
+                if let Some(exported) = state.export_mapped(OPERATION, device, (ptr, transport), export) {
+                    return exported;
+                }
+                let range = state.foreign_range(OPERATION, device, ptr).ok_or_else(not_for_it)?;
+                // SAFETY: The caller promises that the memory stays allocated.
+                unsafe { self.export_foreign(&range, transport, uuid) }
             }
             Some((bytes, Some((token, shared)))) => export(token, &shared, bytes),
-            Some((bytes, None)) => {
-                let Some(export) = state.platform.calls().ipc_get_mem_handle else {
-                    return Err(unsupported(OPERATION, transport));
-                };
-                let mut payload = IpcHandle([0; 64]);
-                // SAFETY: The call writes 64 bytes, which outlive it.
-                state.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
-                Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
-            }
+            Some((bytes, None)) => self.export_legacy(ptr, bytes, uuid),
         }
     }
 
@@ -218,14 +270,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         }
         self.check_uuid(OPERATION, device, &handle.device_uuid)?;
         match handle.transport {
-            Transport::Descriptor => {
-                if handle.descriptor.is_none() {
-                    return Err(refused(OPERATION, "the handle has no descriptor".to_owned()));
-                }
-                if !is_sealed(&handle.payload, handle.bytes, &handle.device_uuid) {
-                    return Err(refused(OPERATION, "the payload is not an exported one".to_owned()));
-                }
-            }
+            Transport::Descriptor => self.check_sealed(OPERATION, handle)?,
             Transport::Legacy | Transport::Fabric => {}
             transport => return Err(unsupported(OPERATION, transport)),
         }
@@ -296,6 +341,23 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         }
         state.mapped_changed.notify_all();
         outcome
+    }
+
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
+        const OPERATION: &str = "import_memory";
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        let granularity = state.check_import(device, handle.transport)?;
+        self.check_uuid(OPERATION, device, &handle.device_uuid)?;
+        let bytes = usize::try_from(handle.bytes).unwrap_or(0);
+        if handle.transport == Transport::Legacy || bytes == 0 || !bytes.is_multiple_of(granularity) {
+            let message =
+                format!("a handle of {} bytes by {:?} is not of mapped memory", handle.bytes, handle.transport);
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                .with_hint("open other memory with `open_memory`"));
+        }
+        self.check_sealed(OPERATION, handle)?;
+        state.import_memory(device, bytes, |platform| platform.import_memory(device, handle))
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {

@@ -51,6 +51,7 @@ mod codes;
 mod dead_streams;
 #[cfg(test)]
 mod dead_streams_tests;
+mod describe;
 mod device_info;
 mod driver_cache;
 mod event_homes;
@@ -79,6 +80,7 @@ pub use backend::{DriverBackend, open_backend};
 pub use calls::{BlasCalls, Calls, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status};
 pub use captures::Captures;
 pub use codes::{Code, Codes};
+pub use describe::no_device_memory;
 pub use device_info::{set_pci_address, text};
 pub use driver_cache::DriverCache;
 pub use library::Library;

@@ -183,6 +183,31 @@ impl<P: Platform> DriverState<P> {
         })
     }
 
+    /// Enters memory of another process, of which the vendor returned a handle. Nobody can export it again.
+    pub(super) fn enter_imported(
+        &self,
+        operation: &'static str,
+        device: u32,
+        bytes: usize,
+        allocation: u64,
+    ) -> Result<PhysicalMemoryId> {
+        if allocation == 0 {
+            return Err(nothing(operation));
+        }
+        let (is_destroyed, is_released) = (AtomicBool::new(false), AtomicBool::new(false));
+        let memory = Arc::new(PhysicalMemory { device, allocation, bytes, shareable: None, is_destroyed, is_released });
+        self.physical_memory.insert(operation, device, Arc::clone(&memory)).inspect_err(|_| {
+            self.release(operation, memory);
+        })
+    }
+
+    /// Returns the bytes of the mapping that begins at an address, and the transport that exports it.
+    pub(super) fn mapped_piece(&self, ptr: DevicePtr) -> Option<(usize, Option<Transport>)> {
+        let mapped = self.mapped_memory.lock();
+        let memory = mapped.pieces.get(&ptr.get())?;
+        Some((memory.bytes, memory.shareable.map(|(transport, _)| transport)))
+    }
+
     pub(super) fn destroy_memory(&self, id: PhysicalMemoryId) -> Result<()> {
         const OPERATION: &str = "destroy_memory";
         self.enter_any_mapped(OPERATION)?;

@@ -10,8 +10,8 @@ use super::lt_calls::Lt;
 use super::raw::{RawBlas, RawStream};
 use super::zeros::Zeros;
 use highwater_hal::{
-    Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, PhysicalMemoryOptions,
-    Result, Transport, Transpose,
+    Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, MemoryRange,
+    PhysicalMemoryOptions, Result, Transport, Transpose,
 };
 
 /// Flags of events.
@@ -106,6 +106,8 @@ pub struct Quirks {
     pub host_flags: HostFlags,
     /// Flags of registered memory.
     pub register_flags: u32,
+    /// The further flag of registered memory that the CPU may only read.
+    pub register_read_only_flag: u32,
     /// The flag for opening memory of another process.
     pub ipc_open_flag: u32,
     /// The remedy, if the vendor may refuse a right handle of another process as an invalid argument.
@@ -374,6 +376,44 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     unsafe fn unmap_memory(&self, ptr: DevicePtr, bytes: usize) -> Result<()> {
         let _ = (ptr, bytes);
         Err(Error::lacks("unmap_memory", "mapped_memory"))
+    }
+
+    /// Describes the memory at an address that is not null. The device is current. `transports` are those by which the vendor
+    /// may export the start of the range.
+    ///
+    /// # Errors
+    /// `Unsupported` if the vendor cannot tell, `InvalidPointer` for no memory of a device, `WrongDevice` for memory of
+    /// another device.
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        let _ = (device, ptr);
+        Err(Error::lacks("describe_memory", "foreign_memory"))
+    }
+
+    /// Exports the mapping of other code that starts at `ptr`. The device is current.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// The caller must ensure that the memory stays mapped during the call.
+    unsafe fn export_foreign(
+        &self,
+        ptr: DevicePtr,
+        transport: Transport,
+        handle: MemoryHandle,
+    ) -> Result<MemoryHandle> {
+        let _ = (ptr, transport, handle);
+        Err(Error::lacks("export_memory", "foreign_memory"))
+    }
+
+    /// Opens a handle of mapped memory without mapping it, for `device`, which is current. Returns the vendor's handle, which
+    /// [`Platform::release_memory`] releases.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for bytes that are no handle, and the vendor's errors.
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<u64> {
+        let _ = (device, handle);
+        Err(Error::lacks("import_memory", "foreign_memory"))
     }
 
     /// Returns whether BLAS handles of `device` can work, for vendors that would not report it by a code.

@@ -68,6 +68,7 @@ const COMMON: Quirks = Quirks {
     event_flags: EventFlags { plain: 2, timing: 0, interprocess: 6 },
     host_flags: HostFlags { default: 3, write_combined: 7 },
     register_flags: 3,
+    register_read_only_flag: 8,
     ipc_open_flag: 1,
     ipc_open_hint: Some("see the same devices"),
     pool_release_threshold: 4,
@@ -125,6 +126,8 @@ struct Vendor {
     dead: HashMap<u64, u64>,
     /// Whether calls follow events to the streams of their records.
     follows: bool,
+    /// The flags of the registrations so far.
+    register_flags: Vec<u32>,
     /// Bytes by address.
     memory: HashMap<u64, usize>,
     last: u64,
@@ -358,7 +361,12 @@ vendor_functions! {
         })
     }
     mem_free_host(memory: *mut u8) { destroy("mem_free_host", memory.addr() as u64) }
-    mem_host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("mem_host_register", &[], |_| 0) }
+    mem_host_register(_memory: *mut u8, _bytes: usize, flags: u32) {
+        needs_context("mem_host_register", &[], |vendor| {
+            vendor.register_flags.push(flags);
+            0
+        })
+    }
     mem_host_unregister(_memory: *mut u8) { needs_context("mem_host_unregister", &[], |_| 0) }
     mem_host_get_device_pointer(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
         // SAFETY: See the macro.
@@ -736,6 +744,7 @@ impl Fake {
         (can.capture, can.stream_ordered_memory, can.shareable_memory) = (true, true, true);
         (can.interprocess_events, can.event_timing, can.stream_priority, can.peer_copy) = (true, true, true, true);
         (can.host_register, can.write_combined, can.foreign_objects) = (true, true, true);
+        can.host_register_read_only = true;
         (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
         (can.mapped_memory, can.mapped_memory_granularity) = (true, GRANULARITY);
         can.ipc_transports =
@@ -829,6 +838,11 @@ impl Fake {
     /// Returns the streams that a handle was bound to, in order.
     pub(super) fn bindings_of(&self, handle: u64) -> Vec<u64> {
         VENDOR.lock().bound.iter().filter(|bound| bound.0 == handle).map(|bound| bound.1).collect()
+    }
+
+    /// Returns the flags of the registrations so far.
+    pub(super) fn register_flags(&self) -> Vec<u32> {
+        VENDOR.lock().register_flags.clone()
     }
 
     /// Returns whether the object is alive.

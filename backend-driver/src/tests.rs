@@ -106,7 +106,7 @@ fn the_options_of_the_contract_have_no_other_fields() {
     assert_eq!(shown(&AllocateOptions::new(1)), "AllocateOptions { bytes: 1, kind: Plain }");
     assert_eq!(shown(&EventOptions::new()), "EventOptions { timing: false, interprocess: false }");
     assert_eq!(shown(&StreamOptions::new()), "StreamOptions { priority: Normal }");
-    assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default }");
+    assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default, read_only: false }");
     assert_eq!(shown(&BlasOptions::new(BlasKind::Blas)), "BlasOptions { kind: Blas }");
     let memory = "PhysicalMemoryOptions { bytes: 1, shareable: None, rdma: false }";
     assert_eq!(shown(&PhysicalMemoryOptions::new(1)), memory);
@@ -357,6 +357,20 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
     // SAFETY: As above.
     unsafe { host.free(block) }.unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn memory_that_the_cpu_may_only_read_is_registered_with_the_vendors_flag() {
+    let fake = Fake::new();
+    let host = fake.backend.host_allocator();
+    let mut bytes = [0_u8; 64];
+    let ptr = HostPtr::new(std::ptr::NonNull::from(&mut bytes).cast());
+    for read_only in [false, true] {
+        let options = HostOptions::new().with_read_only(read_only);
+        // SAFETY: The bytes live until they are unregistered, and the fake uses nothing.
+        unsafe { host.register(ptr, 64, &options).and_then(|()| host.unregister(ptr)) }.unwrap();
+    }
+    assert_eq!(fake.register_flags(), [3, 3 | 8]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryInfo, MemoryRange, RangeKind, Result, Transports};
 use parking_lot::RwLock;
 
 use crate::arena::{Arena, Block, Owner, Quarantine};
@@ -293,6 +293,26 @@ impl Device {
                     ))
             }
         }
+    }
+
+    /// Describes the block of this device that contains an address.
+    pub(crate) fn describe(&self, ptr: DevicePtr, shares: Transports) -> Option<MemoryRange> {
+        let range = |kind, start: u64, bytes: u64| {
+            MemoryRange::new(kind, DevicePtr::new(self.memory.base() + start), bytes as usize)
+        };
+        let Some(offset) = self.offset(ptr) else {
+            let place = ptr.get().checked_sub(self.memory.base())?;
+            let (start, bytes) = self.memory.imports.read().opened(place)?;
+            return Some(range(RangeKind::Plain, start, bytes));
+        };
+        let (start, block) = self.arena.read().around(offset)?;
+        let (kind, transports) = match block.owner {
+            Owner::Plain => (RangeKind::Plain, Transports::NONE),
+            Owner::Shareable => (RangeKind::Plain, shares),
+            Owner::StreamOrdered => (RangeKind::StreamOrdered, Transports::NONE),
+            Owner::Physical | Owner::Mock => return None,
+        };
+        Some(range(kind, start, block.bytes).with_transports(transports)).filter(|range| range.contains(ptr))
     }
 
     /// Returns the epoch of the blocks: it grows whenever a block ends to be live.

@@ -11,7 +11,8 @@ use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
     GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill,
-    MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, exit,
+    MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority,
+    exit,
 };
 use parking_lot::Mutex;
 
@@ -730,6 +731,12 @@ unsafe impl Backend for MockGpu {
     unsafe fn unmap_memory(&self, device: u32, ptr: DevicePtr, bytes: usize) -> Result<()> {
         let operation = Operation::UnmapMemory;
         self.shared.enter_mapped(operation)?.unmap_memory(operation, device, ptr, bytes)
+    }
+
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        let operation = self.shared.calls.enter(Operation::DescribeMemory)?;
+        self.shared.check_foreign_memory(operation)?;
+        self.shared.describe_memory(operation, device, ptr)
     }
 
     // ------------------------------------------------------------------ copies and fills

@@ -283,6 +283,9 @@ unsafe impl HostAllocator for MockHost {
         if !self.capabilities.host_register {
             return Err(operation.lacks("host_register"));
         }
+        if options.read_only && !self.capabilities.host_register_read_only {
+            return Err(operation.lacks("host_register_read_only"));
+        }
         self.check_kind(operation, options)?;
         if bytes == 0 {
             return Err(no_bytes(operation));

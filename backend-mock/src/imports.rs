@@ -133,6 +133,12 @@ impl Imports {
         (offset - start < import.mapping.bytes()).then(|| (Arc::clone(&import.mapping), offset - start))
     }
 
+    /// Returns the start and the bytes of memory of another process that is open around an offset.
+    pub(crate) fn opened(&self, offset: u64) -> Option<(u64, u64)> {
+        let (start, import) = self.around(offset).filter(|(_, import)| !import.is_mapped)?;
+        (offset - start < import.source.bytes).then_some((start, import.source.bytes))
+    }
+
     /// Returns the inode of the file that holds an offset, the offset in the file, and how many bytes lie there in a row.
     pub(crate) fn source(&self, offset: u64) -> Option<(u64, u64, u64)> {
         let (start, import) = self.around(offset)?;

@@ -21,9 +21,12 @@
 //! even if another process still maps them. Preventing that is the task of core.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+use highwater_hal::{
+    DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, PhysicalMemoryId, Result, Transport,
+};
 
 use crate::event::Event;
 use crate::imports::Source;
@@ -51,6 +54,49 @@ impl MockIpc {
             return Ok(());
         }
         Err(unsupported(operation, transport))
+    }
+
+    /// Checks a handle, and returns the place that it names and the length of its pages.
+    fn check_handle(&self, operation: Operation, device: u32, handle: &MemoryHandle) -> Result<(Source, u64)> {
+        let gpu = &*self.gpu;
+        let ordinal = device;
+        gpu.device(operation, ordinal)?.check_not_lost(operation)?;
+        self.check_transport(operation, handle.transport)?;
+        let refused = |message: String| {
+            operation.error(ErrorKind::InvalidArgument, message).with_hint(
+                "pass a handle as `export_memory` returned it, with its descriptor, for the device with its UUID",
+            )
+        };
+        let uuid = device_uuid(ordinal);
+        if handle.device_uuid != uuid {
+            return Err(refused(format!(
+                "the handle is of the device with the UUID {:02x?}, device {ordinal} has {uuid:02x?}",
+                handle.device_uuid
+            )));
+        }
+        let descriptor =
+            handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
+        let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
+        let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
+            .ok_or_else(|| refused("the payload was not exported for this descriptor".to_owned()))?;
+        let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
+        let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
+        if bytes == 0 || bytes != handle.bytes || !offset.is_multiple_of(page_bytes()) || !fits {
+            return Err(refused(format!(
+                "the handle is of {} bytes, its payload of {bytes} bytes at {offset} of a file of {file_bytes}",
+                handle.bytes
+            )));
+        }
+        Ok((Source { file, offset, bytes, serial }, length))
+    }
+
+    /// Returns the descriptor of a handle that was checked.
+    fn descriptor_of(operation: Operation, handle: &MemoryHandle) -> Result<&OwnedFd> {
+        handle.descriptor.as_ref().map(AsRef::as_ref).ok_or_else(|| {
+            operation
+                .error(ErrorKind::InvalidArgument, "the handle has no descriptor")
+                .with_hint("pass the handle with its descriptor")
+        })
     }
 }
 
@@ -89,36 +135,10 @@ impl IpcSharing for MockIpc {
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let gpu = &*self.gpu;
         let operation = gpu.calls.enter(Operation::OpenMemory)?;
-        let ordinal = device;
-        let device = gpu.device(operation, ordinal)?;
-        device.check_not_lost(operation)?;
-        self.check_transport(operation, handle.transport)?;
-        let refused = |message: String| {
-            operation.error(ErrorKind::InvalidArgument, message).with_hint(
-                "pass a handle as `export_memory` returned it, with its descriptor, for the device with its UUID",
-            )
-        };
-        let uuid = device_uuid(ordinal);
-        if handle.device_uuid != uuid {
-            return Err(refused(format!(
-                "the handle is of the device with the UUID {:02x?}, device {ordinal} has {uuid:02x?}",
-                handle.device_uuid
-            )));
-        }
-        let descriptor =
-            handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
-        let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
-        let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
-            .ok_or_else(|| refused("the payload was not exported for this descriptor".to_owned()))?;
-        let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
-        let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
-        if bytes == 0 || bytes != handle.bytes || !offset.is_multiple_of(page_bytes()) || !fits {
-            return Err(refused(format!(
-                "the handle is of {} bytes, its payload of {bytes} bytes at {offset} of a file of {file_bytes}",
-                handle.bytes
-            )));
-        }
-        let source = Source { file, offset, bytes, serial };
+        let (source, length) = self.check_handle(operation, device, handle)?;
+        let offset = source.offset;
+        let descriptor = Self::descriptor_of(operation, handle)?;
+        let device = gpu.device(operation, device)?;
         let mut imports = device.memory.imports.write();
         let place = match imports.open_again(&source) {
             Some(place) => place,
@@ -127,7 +147,7 @@ impl IpcSharing for MockIpc {
                 let mapping = unsafe { Mapping::new(descriptor, offset, length) }
                     .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
                 imports.insert(source, mapping).ok_or_else(|| {
-                    operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
+                    operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {length} bytes"))
                 })?
             }
         };
@@ -138,6 +158,14 @@ impl IpcSharing for MockIpc {
         let gpu = &*self.gpu;
         let operation = gpu.calls.enter(Operation::CloseMemory)?;
         gpu.device(operation, device)?.close_import(operation, ptr)
+    }
+
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
+        let gpu = &*self.gpu;
+        let operation = Operation::ImportMemory;
+        gpu.enter_mapped(operation)?.check_foreign_memory(operation)?;
+        let (source, _) = self.check_handle(operation, device, handle)?;
+        gpu.import_memory(operation, device, &source, Self::descriptor_of(operation, handle)?)
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {

@@ -105,7 +105,7 @@
 //! - `command`, `kernel`, `memory_use`, `recording`: what streams execute, what it computes, and what captures record
 //! - `stream`, `engine`, `capture`, `product`: queues, workers, and the calls that enqueue
 //! - `checks`, [`races`], `schedule`: the observers, and execution in the order of a seed
-//! - `mapped_memory`: physical memory, reserved addresses, and which devices have access
+//! - `mapped_memory`: physical memory, reserved addresses, and which devices have access; `describe`: what lies at an address
 //! - `host`, `host_observer`, `foreign`, `raw_handles`, `state`, `blas`, `ipc`, `gpu`: the traits of the contract;
 //!   `options`: how a mock is opened
 //! - `simulated`: the inside of the mock, for the simulated vendor libraries
@@ -117,6 +117,7 @@ mod capture;
 mod checks;
 mod clock;
 mod command;
+mod describe;
 mod device;
 mod device_memory;
 mod engine;

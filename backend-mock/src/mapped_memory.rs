@@ -7,33 +7,51 @@
 //! Lock: `mapped_memory` is taken before the locks of a device.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, PhysicalMemoryOptions, Result};
+use highwater_hal::{
+    DevicePtr, Error, ErrorKind, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, RangeKind, Result, Transports,
+};
 
 use crate::device::Device;
 use crate::imports::Source;
 use crate::ipc;
 use crate::mapping::Mapping;
 use crate::operation::Operation;
-use crate::sealed_file;
+use crate::sealed_file::{self, FileId};
 use crate::state::State;
 
 /// Physical memory of a device. It is freed when the id is destroyed and no piece maps it.
 #[derive(Debug)]
 pub(crate) struct PhysicalMemory {
     device: Arc<Device>,
-    /// The offset in the device's memory.
+    /// The offset in the file.
     offset: u64,
     bytes: u64,
     /// The number of the allocation.
     serial: u64,
     is_shareable: bool,
+    /// The file of another process; `None` for the device's own.
+    imported: Option<(OwnedFd, FileId)>,
+}
+
+impl PhysicalMemory {
+    /// Returns the file that holds the bytes.
+    fn file(&self) -> (&OwnedFd, FileId) {
+        match &self.imported {
+            Some((file, id)) => (file, *id),
+            None => (self.device.memory.file(), self.device.memory.id()),
+        }
+    }
 }
 
 impl Drop for PhysicalMemory {
     fn drop(&mut self) {
-        self.device.free_physical(self.offset, self.bytes);
+        // The bytes of another process end with its file.
+        if self.imported.is_none() {
+            self.device.free_physical(self.offset, self.bytes);
+        }
     }
 }
 
@@ -151,8 +169,51 @@ impl State {
         self.check_bytes(operation, options.bytes)?;
         let (offset, serial) = owner.allocate_physical(operation, options.bytes)?;
         let (bytes, is_shareable) = (options.bytes as u64, options.shareable.is_some());
-        let memory = PhysicalMemory { device: Arc::clone(owner), offset, bytes, serial, is_shareable };
+        let memory = PhysicalMemory { device: Arc::clone(owner), offset, bytes, serial, is_shareable, imported: None };
         self.physical_memory.insert(operation.name(), device, Arc::new(memory))
+    }
+
+    /// Enters memory of another process, which lies in a file that was checked.
+    pub(crate) fn import_memory(
+        &self,
+        operation: Operation,
+        device: u32,
+        source: &Source,
+        file: &OwnedFd,
+    ) -> Result<PhysicalMemoryId> {
+        let owner = self.device(operation, device)?;
+        let &Source { file: id, offset, bytes, serial } = source;
+        if !bytes.is_multiple_of(self.capabilities.mapped_memory_granularity as u64) {
+            return Err(operation
+                .error(
+                    ErrorKind::InvalidArgument,
+                    format!("the handle is of {bytes} bytes, which are not mapped memory"),
+                )
+                .with_hint("open other memory with `open_memory`"));
+        }
+        let copy = rustix::io::fcntl_dupfd_cloexec(file, 0).map_err(|error| {
+            sealed_file::failed(operation, "cannot duplicate the descriptor of the memory file", error)
+        })?;
+        let device_of = Arc::clone(owner);
+        let memory = PhysicalMemory {
+            device: device_of,
+            offset,
+            bytes,
+            serial,
+            is_shareable: false,
+            imported: Some((copy, id)),
+        };
+        self.physical_memory.insert(operation.name(), device, Arc::new(memory))
+    }
+
+    /// Describes the mapping that contains an address, with the ordinal of its device.
+    pub(crate) fn describe_mapped(&self, ptr: DevicePtr) -> Option<(u32, MemoryRange)> {
+        let mapped = self.mapped_memory.lock();
+        let (&start, piece) = mapped.pieces.range(..=ptr.get()).next_back()?;
+        let memory = &piece.memory;
+        let transports = if memory.is_shareable { self.capabilities.ipc_transports } else { Transports::NONE };
+        let range = MemoryRange::new(RangeKind::Mapped, DevicePtr::new(start), memory.bytes as usize);
+        range.contains(ptr).then(|| (memory.device.ordinal, range.with_transports(transports)))
     }
 
     pub(crate) fn map_memory(
@@ -211,11 +272,11 @@ impl State {
             if access >> accessing & 1 == 1 {
                 continue;
             }
-            let own = &memory.device.memory;
+            let (file, id) = memory.file();
             // SAFETY: the file is sealed, and the block lies inside it.
-            let mapping = unsafe { Mapping::new(own.file(), memory.offset, memory.bytes) }
+            let mapping = unsafe { Mapping::new(file, memory.offset, memory.bytes) }
                 .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
-            let source = Source { file: own.id(), offset: memory.offset, bytes: memory.bytes, serial: memory.serial };
+            let source = Source { file: id, offset: memory.offset, bytes: memory.bytes, serial: memory.serial };
             opened.push((address, source, mapping));
         }
         for (address, source, mapping) in opened {

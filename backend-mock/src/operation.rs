@@ -47,6 +47,7 @@ macro_rules! operations {
                     | Self::HostAllocate
                     | Self::ExportMemory
                     | Self::OpenMemory
+                    | Self::ImportMemory
                     | Self::ExportEvent
                     | Self::OpenEvent => ErrorKind::OutOfMemory,
                     _ => ErrorKind::Vendor,

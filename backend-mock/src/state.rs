@@ -186,6 +186,11 @@ impl State {
         if self.capabilities.foreign_objects { Ok(self) } else { Err(operation.lacks("foreign_objects")) }
     }
 
+    /// Checks that memory of other code can be described and imported.
+    pub(crate) fn check_foreign_memory(&self, operation: Operation) -> Result<()> {
+        if self.capabilities.foreign_memory { Ok(()) } else { Err(operation.lacks("foreign_memory")) }
+    }
+
     pub(crate) fn event(&self, operation: Operation, id: EventId) -> Result<Arc<Event>> {
         self.events.get(operation.name(), id)
     }

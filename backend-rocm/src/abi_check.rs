@@ -91,7 +91,7 @@ macro_rules! hip_calls {
                 memcpy_peer_async = hipMemcpyPeerAsync(_, _, _, _, _, _);
                 $($($more)*)?
             }
-            optional {}
+            optional { pointer_get_attributes = hipPointerGetAttributes(_, _); }
         }
     };
 }
@@ -154,6 +154,7 @@ numbers! {
     non_coherent = quirks::HOST_NON_COHERENT, [new::hipHostMallocNonCoherent, old::hipHostMallocNonCoherent];
     register = quirks::REGISTER_PORTABLE, [new::hipHostRegisterPortable, old::hipHostRegisterPortable];
     register_mapped = quirks::REGISTER_MAPPED, [new::hipHostRegisterMapped, old::hipHostRegisterMapped];
+    register_read_only = quirks::REGISTER_READ_ONLY, [new::hipHostRegisterReadOnly];
     // HIP 5 has another number.
     ipc = quirks::IPC_LAZY_PEER_ACCESS, [new::hipIpcMemLazyEnablePeerAccess];
     threshold = quirks::POOL_RELEASE_THRESHOLD,

@@ -41,7 +41,10 @@ vendor_calls! {
             /// Copies between devices: destination, its device, source, its device, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, i32, DevicePtr, i32, usize, RawStream);
         }
-        optional {}
+        optional {
+            /// Returns what is known of an address: out, address.
+            pointer_get_attributes: "PointerGetAttributes" (*mut crate::foreign::Attributes, DevicePtr);
+        }
     }
 }
 

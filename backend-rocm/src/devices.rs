@@ -139,8 +139,10 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
         can.ipc_transports = Transports::NONE.with(Transport::Legacy);
         can.shareable_memory = true;
     }
+    can.foreign_memory = rocm.driver.own.pointer_get_attributes.is_some() && calls.mem_get_address_range.is_some();
     (can.event_timing, can.foreign_objects, can.peer_copy) = (true, true, true);
     (can.host_register, can.write_combined) = (true, true);
+    // `host_register_read_only` is false: HIP has a flag, and no attribute that says which devices honor it.
     (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
     // A BLAS handle makes calls that a capture forbids in any mode. Some versions end the process when one fails.
     can.create_during_capture = false;

@@ -33,6 +33,7 @@ mod calls;
 mod codes;
 mod devices;
 mod driver;
+mod foreign;
 mod kernels;
 mod libraries;
 mod lt;

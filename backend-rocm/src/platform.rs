@@ -1,11 +1,11 @@
 //! HIP as a [`Platform`].
 
 use highwater_driver::{Blas, Calls, Codes, Lt, Platform, Quirks, RawStream, Zeros};
-use highwater_hal::{DevicePtr, Result};
+use highwater_hal::{DevicePtr, MemoryRange, Result};
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;
-use crate::{codes, quirks};
+use crate::{codes, foreign, quirks};
 
 /// The runtime, hipBLAS and hipBLASLt.
 #[derive(Debug)]
@@ -100,6 +100,10 @@ unsafe impl Platform for Rocm {
         // SAFETY: The caller promises that the stream is alive. The call writes one number, which outlives it.
         let code = unsafe { (self.driver.own.stream_get_device)(stream, &mut own) };
         if code == 0 { Ok(own == device as i32) } else { Err(code) }
+    }
+
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        foreign::describe(&self.driver.calls, self.driver.own.pointer_get_attributes, device, ptr)
     }
 
     #[inline(always)]

@@ -31,6 +31,7 @@ pub(crate) const HOST_WRITE_COMBINED: u32 = 4;
 pub(crate) const HOST_NON_COHERENT: u32 = 0x8000_0000;
 pub(crate) const REGISTER_PORTABLE: u32 = 1;
 pub(crate) const REGISTER_MAPPED: u32 = 2;
+pub(crate) const REGISTER_READ_ONLY: u32 = 8;
 /// The only accepted value since HIP 6.
 pub(crate) const IPC_LAZY_PEER_ACCESS: u32 = 1;
 /// HIP 7.2.4 puts the owner's ordinal into the handle, and refuses it where no device has that ordinal.
@@ -70,6 +71,7 @@ const COMMON: Quirks = Quirks {
         write_combined: HOST_PORTABLE | HOST_MAPPED | HOST_WRITE_COMBINED,
     },
     register_flags: REGISTER_PORTABLE | REGISTER_MAPPED,
+    register_read_only_flag: REGISTER_READ_ONLY,
     ipc_open_flag: IPC_LAZY_PEER_ACCESS,
     ipc_open_hint: Some(IPC_OPEN_HINT),
     pool_release_threshold: POOL_RELEASE_THRESHOLD,

@@ -14,7 +14,7 @@ use highwater_core::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
     DeviceMemoryKind, DevicePtr, Epilogue, ErrorKind, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape,
     HostMemoryKind, HostOptions, HostPtr, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle, PlanOptions,
-    Runtime, StreamId, StreamOptions, StreamPriority, Ticket, Transport, Workspace,
+    RangeKind, Runtime, StreamId, StreamOptions, StreamPriority, Ticket, Transport, Workspace,
 };
 use highwater_simulated_harness::{isolated, script, values};
 
@@ -1994,4 +1994,102 @@ fn hips_default_streams_are_wrapped_by_their_handles() {
     assert!(refused.hint().contains("legacy_default"), "{refused}");
     drop(device);
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn memory_of_other_code_is_described_by_attempts() {
+    let Some(backend) = open("memory_of_other_code_is_described_by_attempts") else { return };
+    // SAFETY: The symbols have these arguments, here and below.
+    let malloc = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize) -> i32>("hipMalloc") };
+    // SAFETY: As above.
+    let malloc_managed = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize, u32) -> i32>("hipMallocManaged") };
+    // SAFETY: As above.
+    let malloc_async = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>("hipMallocAsync") };
+    // SAFETY: As above.
+    let free_raw = unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipFree") };
+    let (mut plain, mut managed, mut ordered) = (0, 0, 0);
+    // SAFETY: The calls write one number each, which outlives them.
+    unsafe {
+        assert_eq!(malloc(&mut plain, 1 << 20), 0);
+        assert_eq!(malloc_managed(&mut managed, 4096, 1), 0);
+        assert_eq!(malloc_async(&mut ordered, 4096, 0), 0);
+    }
+    let describe = |address: u64| backend.describe_memory(0, DevicePtr::new(address));
+    let range = describe(plain + 4096).unwrap();
+    assert_eq!((range.kind, range.base, range.bytes), (RangeKind::Plain, DevicePtr::new(plain), 1 << 20));
+    assert!(range.transports.contains(Transport::Legacy));
+    let ipc = backend.ipc_sharing().unwrap();
+    // SAFETY: The block is alive.
+    let handle = unsafe { ipc.export_memory(0, range.base, Transport::Legacy) }.unwrap();
+    assert_eq!(handle.bytes, 1 << 20);
+    // SAFETY: The call must be refused.
+    let inside = unsafe { ipc.export_memory(0, range.base.offset(4096), Transport::Legacy) };
+    assert_eq!(inside.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(describe(managed).unwrap().kind, RangeKind::Managed);
+    // HIP does not say that a pool owns it; no handle names it.
+    assert!(describe(ordered).unwrap().transports.is_empty());
+    let host = backend.host_allocator().allocate(4096, &HostOptions::new()).unwrap();
+    assert_eq!(describe(host.address() as u64).unwrap_err().kind(), ErrorKind::InvalidPointer);
+    assert_eq!(describe(64).unwrap_err().kind(), ErrorKind::InvalidPointer);
+    // SAFETY: Nothing uses them.
+    unsafe {
+        backend.host_allocator().free(host).unwrap();
+        for address in [plain, managed, ordered] {
+            assert_eq!(free_raw(address), 0);
+        }
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn memory_of_other_code_is_opened_by_another_process() {
+    const TEST: &str = "memory_of_other_code_is_opened_by_another_process";
+    const TICKET: &str = "HIGHWATER_TEST_ADOPTED_TICKET";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(ticket) = std::env::var(TICKET) {
+        let opened = runtime.open_shared::<f32>(&ticket.parse::<Ticket>().unwrap()).unwrap();
+        assert_eq!(stream.download(&opened).unwrap(), vec![1.5; 1000]);
+        stream.fill(&opened, 2.5_f32).unwrap();
+        stream.synchronize().unwrap();
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    // SAFETY: The symbol has these arguments, here and below.
+    let malloc = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize) -> i32>("hipMalloc") };
+    // SAFETY: As above.
+    let malloc_async = unsafe { hip::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>("hipMallocAsync") };
+    // SAFETY: As above.
+    let free_raw = unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipFree") };
+    let (mut block, mut ordered) = (0, 0);
+    // SAFETY: The calls write one number each, which outlives them.
+    unsafe {
+        assert_eq!(malloc(&mut block, 1 << 20), 0);
+        assert_eq!(malloc_async(&mut ordered, 4096, 0), 0);
+    }
+    // SAFETY: The test frees the memory at its end, and nothing else uses it.
+    let adopt = |address: u64, bytes| unsafe { device.adopt::<f32>(DevicePtr::new(address), bytes, ()) }.unwrap();
+    let buffer = adopt(block + 65_536, 4000);
+    assert_eq!(buffer.transport().unwrap(), Transport::Legacy);
+    stream.fill(&buffer, 1.5_f32).unwrap();
+    let ticket = buffer.share().unwrap();
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, ticket.to_string());
+    let output = other.output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+    assert_eq!(stream.download(&buffer).unwrap(), vec![2.5; 1000]);
+    // Memory of a pool works in this process, and no handle names it.
+    let pooled = adopt(ordered, 4096);
+    stream.fill(&pooled, 3.5_f32).unwrap();
+    assert_eq!(stream.download(&pooled).unwrap(), vec![3.5; 1024]);
+    let error = pooled.share().map(drop).unwrap_err();
+    assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("no transport"), "{error}");
+    drop((buffer, pooled, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+    // SAFETY: Nothing uses them.
+    assert_eq!(unsafe { (free_raw(block), free_raw(ordered)) }, (0, 0));
 }

@@ -11,6 +11,7 @@
 mod mapped;
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -699,6 +700,82 @@ impl Drop for Pinned<'_> {
         // SAFETY: the pointer came from this allocator and is freed here only (a call that a fault kept from the backend freed
         // nothing); no device uses the block any more.
         let _ = insist(|| unsafe { self.allocator.free(self.ptr) });
+    }
+}
+
+/// A file in memory, mapped for reading only and page-locked while the guard lives.
+#[derive(Debug)]
+pub(crate) struct RegisteredFile<'b> {
+    backend: &'b dyn Backend,
+    allocator: Arc<dyn HostAllocator>,
+    file: OwnedFd,
+    mapping: std::ptr::NonNull<u8>,
+    bytes: usize,
+    registered: bool,
+    users: Users,
+}
+
+impl<'b> RegisteredFile<'b> {
+    /// Registers a file that holds these bytes, a multiple of the page size.
+    #[track_caller]
+    pub(crate) fn new(backend: &'b dyn Backend, content: &[u8]) -> Result<Self> {
+        let file = rustix::fs::memfd_create("highwater-case", rustix::fs::MemfdFlags::CLOEXEC)
+            .expect("the system has files in memory");
+        write_all(&file, content);
+        let bytes = content.len();
+        // SAFETY: a new mapping of a file of this length, which nobody shortens, at an address of the kernel's choice.
+        let mapping = unsafe {
+            use rustix::mm::{MapFlags, ProtFlags, mmap};
+            mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &file, 0)
+        };
+        let mapping = mapping.ok().and_then(|start| std::ptr::NonNull::new(start.cast::<u8>()));
+        let mapping = mapping.expect("the system has addresses for a case");
+        let (allocator, users) = (backend.host_allocator(), Users::default());
+        let mut new = Self { backend, allocator, file, mapping, bytes, registered: false, users };
+        made_here();
+        let options = HostOptions::new().with_read_only(true);
+        // SAFETY: the mapping is readable and lives until after `unregister`, in `drop`; cases only copy from it.
+        unsafe { new.allocator.register(HostPtr::new(mapping), bytes, &options)? };
+        new.registered = true;
+        Ok(new)
+    }
+
+    /// Writes the file, once no device uses the memory.
+    pub(crate) fn write(&self, content: &[u8]) {
+        let _ = self.users.settle(self.backend);
+        write_all(&self.file, content);
+    }
+
+    pub(crate) fn all(&self) -> Span<'_> {
+        self.span(0..self.bytes)
+    }
+
+    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
+        Span::cut(Location::Host(HostPtr::new(self.mapping)), self.bytes, &self.users, range)
+    }
+}
+
+/// Writes a file from its beginning.
+fn write_all(file: &OwnedFd, content: &[u8]) {
+    let mut written = 0;
+    while written < content.len() {
+        written += rustix::io::pwrite(file, &content[written..], written as u64).expect("a file in memory takes bytes");
+    }
+}
+
+impl Drop for RegisteredFile<'_> {
+    fn drop(&mut self) {
+        self.users.settle_at_last(self.backend);
+        if self.registered {
+            // SAFETY: registered with this address, and no device uses it.
+            let gone = insist(|| unsafe { self.allocator.unregister(HostPtr::new(self.mapping)) });
+            if gone.is_err() {
+                // The device may still use the pages.
+                return;
+            }
+        }
+        // SAFETY: the mapping has this length, and neither a device nor other code uses it.
+        let _ = unsafe { rustix::mm::munmap(self.mapping.as_ptr().cast(), self.bytes) };
     }
 }
 

@@ -155,6 +155,10 @@ impl<T: Element> DeviceBuffer<T> {
         Self { block, offset: 0, len, elements: PhantomData, _keeps }
     }
 
+    pub(crate) fn block(&self) -> &DeviceBlock {
+        &self.block
+    }
+
     /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -208,12 +212,45 @@ impl<T: Element> DeviceBuffer<T> {
     /// ```
     ///
     /// # Errors
-    /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared).
+    /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared), or no
+    ///   transport exports the memory that [`Device::adopt`](crate::Device::adopt) took.
     /// - `Capture`: this thread is inside a capture, or an open capture uses the buffer.
     /// - `OperatingSystem`: no descriptors, threads or shared memory are left.
     /// - Otherwise the backend's error.
     pub fn share(&self) -> Result<Ticket> {
         DeviceSlice::from(self).share()
+    }
+
+    /// Returns the same buffer as values of another type. The bytes stay as they are.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let device = Runtime::new(MockGpu::open(MockOptions::new())?)?.device(0)?;
+    /// # let stream = device.create_stream()?;
+    /// let bits = stream.upload(&[0x3f00_0000_u32; 8])?;
+    /// assert_eq!(stream.download(&bits.reinterpret::<f32>()?)?, [0.5; 8]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the buffer does not begin at a multiple of the size of `U` in its allocation, or is not a whole number
+    /// of values. The call drops the buffer then.
+    pub fn reinterpret<U: Element>(self) -> Result<DeviceBuffer<U>> {
+        let (offset, bytes) = (self.offset * size_of::<T>(), self.len * size_of::<T>());
+        let size = size_of::<U>();
+        if size == 0 || !offset.is_multiple_of(size) || !bytes.is_multiple_of(size) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "reinterpret",
+                format!("{bytes} bytes at offset {offset} are not a whole number of {size}-byte values"),
+            )
+            .with_hint("use the type that the memory was written as"));
+        }
+        let this = ManuallyDrop::new(self);
+        // SAFETY: Both fields are read once, and `this` is not dropped.
+        let (block, keeps) = unsafe { (std::ptr::read(&this.block), std::ptr::read(&this._keeps)) };
+        Ok(DeviceBuffer { block, offset: offset / size, len: bytes / size, elements: PhantomData, _keeps: keeps })
     }
 
     /// Returns a view of some of the values.
@@ -342,8 +379,25 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
     /// As [`DeviceBuffer::share`].
     pub fn share(&self) -> Result<Ticket> {
         let mut ticket = self.block.share()?;
-        ticket.offset = (self.offset * size_of::<T>()) as u64;
-        ticket.length = self.bytes() as u64;
+        let (offset, length) = self.byte_range();
+        ticket.offset += offset;
+        ticket.length = length;
         Ok(ticket)
+    }
+
+    /// Returns the offset in the block and the length, in bytes.
+    pub(crate) fn byte_range(&self) -> (u64, u64) {
+        ((self.offset * size_of::<T>()) as u64, self.bytes() as u64)
+    }
+
+    pub(crate) fn block(&self) -> &'b Arc<DeviceBlock> {
+        self.block
+    }
+
+    /// Returns the same memory as a view of bytes, for example to share slices of different types in one batch.
+    #[must_use]
+    pub fn as_bytes(&self) -> DeviceSlice<'b, u8> {
+        let (offset, len) = (self.offset * size_of::<T>(), self.bytes());
+        DeviceSlice { block: self.block, offset, len, elements: PhantomData }
     }
 }

@@ -1,6 +1,7 @@
 //! A block of device memory and the streams that used it. Its last owner frees it after their work.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -14,7 +15,7 @@ use crate::pool::stream_use::{StreamUse, UseEnd};
 use crate::services::Services;
 use crate::sharing::Ticket;
 use crate::stream::core::StreamCore;
-use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result, Transport};
 
 /// A block of device memory with the streams that used it. A user that needs the memory to stay holds a reference.
 ///
@@ -94,6 +95,10 @@ pub(crate) trait SharedMemory: Send + Sync {
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket>;
     /// Releases the memory of a block whose last owner is gone.
     fn release(&self, block: &mut DeviceBlock);
+    /// Returns the transport by which other processes open the block, which is of this device.
+    fn transport(&self, device: u32) -> Result<Transport>;
+    /// Returns the bytes of the shared allocation that the block has.
+    fn range(&self) -> Range<u64>;
 }
 
 impl fmt::Debug for DeviceBlock {
@@ -133,6 +138,15 @@ impl DeviceBlock {
     #[inline(always)]
     pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
         self.services_address == Arc::as_ptr(&stream.services).addr()
+    }
+
+    /// Refuses a block of another runtime.
+    pub(crate) fn check_runtime(&self, operation: &'static str, services: &Arc<Services>) -> Result<()> {
+        if self.services_address == Arc::as_ptr(services).addr() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, operation, "the buffer belongs to another runtime")
+            .with_hint("call the runtime that the buffer was made by"))
     }
 
     /// Returns whether the stream was noted last.
@@ -282,9 +296,6 @@ impl DeviceBlock {
             )
             .with_hint("share it before the capture, or after it and a launch of its graph; the capture goes on"));
         }
-        let refused = |message: &str, hint: &str| {
-            Err(Error::new(ErrorKind::InvalidArgument, "share", message.to_owned()).with_hint(hint.to_owned()))
-        };
         let (after, unmarked) = self.outstanding();
         if unmarked {
             return Err(Error::new(
@@ -294,15 +305,29 @@ impl DeviceBlock {
             )
             .with_hint("an earlier error of the device gives the reason"));
         }
-        match &self.origin {
-            Origin::Shared(memory) => memory.share(self, after),
-            Origin::Ordered(_) => {
-                refused("stream-ordered memory cannot be shared", "allocate it with `Device::allocate_shared`")
-            }
-            Origin::Own => {
-                refused("the buffer was not allocated to be shared", "allocate it with `Device::allocate_shared`")
-            }
-        }
+        self.shared_memory()?.share(self, after)
+    }
+
+    /// Returns the memory that several processes can have open.
+    fn shared_memory(&self) -> Result<&dyn SharedMemory> {
+        let message = match &self.origin {
+            Origin::Shared(memory) => return Ok(&**memory),
+            Origin::Ordered(_) => "stream-ordered memory cannot be shared",
+            Origin::Own => "the buffer was not allocated to be shared",
+        };
+        Err(Error::new(ErrorKind::InvalidArgument, "share", message)
+            .with_hint("allocate it with `Device::allocate_shared`"))
+    }
+
+    /// Returns the transport by which other processes open the block.
+    pub(crate) fn transport(&self) -> Result<Transport> {
+        self.services().check("transport")?;
+        self.shared_memory()?.transport(self.device)
+    }
+
+    /// Returns the bytes of the shared allocation that the block has. `None` for other memory.
+    pub(crate) fn shared_range(&self) -> Option<Range<u64>> {
+        self.shared_memory().ok().map(SharedMemory::range)
     }
 
     /// Takes the streams that used the block out. The block has no owner any more.
@@ -313,7 +338,8 @@ impl DeviceBlock {
     /// Returns the free to run once every stream that used the block has passed that use. The block has no owner any more.
     pub(crate) fn deferred_free(&mut self) -> DeferredFree {
         let later = self.take_uses();
-        let mut free = DeferredFree { device: self.device, ptr: self.ptr, after: Vec::new(), later, unmarked: false };
+        let (device, ptr) = (self.device, self.ptr);
+        let mut free = DeferredFree { device, ptr, after: Vec::new(), later, unmarked: false, keeps: None };
         free.record_later();
         free
     }

@@ -41,6 +41,8 @@ struct DeviceBlock {
     owned: bool,
     /// True if a pool divides the block, and knows what lies in it.
     divided: bool,
+    /// Number of mappings of another process's memory that the backend gave this one address.
+    opens: u32,
 }
 
 /// Bytes by their use.
@@ -60,17 +62,41 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// Adds a block. Refuses one that overlaps a live block, which a correct backend never returns.
     pub(crate) fn insert_device(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: false, divided: false })
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: false, opens: 1 })
     }
 
     /// As [`Ledger::insert_device`], for a block that a buffer owns.
     pub(crate) fn insert_owned(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: true, divided: false })
+        self.insert_block(DeviceBlock { info: block, owned: true, divided: false, opens: 1 })
+    }
+
+    /// Adds memory of another process that the backend has opened. A backend gives the address again when the same memory is
+    /// opened again. Two tickets open the same memory if other code allocated both buffers in one block.
+    pub(crate) fn insert_opened(&self, block: DeviceBlockInfo) -> Result<()> {
+        if let Some(there) = self.device.lock().get_mut(&block.base.get())
+            && there.info == block
+        {
+            there.opens += 1;
+            return Ok(());
+        }
+        self.insert_device(block)
+    }
+
+    /// Removes memory of [`Ledger::insert_opened`] once.
+    pub(crate) fn remove_opened(&self, device: u32, ptr: DevicePtr) -> Result<DeviceBlockInfo> {
+        if let Some(there) = self.device.lock().get_mut(&ptr.get())
+            && there.info.device == device
+            && there.opens > 1
+        {
+            there.opens -= 1;
+            return Ok(there.info);
+        }
+        self.remove_device(device, ptr)
     }
 
     /// As [`Ledger::insert_device`], for a block that a pool divides.
     pub(crate) fn insert_divided(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: false, divided: true })
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: true, opens: 1 })
     }
 
     fn insert_block(&self, block: DeviceBlock) -> Result<()> {

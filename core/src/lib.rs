@@ -4,7 +4,7 @@
 //!   method's contract is a list of clauses with ids; the conformance suite proves them by name.
 //! - The safe owning types that programs use: [`Runtime`], [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`],
 //!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`].
-//! - [`Ticket`]: device memory shared between processes.
+//! - [`Ticket`], [`TicketBatch`]: device memory and page-locked memory ([`SharedPinnedBuffer`]) shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
 //!
@@ -13,6 +13,7 @@
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 compile_error!("highwater supports Linux on x86-64 and aarch64 only");
 
+mod adopt;
 mod blas_lease;
 mod buffer;
 mod capture;
@@ -37,6 +38,7 @@ mod primitive;
 mod product;
 mod runtime;
 mod services;
+mod shared_pinned;
 mod sharing;
 mod stream;
 #[cfg(test)]
@@ -59,7 +61,8 @@ pub use pool::{
     HostMemoryOptions, HugePages, PoolKey,
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
-pub use sharing::{SharingStatistics, Ticket};
+pub use shared_pinned::SharedPinnedBuffer;
+pub use sharing::{SharingStatistics, Ticket, TicketBatch};
 pub use stream::{Scope, Stream};
 
 /// The example of the README, compiled with the other doc tests.

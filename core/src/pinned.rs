@@ -247,21 +247,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// - `Forked`: the process is a child that was forked after the backend was opened. `ShuttingDown`: the process is exiting.
     /// - Otherwise the backend's error.
     pub fn device_address(&self, device: &Device) -> Result<DevicePtr> {
-        const OPERATION: &str = "device_address";
-        if !self.is_of(&device.runtime().inner.pinned) {
-            return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the buffer belongs to another runtime")
-                .with_hint("pass a device of the runtime that the buffer came from"));
-        }
-        let address_of = |offset| self.pool.get().device_address(self.ptr().offset(offset), device.ordinal());
-        let start = address_of(0)?;
-        for registration in self.registrations().skip(1) {
-            if address_of(registration.start)? != start.offset(registration.start) {
-                let message = "the registrations of the buffer do not follow one another on the device";
-                return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
-                    .with_hint("request the buffer with `Runtime::pinned_undivided`"));
-            }
-        }
-        Ok(start)
+        device_address_of(self.pool, self.block(), 0..self.len * size_of::<T>(), device)
     }
 
     /// Returns whether the memory belongs to one of the pools of a runtime.
@@ -279,7 +265,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// `InvalidArgument` if the range is not inside the buffer.
     pub fn slice(&self, range: Range<usize>) -> Result<PinnedSlice<'_, T>> {
         check_range(&range, self.len)?;
-        Ok(PinnedSlice { buffer: self, range })
+        Ok(PinnedSlice::new(self.pool, self.block(), range))
     }
 
     /// Returns a view of some of the values, to copy to.
@@ -288,7 +274,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// As [`PinnedBuffer::slice`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
         check_range(&range, self.len)?;
-        Ok(PinnedSliceMut(PinnedSlice { buffer: self, range }))
+        Ok(PinnedSliceMut(PinnedSlice::new(self.pool, self.block(), range)))
     }
 
     /// Returns the values, once every stream that writes them is done.
@@ -367,36 +353,74 @@ impl<T: Element> Drop for NotedAccess<'_, T> {
     }
 }
 
-/// A view of values in a [`PinnedBuffer`], to copy from.
-pub struct PinnedSlice<'b, T: Element> {
-    buffer: &'b PinnedBuffer<T>,
+/// Returns the address of a range of a block on a device.
+pub(crate) fn device_address_of(
+    pool: PoolRef,
+    block: &OwnedBlock,
     range: Range<usize>,
+    device: &Device,
+) -> Result<DevicePtr> {
+    const OPERATION: &str = "device_address";
+    if !device.runtime().inner.pinned.contain(pool) {
+        return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the buffer belongs to another runtime")
+            .with_hint("pass a device of the runtime that the buffer came from"));
+    }
+    let address_of = |offset| pool.get().device_address(block.ptr.offset(offset), device.ordinal());
+    let start = address_of(range.start)?;
+    for registration in block.cut(range.clone()).filter(|part| !part.is_empty()).skip(1) {
+        if address_of(registration.start)? != start.offset(registration.start - range.start) {
+            let message = "the registrations of the buffer do not follow one another on the device";
+            return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
+                .with_hint("request the buffer with `Runtime::pinned_undivided`"));
+        }
+    }
+    Ok(start)
 }
 
-/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that no code reads it in the
+/// A view of values in a [`PinnedBuffer`] or a [`SharedPinnedBuffer`](crate::SharedPinnedBuffer), to copy from.
+pub struct PinnedSlice<'b, T: Element> {
+    pool: PoolRef,
+    block: &'b OwnedBlock,
+    /// The values, counted from the start of the block.
+    range: Range<usize>,
+    elements: PhantomData<T>,
+}
+
+/// A view of values in a [`PinnedBuffer`] or a [`SharedPinnedBuffer`](crate::SharedPinnedBuffer), to copy to. It borrows the buffer exclusively, so that no code reads it in the
 /// meantime.
 #[derive(Debug)]
 pub struct PinnedSliceMut<'b, T: Element>(pub(crate) PinnedSlice<'b, T>);
 
 impl<T: Element> fmt::Debug for PinnedSlice<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedSlice").field("buffer", self.buffer).field("range", &self.range).finish()
+        f.debug_struct("PinnedSlice")
+            .field("block", &self.block.ptr)
+            .field("range", &self.range)
+            .finish_non_exhaustive()
     }
 }
 
 impl<'b, T: Element> From<&'b PinnedBuffer<T>> for PinnedSlice<'b, T> {
     fn from(buffer: &'b PinnedBuffer<T>) -> Self {
-        Self { buffer, range: 0..buffer.len }
+        Self::new(buffer.pool, buffer.block(), 0..buffer.len)
     }
 }
 
 impl<'b, T: Element> From<&'b mut PinnedBuffer<T>> for PinnedSliceMut<'b, T> {
     fn from(buffer: &'b mut PinnedBuffer<T>) -> Self {
-        Self(PinnedSlice { range: 0..buffer.len, buffer })
+        Self(PinnedSlice::new(buffer.pool, buffer.block(), 0..buffer.len))
     }
 }
 
 impl<'b, T: Element> PinnedSlice<'b, T> {
+    pub(crate) fn new(pool: PoolRef, block: &'b OwnedBlock, range: Range<usize>) -> Self {
+        Self { pool, block, range, elements: PhantomData }
+    }
+
+    pub(crate) fn pool(&self) -> PoolRef {
+        self.pool
+    }
+
     /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -410,12 +434,12 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
     }
 
     pub(crate) fn block(&self) -> &'b OwnedBlock {
-        self.buffer.block()
+        self.block
     }
 
     /// Returns whether the memory belongs to one of the pools of a runtime.
     pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
-        self.buffer.is_of(pools)
+        pools.contain(self.pool)
     }
 
     /// Returns the range of bytes that the values occupy in the block.

@@ -97,6 +97,12 @@ extern "C" {
 #define HW_TRANSPORT_DESCRIPTOR 1u
 #define HW_TRANSPORT_FABRIC 2u
 
+/* Numbers for a kind of memory that any code allocated. */
+#define HW_RANGE_PLAIN 0u
+#define HW_RANGE_MAPPED 1u
+#define HW_RANGE_STREAM_ORDERED 2u
+#define HW_RANGE_MANAGED 3u
+
 /* Numbers for a kind of handle. */
 #define HW_BLAS_KIND_BLAS 0u
 #define HW_BLAS_KIND_LT 1u
@@ -169,6 +175,8 @@ extern "C" {
 #define HW_CAN_FOREIGN_OBJECTS (UINT64_C(1) << 21)
 #define HW_CAN_MAPPED_MEMORY (UINT64_C(1) << 22)
 #define HW_CAN_MAPPED_MEMORY_RDMA (UINT64_C(1) << 23)
+#define HW_CAN_HOST_REGISTER_READ_ONLY (UINT64_C(1) << 24)
+#define HW_CAN_FOREIGN_MEMORY (UINT64_C(1) << 25)
 
 /* Bits of hw_capabilities.facts. */
 #define HW_FACT_SET_STREAM_RESETS_WORKSPACE (UINT64_C(1) << 0)
@@ -346,6 +354,20 @@ typedef struct hw_memory_info {
     uint64_t total;
 } hw_memory_info;
 
+/* A range of device memory that any code of the process allocated. */
+typedef struct hw_memory_range {
+    /* Bytes of this struct. */
+    uint64_t size;
+    /* First byte. */
+    uint64_t base;
+    /* Number of bytes: of the whole block, or of one mapping. */
+    uint64_t bytes;
+    /* HW_RANGE_... . */
+    uint32_t kind;
+    /* Transports by which `export_memory` may export the start of the range: 1 shifted left by HW_TRANSPORT_..., for each. */
+    uint32_t transports;
+} hw_memory_range;
+
 /* Counts of the objects of a backend that are alive. All are zero once everything was destroyed. */
 typedef struct hw_live_objects {
     /* Bytes of this struct. */
@@ -416,6 +438,10 @@ typedef struct hw_host_options {
     uint32_t kind;
     /* Zero. */
     uint32_t reserved;
+    /* 1 if `host_register` gets memory that the CPU may only read; else 0. `host_allocate` ignores it. */
+    uint32_t read_only;
+    /* Zero. */
+    uint32_t reserved_2;
 } hw_host_options;
 
 /* One side of a copy. */
@@ -763,7 +789,9 @@ struct hw_table {
      *  - host.register-overlap: a range that overlaps a registered one or a block of `host_allocate` returns
      *    HW_ERROR_INVALID_ARGUMENT, and nothing changes.
      *  - host.register-apart: ranges that do not overlap can be registered, also adjacent ones and several in one page. Each
-     *    works until its own `host_unregister`, whatever becomes of the others. */
+     *    works until its own `host_unregister`, whatever becomes of the others.
+     *  - host.register-read-only: with `read_only`, the range need not be writable; copies from it work as from other
+     *    registered memory, and another mapping of the same pages stays the same memory. */
     int32_t (*host_register)(hw_backend *backend, void *ptr, uint64_t bytes, const hw_host_options *options, hw_error *error);
     /* Undoes `host_register`.
      *  - host.unregister-unknown: an address that was not passed to `host_register` returns HW_ERROR_INVALID_POINTER. */
@@ -953,6 +981,23 @@ struct hw_table {
     int32_t (*set_memory_access)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, uint32_t accessing, hw_error *error);
     /* Unmaps one or more whole mappings, for every device. The addresses stay reserved. */
     int32_t (*unmap_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint64_t bytes, hw_error *error);
+
+    /* ---- group adopt: device memory that other code allocated */
+    /* Describes the device memory at an address, which any code of this process may have allocated.
+     *  - foreign.range: the range is the whole block that contains the address, or the one mapping of physical memory that
+     *    contains it. Every address in a range gives the same range.
+     *  - foreign.kind: memory of `map_memory` is HW_RANGE_MAPPED, a stream-ordered block is HW_RANGE_STREAM_ORDERED, and a
+     *    plain block is HW_RANGE_PLAIN.
+     *  - foreign.transports: memory that was made shareable by a transport lists it. `export_memory` exports the start of the
+     *    range by each transport that it lists, unless the memory itself came from another process.
+     *  - foreign.unknown: null, and an address in no memory of a device, return HW_ERROR_INVALID_POINTER. An address in
+     *    memory of another device returns HW_ERROR_WRONG_DEVICE. */
+    int32_t (*describe_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_memory_range *answer, hw_error *error);
+    /* Opens mapped memory of another process without mapping it. `destroy_memory` gives it back.
+     *  - ipc.import-maps: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
+     *  - ipc.import-checked: a handle that no exporter made, of another device's UUID, without the descriptor that its
+     *    transport needs, or of memory that is not mapped memory, returns HW_ERROR_INVALID_ARGUMENT, and nothing is opened. */
+    int32_t (*import_memory)(hw_backend *backend, uint32_t device, const hw_memory_handle *memory, hw_id *answer, hw_error *error);
 };
 
 /* The only symbol of a plugin. `host` is valid for the life of the process. Null rejects the program. */

@@ -21,8 +21,8 @@ use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BackendTag, BlasHandle, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DevicePtr, Error, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator,
     HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle,
-    MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result, StreamId,
-    StreamOptions, Transport, Workspace,
+    MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result,
+    StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// The arguments of [`export_backend!`](crate::export_backend).

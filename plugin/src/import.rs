@@ -108,6 +108,8 @@ fn hold_to(link: &Link, mut capabilities: Capabilities) -> Capabilities {
     capabilities.foreign_objects &= has(Group::Foreign);
     capabilities.write_combined &= has(Group::Host);
     capabilities.host_register &= has(Group::Host) && has(Group::Register);
+    capabilities.host_register_read_only &= capabilities.host_register;
+    capabilities.foreign_memory &= has(Group::Adopt);
     capabilities.mapped_memory &= has(Group::Mapped) && capabilities.mapped_memory_granularity != 0;
     capabilities.mapped_memory_rdma &= capabilities.mapped_memory;
     if !capabilities.mapped_memory {

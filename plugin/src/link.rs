@@ -14,7 +14,7 @@ use highwater_hal::exit;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BackendTag, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DevicePtr, Error, ErrorKind, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr,
-    Identity, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PhysicalMemoryId,
+    Identity, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId,
     PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
     fork::{Generation, Guard},
 };

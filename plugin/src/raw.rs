@@ -466,6 +466,20 @@ raw_structs! {
         total: u64,
     }
 
+    /// A range of device memory that any code of the process allocated.
+    RawMemoryRange "hw_memory_range" sized 32 {
+        /// Bytes of this struct.
+        size: u64,
+        /// First byte.
+        base: u64,
+        /// Number of bytes: of the whole block, or of one mapping.
+        bytes: u64,
+        /// HW_RANGE_... .
+        kind: u32,
+        /// Transports by which `export_memory` may export the start of the range: 1 shifted left by HW_TRANSPORT_..., for each.
+        transports: u32,
+    }
+
     /// Counts of the objects of a backend that are alive. All are zero once everything was destroyed.
     RawLiveObjects "hw_live_objects" sized 80 {
         /// Bytes of this struct.
@@ -536,6 +550,10 @@ raw_structs! {
         kind: u32,
         /// Zero.
         reserved: u32,
+        /// 1 if `host_register` gets memory that the CPU may only read; else 0. `host_allocate` ignores it.
+        read_only: u32,
+        /// Zero.
+        reserved_2: u32,
     }
 
     /// One side of a copy.

@@ -9,8 +9,8 @@ use super::raw::{CType, RawBackend, RawError, RawHandle, text_of};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
     EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
-    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments,
-    PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
+    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions,
+    PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// Versions of the table that this version of Highwater supports.
@@ -53,6 +53,7 @@ groups! {
     Ipc "ipc": "memory and events of other processes";
     Reset "reset": "restoring a handle that foreign code has used";
     Mapped "mapped": "physical memory that is mapped at reserved addresses";
+    Adopt "adopt": "device memory that other code allocated";
 }
 
 /// A slot of the table, as C declares it.
@@ -243,6 +244,11 @@ macro_rules! slots {
             Mapped set_memory_access: backend.set_memory_access(device: u32, ptr: DevicePtr, bytes: usize, accessing: u32);
             /// Unmaps one or more whole mappings, for every device. The addresses stay reserved.
             Mapped unmap_memory: backend.unmap_memory(device: u32, ptr: DevicePtr, bytes: usize);
+
+            /// Describes the device memory at an address, which any code of this process may have allocated.
+            Adopt describe_memory: backend.describe_memory(device: u32, ptr: DevicePtr) -> MemoryRange;
+            /// Opens mapped memory of another process without mapping it. `destroy_memory` gives it back.
+            Adopt import_memory: sharing.import_memory(device: u32, &memory: MemoryHandle) -> PhysicalMemoryId;
         }
     };
 }

@@ -88,6 +88,9 @@ pub(super) enum Command {
     /// A process of `bench handles`, which starts it
     #[command(hide = true)]
     BenchFirstHandle(ChildArguments),
+    /// A process of `bench share`, which starts it
+    #[command(hide = true)]
+    BenchImporter(ChildArguments),
 }
 
 #[derive(Debug, Default, Args)]
@@ -256,6 +259,8 @@ pub(super) enum Bench {
     Device(BenchDeviceArguments),
     /// Measure the pool of BLAS handles: the first handles of a process, and leases
     Handles(BenchHandlesArguments),
+    /// Measure sharing between two processes: a batch of many slices, and one ticket for each
+    Share(BenchShareArguments),
 }
 
 /// Options of every bench.
@@ -326,6 +331,12 @@ pub(super) struct BenchDeviceArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct BenchHandlesArguments {
+    #[command(flatten)]
+    pub(super) options: BenchOptions,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchShareArguments {
     #[command(flatten)]
     pub(super) options: BenchOptions,
 }

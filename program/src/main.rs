@@ -93,6 +93,7 @@ fn main() -> ExitCode {
         Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),
         Some(Command::BenchFirstHandle(arguments)) => bench::first_handle::command(arguments),
+        Some(Command::BenchImporter(arguments)) => bench::share::command(arguments),
     };
     match verdict {
         Ok(Verdict::Good) => ExitCode::SUCCESS,

@@ -223,6 +223,17 @@ fn unknown_rows_and_bad_peers_are_refused() {
     assert_refused(&["--trace", "blocks-then-odd"], &["--write-trace"]);
 }
 
+#[test]
+fn rows_of_shared_memory_have_values() {
+    // Memory that the backend allocates cannot be shared.
+    let skipped = rows(&[&QUICK[..], &["--rows", "opened"]].concat());
+    assert!(skipped.len() == 2 && skipped.iter().all(|row| row["value"].is_null()), "{skipped:?}");
+    let rows = rows_of(command_on("", "host").args(QUICK).args(["--rows", "opened"]));
+    assert_eq!(names(&rows), ["copy_from_opened", "copy_from_opened_ratio"]);
+    assert!(rows.iter().all(|row| row["value"].as_f64().unwrap() > 0.0), "{rows:?}");
+    assert_eq!(rows[1]["bar"], 0.97);
+}
+
 /// The names of all rows of a part, which the error about an unknown row lists.
 fn all_rows(part: &str) -> Vec<String> {
     let run = command_on("", part).args(["--rows", "nothing"]).output().unwrap();
@@ -326,9 +337,53 @@ fn an_error_of_the_process_that_measures_first_handles_is_reported() {
     assert!(names(&rows) == ["first_handle_1t"] && rows[0]["value"].is_null(), "{rows:?}");
 }
 
+const SHARE: [&str; 8] = [
+    "batch",
+    "batch_share",
+    "batch_open",
+    "batch_open_again",
+    "tickets",
+    "tickets_share",
+    "ticket_first_open",
+    "ticket_next_open",
+];
+
+#[test]
+fn sharing_is_measured_by_each_transport_with_another_process() {
+    let all = all_rows("share");
+    let expected: Vec<_> =
+        ["descriptor", "legacy"].iter().flat_map(|kind| SHARE.map(|row| format!("{row}_{kind}"))).collect();
+    assert_eq!(all, expected);
+    let rows = rows_of(command_on("", "share").args(["--rounds", "2"]));
+    assert_eq!(names(&rows), expected);
+    // The mock has no legacy handles.
+    assert!(rows[8..].iter().all(|row| row["value"].is_null()), "{rows:?}");
+    for row in &rows[..8] {
+        let name = row["name"].as_str().unwrap();
+        assert!(row["value"].as_f64().unwrap() > 0.0, "{row}");
+        let bar = match name.rsplit_once('_').unwrap().0 {
+            "batch" => Some(10.0),
+            "ticket_next_open" => Some(1000.0),
+            _ => None,
+        };
+        assert_eq!(row["bar"].as_f64(), bar, "{row}");
+    }
+}
+
+#[test]
+fn an_error_of_the_process_that_opens_is_reported() {
+    let mut command = command_on("fail=open_memory:1:device-lost", "share");
+    assert_failed(command.args(["--rows", "batch_descriptor"]), &["device lost", "allocation 0"]);
+    let mut command = command_on("fail=create_stream:2:device-lost", "share");
+    command.args(["--rows", "batch_descriptor", "--rounds", "1"]);
+    assert_eq!(names(&rows_of(&mut command)), ["batch_descriptor"], "each process counts its own calls");
+}
+
 #[test]
 fn unknown_rows_and_options_of_another_part_are_refused() {
-    for (part, row) in [("device", "same_stream_4KiB_1t, "), ("handles", "first_handle_1t, ")] {
+    for (part, row) in
+        [("device", "same_stream_4KiB_1t, "), ("handles", "first_handle_1t, "), ("share", "batch_descriptor, ")]
+    {
         let mut command = command_on("", part);
         assert_failed(command.args(["--rows", "hit_"]), &["no row has `hit_` in its name", row]);
         assert_failed(command_on("", part).args(["--write-trace", "file"]), &["--write-trace"]);

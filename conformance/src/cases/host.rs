@@ -5,7 +5,7 @@ use std::ops::Range;
 use highwater_hal::{Backend, HostMemoryKind, HostOptions};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
-use crate::device::{Block, Pages, Pinned, Registered, Stream};
+use crate::device::{Block, Pages, Pinned, Registered, RegisteredFile, Stream};
 use crate::random::Random;
 
 cases! {
@@ -24,6 +24,7 @@ cases! {
     allocated_memory_is_not_registered: ["host.register-overlap"] needs [has::host_register];
     registrations_share_a_page: ["host.register-apart", "host.register-copies"] needs [has::host_register];
     registrations_touch: ["host.register-apart", "host.register-copies"] needs [has::host_register];
+    read_only_memory_is_registered: ["host.register-read-only"] needs [has::host_register, has::host_register_read_only];
     unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [has::host_register];
 }
 
@@ -281,6 +282,24 @@ fn registrations_share_a_page(backend: &dyn Backend) -> CaseResult {
 fn registrations_touch(backend: &dyn Backend) -> CaseResult {
     let ranges = [PAGE..3 * PAGE, 0..PAGE, 3 * PAGE..4 * PAGE];
     work_apart(backend, &ranges, &[&[0, 1, 2], &[2, 1, 0]])
+}
+
+/// Copies from registered memory that the CPU may only read, before and after the file behind it was written.
+fn read_only_memory_is_registered(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 18;
+    let before = backend.live_objects();
+    let content = Random::new(10).bytes(BYTES);
+    let registered = RegisteredFile::new(backend, &content)?;
+    travels(backend, registered.all(), &content)?;
+    let part = BYTES - 5000..BYTES;
+    travels(backend, registered.span(part.clone()), &content[part])?;
+    // A copy of the pages, made by the registration, would keep the old bytes.
+    let content = Random::new(11).bytes(BYTES);
+    registered.write(&content);
+    travels(backend, registered.all(), &content)?;
+    drop(registered);
+    check_eq!(backend.live_objects(), before, "live objects after unregister");
+    Ok(())
 }
 
 fn unknown_memory_is_not_unregistered(backend: &dyn Backend) -> CaseResult {

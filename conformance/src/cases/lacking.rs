@@ -34,10 +34,12 @@ cases! {
     stream_priority: ["backend.lacking"] needs [lacks::stream_priority];
     peer_copy: ["backend.lacking"] needs [TWO_DEVICES, lacks::peer_copy];
     host_register: ["backend.lacking"] needs [lacks::host_register];
+    host_register_read_only: ["backend.lacking"] needs [lacks::host_register_read_only];
     write_combined: ["backend.lacking"] needs [lacks::write_combined];
     legacy_default_stream: ["backend.lacking"] needs [lacks::legacy_default_stream];
     per_thread_default_stream: ["backend.lacking"] needs [lacks::per_thread_default_stream];
     foreign_objects: ["backend.lacking"] needs [lacks::foreign_objects];
+    foreign_memory: ["backend.lacking"] needs [lacks::foreign_memory];
     mapped_memory: ["backend.lacking"] needs [lacks::mapped_memory];
     mapped_memory_rdma: ["backend.lacking"] needs [lacks::mapped_memory_rdma];
 }
@@ -273,6 +275,17 @@ fn host_register(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+fn host_register_read_only(backend: &dyn Backend) -> CaseResult {
+    let pages = Pages::new(1);
+    changing_nothing(backend, || {
+        let options = HostOptions::new().with_read_only(true);
+        // SAFETY: the pages live until after the call, and no device uses them.
+        let registered = unsafe { backend.host_allocator().register(pages.ptr(), pages.len(), &options) };
+        check_error!(registered, Unsupported, "register of read-only memory");
+        Ok(())
+    })
+}
+
 fn write_combined(backend: &dyn Backend) -> CaseResult {
     changing_nothing(backend, || {
         let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
@@ -318,6 +331,12 @@ fn legacy_default_stream(backend: &dyn Backend) -> CaseResult {
 
 fn per_thread_default_stream(backend: &dyn Backend) -> CaseResult {
     default_stream_is_refused(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE))
+}
+
+fn foreign_memory(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, 4096, 1)?;
+    check_error!(backend.describe_memory(DEVICE, block.ptr()), Unsupported, "describe_memory");
+    Ok(())
 }
 
 fn foreign_objects(backend: &dyn Backend) -> CaseResult {

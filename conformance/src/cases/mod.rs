@@ -8,6 +8,7 @@ mod concurrency;
 mod copies;
 mod events;
 mod fills;
+mod foreign;
 mod fork;
 mod gemm;
 mod handles;
@@ -58,6 +59,7 @@ const GROUPS: &[&[Case]] = &[
     products::CASES,
     limits::CASES,
     mapped::CASES,
+    foreign::CASES,
     capture::CASES,
     cells::CASES,
     transfers::CASES,

@@ -48,6 +48,10 @@ cases! {
     opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
         needs [has::shareable_memory, has::capture, has::create_during_capture];
     mapped_memory_is_shared: ["mapped.shared", "ipc.shared-bytes"] needs [has::shareable_memory, has::mapped_memory];
+    imported_memory_is_the_exporters: ["ipc.import-maps", "ipc.shared-bytes"]
+        needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
+    altered_imports_are_refused: ["ipc.import-checked"]
+        needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
     only_interprocess_events_are_exported: ["ipc.export-event"] needs [has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
         needs [has::interprocess_events, has::shareable_memory];
@@ -642,6 +646,94 @@ fn mapped_memory_is_shared(backend: &dyn Backend, launcher: &Launcher) -> CaseRe
         peer.close(opened)??;
         drop((addresses, beside, memory));
         Ok(())
+    })
+}
+
+/// Runs a case for each transport of mapped memory, with two mappings next to each other, and their handles.
+fn with_mappings(
+    backend: &dyn Backend,
+    launcher: &Launcher,
+    run: impl Fn(&Addresses<'_>, [MemoryHandle; 2], &mut Peer) -> CaseResult,
+) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        if transport == Transport::Legacy {
+            return Ok(());
+        }
+        let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+        let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
+        let options = PhysicalMemoryOptions::new(piece).with_shareable(transport);
+        let memory = [0, piece].map(|offset| {
+            let memory = PhysicalMemory::create(backend, DEVICE, &options)?;
+            addresses.map(offset, &memory, piece)?;
+            Ok::<_, Failure>(memory)
+        });
+        addresses.give_access(0..2 * piece, DEVICE)?;
+        let handles = [addresses.export(0, transport)?, addresses.export(piece, transport)?];
+        run(&addresses, handles, peer)?;
+        for memory in memory {
+            drop(memory?);
+        }
+        Ok(())
+    })
+}
+
+fn imported_memory_is_the_exporters(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_mappings(backend, launcher, |addresses, handles, peer| {
+        let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+        let bytes = BYTES.min(piece);
+        let content = Random::new(81).bytes(2 * piece);
+        addresses.write(0, &content)?;
+        let before = peer.live_objects()??;
+        let [first, second] = [peer.import(&handles[0])??, peer.import(&handles[1])??];
+        check!(peer.read(first, bytes)?? == content[..bytes], "imported memory has other bytes than its exporter's");
+        let last = piece - bytes;
+        check!(
+            peer.read(second.offset(last), bytes)?? == content[piece + last..],
+            "the end of imported memory has other bytes than its exporter's"
+        );
+        let new = Random::new(82).bytes(bytes);
+        peer.write(second, &new)??;
+        let read = addresses.read(0..2 * piece)?;
+        check!(read[piece..piece + bytes] == new, "the exporter does not see what the importer wrote");
+        check!(read[..piece] == content[..piece], "a write to one import changed the other");
+        peer.free(first)??;
+        peer.free(second)??;
+        check_eq!(peer.live_objects()??, before, "live objects after imported memory was unmapped");
+        Ok(())
+    })
+}
+
+fn altered_imports_are_refused(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let uuid = backend.device_info(DEVICE)?.uuid;
+    with_mappings(backend, launcher, |_, [handle, _], peer| {
+        let mut wrong: Vec<(&str, MemoryHandle)> = Vec::new();
+        for (what, alter) in ALTERATIONS {
+            let mut altered = handle.clone();
+            alter(&mut altered);
+            if altered.payload != handle.payload || altered.bytes != handle.bytes {
+                wrong.push((what, altered));
+            }
+        }
+        for other in [[0; 16], uuid.map(|byte| !byte)] {
+            let mut altered = handle.clone();
+            altered.device_uuid = other;
+            wrong.push(("the UUID of another device", altered));
+        }
+        if handle.transport == Transport::Descriptor {
+            let mut altered = handle.clone();
+            altered.descriptor = None;
+            wrong.push(("no descriptor", altered));
+        }
+        // A block that is not mapped memory has other sizes.
+        let plain = shareable(backend, 4096, handle.transport)?;
+        wrong.push(("memory of `allocate`", plain.export(handle.transport)?));
+        let before = peer.live_objects()??;
+        for (what, altered) in &wrong {
+            check_error!(peer.import(altered)?, InvalidArgument, "import_memory of a handle with {what}");
+            check_eq!(peer.live_objects()??, before, "live objects after a handle with {what} was refused");
+        }
+        let imported = peer.import(&handle)??;
+        Ok(peer.free(imported)??)
     })
 }
 

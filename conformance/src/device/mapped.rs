@@ -151,6 +151,22 @@ impl Drop for Addresses<'_> {
 }
 
 impl<'b> Block<'b> {
+    /// Imports mapped memory of another process, and maps it at addresses of its own.
+    #[track_caller]
+    pub(crate) fn imported(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
+        made_here();
+        let memory =
+            PhysicalMemory::adopted(backend, sharing(backend, "import_memory")?.import_memory(device, handle)?);
+        let bytes = handle.bytes as usize;
+        let addresses = Addresses::new(backend, device, bytes)?;
+        addresses.map(0, &memory, bytes)?;
+        addresses.give_access(0..bytes, device)?;
+        memory.destroy()?;
+        let ptr = addresses.ptr();
+        let origin = Origin::Mapped(addresses);
+        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+    }
+
     /// Makes a block of mapped memory, with one piece of physical memory for each number of bytes.
     #[track_caller]
     pub(crate) fn mapped(backend: &'b dyn Backend, device: u32, pieces: &[usize]) -> Result<Self> {

@@ -29,6 +29,7 @@ commands! {
     Free "free",
     ExportMemory "export_memory",
     OpenMemory "open_memory",
+    ImportMemory "import_memory",
     CloseMemory "close_memory",
     Read "read memory",
     Write "write memory",

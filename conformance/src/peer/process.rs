@@ -210,6 +210,12 @@ impl Peer {
         Ok(self.number(Command::OpenMemory, |m| m.with_memory_handle(handle))?.map(DevicePtr::new))
     }
 
+    /// Imports mapped memory, and maps it. [`Peer::free`] ends it.
+    #[track_caller]
+    pub(crate) fn import(&mut self, handle: &MemoryHandle) -> Answer<DevicePtr> {
+        Ok(self.number(Command::ImportMemory, |m| m.with_memory_handle(handle))?.map(DevicePtr::new))
+    }
+
     /// Closes any address, even one that is not open.
     #[track_caller]
     pub(crate) fn close(&mut self, ptr: DevicePtr) -> Answer<()> {

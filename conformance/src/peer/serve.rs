@@ -184,6 +184,12 @@ impl<'b> Server<'b> {
                 let block = Block::open(self.backend, self.device, &handle)?;
                 done.with_numbers([self.keep(block)])
             }
+            Command::ImportMemory => {
+                let handle =
+                    message.memory_handle().ok_or_else(|| Trouble::Confused("the handle is malformed".to_owned()))?;
+                let block = Block::imported(self.backend, self.device, &handle)?;
+                done.with_numbers([self.keep(block)])
+            }
             Command::CloseMemory => {
                 match self.take(number(0)?, true) {
                     Some(opened) => opened.give_back()?,

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use highwater_hal::{
-    Answer, Call, DevicePtr, EventHandle, EventId, IpcSharing, MemoryHandle, Result, SharingLayer, Transport,
+    Answer, Call, DevicePtr, EventHandle, EventId, IpcSharing, MemoryHandle, PhysicalMemoryId, Result, SharingLayer,
+    Transport,
 };
 
 use super::ranges::{Holding, on};
@@ -68,6 +69,13 @@ impl SharingLayer for ValidatedSharing {
         // SAFETY: handed on as it came.
         let call = || unsafe { self.inner.close_memory(device, ptr) };
         self.books.releasing("close_memory", on(device, ptr), misuse, call)
+    }
+
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
+        let call = Call::new("import_memory", &[&device]);
+        let memory = self.books.call(&call, || self.inner.import_memory(device, handle))?;
+        self.books.ledger().memory.insert(memory, (handle.bytes, None));
+        Ok(memory)
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {

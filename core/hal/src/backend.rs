@@ -9,7 +9,9 @@ use crate::error::{Error, Result};
 use crate::host::{HostAllocator, HostObserver};
 use crate::id::{BackendTag, EventId, GraphExecId, GraphId, PhysicalMemoryId, StreamId};
 use crate::ipc::IpcSharing;
-use crate::memory::{AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo, PhysicalMemoryOptions};
+use crate::memory::{
+    AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo, MemoryRange, PhysicalMemoryOptions,
+};
 
 /// The name, versions and tag of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -498,6 +500,22 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - The caller must pass a block that `allocate` returned for this device and that has not been freed.
     /// - The caller must ensure that no work that uses the block is outstanding, unless it precedes the free on `stream`.
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()>;
+
+    /// Describes the device memory at an address, which any code of this process may have allocated. Needs `foreign_memory`.
+    /// Changes nothing, and waits for nothing.
+    ///
+    /// - `foreign.range`: the range is the whole block that contains the address, or the one mapping of physical memory that
+    ///   contains it. Every address in a range gives the same range.
+    /// - `foreign.kind`: memory of `map_memory` is `Mapped`, a stream-ordered block is `StreamOrdered`, and a plain block is
+    ///   `Plain`.
+    /// - `foreign.transports`: memory that was made shareable by a transport lists it. `export_memory` exports the start of the
+    ///   range by each transport that it lists, unless the memory itself came from another process.
+    /// - `foreign.unknown`: null, and an address in no memory of a device, return `InvalidPointer`. An address in memory of
+    ///   another device returns `WrongDevice`.
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        let _ = (device, ptr);
+        Err(Error::lacks("describe_memory", "foreign_memory"))
+    }
 
     // ------------------------------------------------------------------ mapped memory
 

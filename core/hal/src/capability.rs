@@ -2,6 +2,7 @@
 
 use crate::blas::{DataType, GemmShape};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::Transports;
 
 /// The abilities of a device, and the facts about its behavior.
 ///
@@ -53,6 +54,8 @@ pub struct Capabilities {
     pub peer_copy: bool,
     /// Page-locking of memory that other code allocated.
     pub host_register: bool,
+    /// Page-locking of memory that the CPU may only read; needs `host_register`.
+    pub host_register_read_only: bool,
     /// Write-combined page-locked memory.
     pub write_combined: bool,
     /// The legacy default stream.
@@ -61,6 +64,9 @@ pub struct Capabilities {
     pub per_thread_default_stream: bool,
     /// Wrapping of streams and events that other code made.
     pub foreign_objects: bool,
+    /// Description and export of device memory that other code allocated, with
+    /// [`describe_memory`](crate::Backend::describe_memory).
+    pub foreign_memory: bool,
     /// Physical memory that is mapped at reserved addresses.
     pub mapped_memory: bool,
     /// Mapped memory that other devices of the machine, such as network adapters, access directly.
@@ -121,10 +127,12 @@ impl Capabilities {
             stream_priority: false,
             peer_copy: false,
             host_register: false,
+            host_register_read_only: false,
             write_combined: false,
             legacy_default_stream: false,
             per_thread_default_stream: false,
             foreign_objects: false,
+            foreign_memory: false,
             mapped_memory: false,
             mapped_memory_rdma: false,
             set_stream_resets_workspace: true,
@@ -237,41 +245,6 @@ fn no_such_pair(operation: &'static str, shape: &GemmShape) -> Error {
     let message = format!("no product has factors of {:?} and a result of {:?}", shape.data_type, shape.output);
     Error::new(ErrorKind::Unsupported, operation, message)
         .with_hint("use a result of the factors' type, or one of F32 with factors of F16 or Bf16")
-}
-
-/// A set of [`Transport`](crate::Transport)s.
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-#[repr(transparent)]
-pub struct Transports(u32);
-
-impl std::fmt::Debug for Transports {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        use crate::numbers::Coded as _;
-        f.debug_set().entries(crate::Transport::ALL.iter().filter(|transport| self.contains(**transport))).finish()
-    }
-}
-
-impl Transports {
-    /// The empty set.
-    pub const NONE: Self = Self(0);
-
-    /// Returns the set with `transport` added.
-    #[must_use]
-    pub const fn with(self, transport: crate::Transport) -> Self {
-        Self(self.0 | 1 << transport as u32)
-    }
-
-    /// Returns true if `transport` is in the set.
-    #[must_use]
-    pub const fn contains(self, transport: crate::Transport) -> bool {
-        self.0 & (1 << transport as u32) != 0
-    }
-
-    /// Returns true if the set is empty.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
-    }
 }
 
 #[cfg(test)]

@@ -23,19 +23,28 @@ pub enum HostMemoryKind {
 pub struct HostOptions {
     /// Kind of memory.
     pub kind: HostMemoryKind,
+    /// True if `register` gets memory that the CPU may only read. Needs `host_register_read_only`. `allocate` ignores it.
+    pub read_only: bool,
 }
 
 impl HostOptions {
     /// Returns options of the default kind.
     #[must_use]
     pub const fn new() -> Self {
-        Self { kind: HostMemoryKind::Default }
+        Self { kind: HostMemoryKind::Default, read_only: false }
     }
 
     /// Sets the kind.
     #[must_use]
     pub const fn with_kind(mut self, kind: HostMemoryKind) -> Self {
         self.kind = kind;
+        self
+    }
+
+    /// Sets whether the memory to register is read-only.
+    #[must_use]
+    pub const fn with_read_only(mut self, read_only: bool) -> Self {
+        self.read_only = read_only;
         self
     }
 }
@@ -80,9 +89,12 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     ///   and nothing changes.
     /// - `host.register-apart`: ranges that do not overlap can be registered, also adjacent ones and several in one page. Each
     ///   works until its own `unregister`, whatever becomes of the others.
+    /// - `host.register-read-only`: with `read_only`, the range need not be writable; copies from it work as from other
+    ///   registered memory, and another mapping of the same pages stays the same memory.
     ///
     /// # Safety
-    /// The caller must pass a mapped, readable and writable range, and must keep it so until `unregister`.
+    /// The caller must pass a mapped, readable and writable range, and must keep it so until `unregister`. With `read_only`,
+    /// the range must be mapped and readable, and the caller must ensure that no device writes it.
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
         let _ = (ptr, bytes, options);
         Err(Error::lacks("register", "host_register"))

@@ -4,8 +4,8 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
-use crate::error::Result;
-use crate::id::EventId;
+use crate::error::{Error, Result};
+use crate::id::{EventId, PhysicalMemoryId};
 use crate::memory::DevicePtr;
 
 /// The way in which a memory handle reaches another process.
@@ -19,6 +19,47 @@ pub enum Transport {
     Descriptor = 1,
     /// 64 bytes that are valid in every node of the fabric.
     Fabric = 2,
+}
+
+/// A set of [`Transport`]s.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+#[repr(transparent)]
+pub struct Transports(u32);
+
+impl fmt::Debug for Transports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+        f.debug_set().entries(all.iter().filter(|transport| self.contains(**transport))).finish()
+    }
+}
+
+impl Transports {
+    /// The empty set.
+    pub const NONE: Self = Self(0);
+
+    /// Returns the set with `transport` added.
+    #[must_use]
+    pub const fn with(self, transport: Transport) -> Self {
+        Self(self.0 | 1 << transport as u32)
+    }
+
+    /// Returns true if `transport` is in the set.
+    #[must_use]
+    pub const fn contains(self, transport: Transport) -> bool {
+        self.0 & (1 << transport as u32) != 0
+    }
+
+    /// Returns the transports that are in both sets.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Returns true if the set is empty.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
 }
 
 /// A descriptor of the operating system that belongs to a handle. Dropping the last copy closes it.
@@ -145,8 +186,9 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` returns `Unsupported`.
     ///
     /// # Safety
-    /// The caller must pass a block that `allocate` returned for this device and that has not been freed, or the address of
-    /// mapped memory of this device.
+    /// The caller must pass a block that `allocate` returned for this device and that has not been freed, the address of
+    /// mapped memory of this device, or the start of a range that `describe_memory` returned for this device. The memory must
+    /// stay allocated during the call.
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle>;
 
     /// Maps memory of another process for work of `device`.
@@ -164,6 +206,17 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// # Safety
     /// The caller must ensure that no work that uses the mapping is outstanding, unless another open keeps the mapping.
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()>;
+
+    /// Opens mapped memory of another process without mapping it, so that the caller can map several handles without a gap
+    /// between them. `destroy_memory` gives it back. Needs `mapped_memory` and `foreign_memory`.
+    ///
+    /// - `ipc.import-maps`: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
+    /// - `ipc.import-checked`: a handle that no exporter made, of another device's UUID, without the descriptor that its
+    ///   transport needs, or of memory that is not mapped memory, returns `InvalidArgument`, and nothing is opened.
+    fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
+        let _ = (device, handle);
+        Err(Error::lacks("import_memory", "foreign_memory"))
+    }
 
     /// Returns a handle of an event that was created with `interprocess`.
     ///

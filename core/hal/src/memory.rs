@@ -4,7 +4,7 @@ use std::fmt;
 use std::ptr::NonNull;
 
 use crate::id::StreamId;
-use crate::ipc::Transport;
+use crate::ipc::{Transport, Transports};
 
 /// An address in a device's memory. The CPU cannot read it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -163,6 +163,59 @@ impl PhysicalMemoryOptions {
     pub const fn with_rdma(mut self) -> Self {
         self.rdma = true;
         self
+    }
+}
+
+/// Kinds of memory that [`Backend::describe_memory`](crate::Backend::describe_memory) tells apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum RangeKind {
+    /// A block of its own: `cudaMalloc`, `hipMalloc`.
+    Plain = 0,
+    /// Physical memory that is mapped at an address.
+    Mapped = 1,
+    /// A block of a pool that is allocated and freed in the order of streams: `cudaMallocAsync`.
+    StreamOrdered = 2,
+    /// Memory that moves between the CPU and the devices: `cudaMallocManaged`, `hipMallocManaged`.
+    Managed = 3,
+}
+
+/// A range of device memory that any code of this process allocated, as the device's driver knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryRange {
+    /// Kind of memory.
+    pub kind: RangeKind,
+    /// First byte.
+    pub base: DevicePtr,
+    /// Number of bytes: of the whole block, or of one mapping.
+    pub bytes: usize,
+    /// Transports by which [`IpcSharing::export_memory`](crate::IpcSharing::export_memory) may export the start of the range.
+    pub transports: Transports,
+}
+
+impl MemoryRange {
+    /// Returns a range that no transport exports.
+    #[must_use]
+    pub const fn new(kind: RangeKind, base: DevicePtr, bytes: usize) -> Self {
+        Self { kind, base, bytes, transports: Transports::NONE }
+    }
+
+    /// Sets the transports.
+    #[must_use]
+    pub const fn with_transports(mut self, transports: Transports) -> Self {
+        self.transports = transports;
+        self
+    }
+
+    /// Returns whether the range contains an address.
+    #[must_use]
+    pub const fn contains(&self, ptr: DevicePtr) -> bool {
+        match ptr.get().checked_sub(self.base.get()) {
+            Some(inside) => inside < self.bytes as u64,
+            None => false,
+        }
     }
 }
 

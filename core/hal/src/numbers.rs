@@ -2,7 +2,7 @@
 
 use crate::{
     AtomicsMode, BlasKind, Capabilities, CaptureMode, Completion, DataType, DeviceMemoryKind, Epilogue, ErrorKind,
-    HostMemoryKind, MathMode, StreamId, StreamPriority, Transport,
+    HostMemoryKind, MathMode, RangeKind, StreamId, StreamPriority, Transport,
 };
 
 /// A named number of the header.
@@ -97,6 +97,12 @@ coded! {
         Legacy "TRANSPORT_LEGACY" = 0,
         Descriptor "TRANSPORT_DESCRIPTOR" = 1,
         Fabric "TRANSPORT_FABRIC" = 2,
+    }
+    RangeKind "a kind of memory that any code allocated" {
+        Plain "RANGE_PLAIN" = 0,
+        Mapped "RANGE_MAPPED" = 1,
+        StreamOrdered "RANGE_STREAM_ORDERED" = 2,
+        Managed "RANGE_MANAGED" = 3,
     }
     BlasKind "a kind of handle" {
         Blas "BLAS_KIND_BLAS" = 0,
@@ -193,6 +199,8 @@ bits! {
         foreign_objects "CAN_FOREIGN_OBJECTS" = 21,
         mapped_memory "CAN_MAPPED_MEMORY" = 22,
         mapped_memory_rdma "CAN_MAPPED_MEMORY_RDMA" = 23,
+        host_register_read_only "CAN_HOST_REGISTER_READ_ONLY" = 24,
+        foreign_memory "CAN_FOREIGN_MEMORY" = 25,
     }
     /// The facts about a device as bits.
     Facts facts {

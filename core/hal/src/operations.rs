@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::host::{HostAllocator, HostObserver};
 use crate::id::{EventId, GraphExecId, GraphId, IdParts, ObjectId, PhysicalMemoryId, StreamId};
 use crate::ipc::{EventHandle, IpcSharing, MemoryHandle};
-use crate::memory::{DevicePtr, HostPtr, MemoryInfo};
+use crate::memory::{DevicePtr, HostPtr, MemoryInfo, MemoryRange};
 
 /// Calls `$callback!` with the fallible operations of the four traits, one group for each trait.
 ///
@@ -50,6 +50,7 @@ macro_rules! for_each_operation {
                 EventFromRaw: [unsafe fn] event_from_raw(device: u32, raw: u64) -> $crate::EventId;
                 Allocate: [fn] allocate(device: u32, options: &$crate::AllocateOptions) -> $crate::DevicePtr;
                 Free: [unsafe fn] free(device: u32, ptr: $crate::DevicePtr, stream: Option<$crate::StreamId>) -> ();
+                DescribeMemory: [fn] describe_memory(device: u32, ptr: $crate::DevicePtr) -> $crate::MemoryRange;
                 Copy: [unsafe fn] copy(copy: &$crate::MemoryCopy, stream: $crate::StreamId) -> ();
                 Fill: [unsafe fn] fill(fill: &$crate::MemoryFill, stream: $crate::StreamId) -> ();
                 ReserveAddresses: [fn] reserve_addresses(device: u32, bytes: usize) -> $crate::DevicePtr;
@@ -96,6 +97,7 @@ macro_rules! for_each_operation {
                     -> $crate::MemoryHandle;
                 OpenMemory: [fn] open_memory(device: u32, handle: &$crate::MemoryHandle) -> $crate::DevicePtr;
                 CloseMemory: [unsafe fn] close_memory(device: u32, ptr: $crate::DevicePtr) -> ();
+                ImportMemory: [fn] import_memory(device: u32, handle: &$crate::MemoryHandle) -> $crate::PhysicalMemoryId;
                 ExportEvent: [fn] export_event(event: $crate::EventId) -> $crate::EventHandle;
                 OpenEvent: [fn] open_event(device: u32, handle: &$crate::EventHandle) -> $crate::EventId;
             }
@@ -249,7 +251,7 @@ macro_rules! without_ids {
 without_ids! {
     Argument for u64, usize, DevicePtr, HostPtr, PlanId, crate::CaptureMode, crate::Transport, crate::MathMode,
         crate::AtomicsMode, Option<crate::Workspace>;
-    Answer for (), bool, u64, Completion, DeviceInfo, Capabilities, MemoryInfo, DevicePtr, HostPtr, PlanId, MemoryHandle,
+    Answer for (), bool, u64, Completion, DeviceInfo, Capabilities, MemoryInfo, MemoryRange, DevicePtr, HostPtr, PlanId, MemoryHandle,
         EventHandle, Box<dyn BlasHandle>;
 }
 

@@ -1,5 +1,6 @@
 //! A block of page-locked memory: a run of pages with the record of its uses.
 
+use std::fmt;
 use std::ops::Range;
 
 use super::block_uses::BlockUses;
@@ -7,6 +8,9 @@ use super::ranges::{PAGE, Run};
 use super::slabs::{self, SLAB_PAGES};
 use super::thread_cache::ThreadCache;
 use crate::primitive::{Arc, HostPtr, Ordering};
+
+/// Maximum number of pages of a block.
+pub(crate) const MOST_PAGES: u32 = (1 << 31) - 1;
 
 /// A block. A buffer, a thread cache, the pool's lists and keepers share it; `uses` says who may use the memory.
 #[derive(Debug)]
@@ -19,6 +23,14 @@ pub(crate) struct Block {
     pub(crate) uses: BlockUses,
     /// The thread cache that the block returns to.
     pub(crate) home: Option<Arc<ThreadCache>>,
+    /// `None` for a block of the pool.
+    shared: Option<Box<dyn SharedPages>>,
+}
+
+/// Memory beside the pool that several processes can have, as seen from its block.
+pub(crate) trait SharedPages: fmt::Debug + Send + Sync {
+    /// Releases the memory of a block that no buffer, graph or note has any more.
+    fn release(&self, block: &Block);
 }
 
 pub(crate) type OwnedBlock = Arc<Block>;
@@ -31,7 +43,22 @@ impl Block {
         borders: Vec<usize>,
         home: Option<Arc<ThreadCache>>,
     ) -> OwnedBlock {
-        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home })
+        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home, shared: None })
+    }
+
+    /// Returns the block of memory that several processes can have. Its last owner releases it.
+    pub(crate) fn shared(
+        ptr: HostPtr,
+        requested: usize,
+        borders: Vec<usize>,
+        shared: Box<dyn SharedPages>,
+    ) -> OwnedBlock {
+        // Sizes in pages end where sizes in units begin.
+        let size = u32::try_from(requested.max(1).div_ceil(PAGE)).map_or(MOST_PAGES, |pages| pages.min(MOST_PAGES));
+        let uses = BlockUses::with_borders(borders);
+        let block = Self { ptr, start: 0, size, uses, home: None, shared: Some(shared) };
+        block.begin_life(requested);
+        Arc::new(block)
     }
 
     #[inline]
@@ -87,6 +114,14 @@ impl Block {
     pub(crate) fn keep(self: &Arc<Self>) -> KeptBlock {
         self.uses.count_keeper();
         KeptBlock(Arc::clone(self))
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take() {
+            shared.release(self);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Device memory that was dropped while streams may still use it. It is freed once every one of them has passed that use.
 //!
-//! No thread waits for this list alone. A request for memory, a wait for a stream, a trim, and the end of the runtime go
+//! No thread waits for this list alone, except for memory of other code. A request for memory, a wait for a stream, a trim, and the end of the runtime go
 //! through it. Each takes out one block at a time, so that other threads find the rest.
 
 use std::collections::VecDeque;
@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
+use super::keep_alive::KeepAlive;
 use super::stream_use::{StreamUse, UseEnd};
 use crate::capture::thread::in_capture;
 use crate::services::Services;
@@ -27,6 +28,8 @@ pub(crate) struct DeferredFree {
     pub(crate) later: Vec<StreamUse>,
     /// True if the use of a stream has no completion event. Then the block is freed only by the end of the runtime.
     pub(crate) unmarked: bool,
+    /// Keeps memory of other code, which is dropped instead of freed. `None` for memory of the backend.
+    pub(crate) keeps: Option<KeepAlive>,
 }
 
 impl DeferredFree {
@@ -48,13 +51,16 @@ pub(crate) struct DeferredFrees {
     list: Mutex<VecDeque<DeferredFree>>,
     /// Length of the list, so that a thread that finds it empty needs no lock.
     count: AtomicUsize,
+    /// Blocks of other code that wait. The sharing thread goes through the list for them, because their owner waits.
+    adopted: AtomicUsize,
     /// Blocks whose last use has no completion event: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
 }
 
 impl DeferredFrees {
     pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
-        Self { memory, list: Mutex::default(), count: AtomicUsize::new(0), stranded: Mutex::default() }
+        let (count, adopted) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { memory, list: Mutex::default(), count, adopted, stranded: Mutex::default() }
     }
 
     fn services(&self) -> &Services {
@@ -66,8 +72,23 @@ impl DeferredFrees {
         if free.unmarked {
             return self.strand(free);
         }
-        self.services().ledger.set_dropped(free.ptr);
+        if free.keeps.is_some() {
+            self.adopted.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.services().ledger.set_dropped(free.ptr);
+        }
         self.push(free);
+    }
+
+    /// Returns whether blocks of other code wait for their streams.
+    pub(crate) fn has_adopted(&self) -> bool {
+        self.adopted.load(Ordering::Relaxed) > 0
+    }
+
+    fn forget_adopted(&self, free: &DeferredFree) {
+        if free.keeps.is_some() {
+            self.adopted.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     /// Keeps a block for the end of the runtime, because the end of its use is unknown.
@@ -115,6 +136,7 @@ impl DeferredFrees {
             let Some(mut free) = self.pop() else { break };
             free.record_later();
             if free.unmarked {
+                self.forget_adopted(&free);
                 self.strand(free);
                 continue;
             }
@@ -133,6 +155,7 @@ impl DeferredFrees {
                 self.push(free);
                 continue;
             }
+            self.forget_adopted(&free);
             // SAFETY: Every stream that used the block has passed its last use, and its owner is gone.
             if let Err(error) = unsafe { self.free(&free) } {
                 // The end of the runtime retries once more.
@@ -148,6 +171,10 @@ impl DeferredFrees {
     /// # Safety
     /// The owner must be gone, and every use by a stream must be passed.
     pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<()> {
+        if let Some(keeps) = &free.keeps {
+            keeps.end();
+            return Ok(());
+        }
         // SAFETY: The caller upholds the contract.
         unsafe { self.memory.free(free.device, free.ptr) }
     }

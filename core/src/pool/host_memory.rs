@@ -27,6 +27,8 @@
 //!
 //! No lock is held during a call of the backend.
 
+mod files;
+
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -38,6 +40,8 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
+
+pub(crate) use files::{FileMemory, NotMapped, seal};
 
 use super::host::Plan;
 use super::host_options::HugePages;
@@ -110,6 +114,8 @@ struct Mapped {
     /// The first bytes, in whole pieces, that have reserved huge pages.
     reserved_bytes: usize,
     registered: usize,
+    /// The options of each registration.
+    options: HostOptions,
 }
 
 impl HostMemory {
@@ -193,7 +199,8 @@ impl HostMemory {
         piece_bytes: NonZeroUsize,
         huge_pages: HugePages,
     ) -> (Vec<Piece>, Option<Error>) {
-        let mut mapped = Mapped { ptr, bytes, piece_bytes, reserved_bytes: 0, registered: 0 };
+        let mut mapped =
+            Mapped { ptr, bytes, piece_bytes, reserved_bytes: 0, registered: 0, options: HostOptions::new() };
         if huge_pages == HugePages::Reserved {
             mapped.reserved_bytes = self.map_reserved(&mapped);
         }
@@ -347,8 +354,8 @@ impl Mapped {
             (0..self.pieces()).try_for_each(|index| {
                 touching.wait_for(index).map_err(NotMade::LacksPages)?;
                 let Piece { ptr, bytes } = self.piece(index);
-                // SAFETY: The range is committed, readable and writable, and is decommitted only once it is unregistered.
-                let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
+                // SAFETY: The range is mapped, and writable unless the options say otherwise. It stays so until it is unregistered.
+                let registered = unsafe { allocator.register(ptr, bytes, &self.options) };
                 registered.map_err(|error| NotMade::Refused(self.not_registered(&error)))?;
                 self.registered += 1;
                 Ok(())

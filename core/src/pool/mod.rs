@@ -22,6 +22,7 @@ mod device_parts;
 mod device_poison_tests;
 pub(crate) mod device_pool;
 pub(crate) mod fences;
+pub(crate) mod file_access;
 pub(crate) mod first_create;
 #[cfg(test)]
 mod first_create_tests;
@@ -31,10 +32,12 @@ mod growth_tests;
 mod handles;
 mod handoff;
 pub(crate) mod host;
-mod host_memory;
+pub(crate) mod host_files;
+pub(crate) mod host_memory;
 mod host_options;
 #[cfg(test)]
 mod host_tests;
+pub(crate) mod keep_alive;
 #[cfg(test)]
 mod kind_tests;
 mod lazy_box;
@@ -72,3 +75,4 @@ pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};
 pub(crate) use nodes::Nodes;
+pub(crate) use ranges::PAGE;

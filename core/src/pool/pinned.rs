@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::RefCell;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -14,7 +15,8 @@ use super::block_uses::{BegunUse, BlockUses, CpuAccess};
 use super::budget::Budget;
 use super::completion_events::{CompletionEvent, Point};
 use super::host::{Found, HostCache, Leaving, Reason, Request};
-use super::host_memory::{Freed, HostMemory, Piece};
+use super::host_files::{HostFiles, MapsFiles};
+use super::host_memory::{FileMemory, Freed, HostMemory, NotMapped, Piece};
 use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
 use super::ranges::{Borders, PAGE};
@@ -49,6 +51,8 @@ pub(crate) struct PinnedPool {
     recorder: Option<Arc<Recorder>>,
     /// Threads that free page-locked memory. They never wait for a stream.
     active_trims: Arc<ActiveTrims>,
+    /// Page-locked memory beside the pools of the runtime.
+    files: Arc<HostFiles>,
     /// The background thread, if the program asked for one.
     background: OnceLock<Background>,
     /// The other pools of the runtime.
@@ -95,6 +99,7 @@ impl PinnedPool {
         services: Arc<Services>,
         options: &HostMemoryOptions,
         recorder: Option<Arc<Recorder>>,
+        files: Arc<HostFiles>,
         beside: Option<(&Self, Special)>,
     ) -> Arc<Self> {
         let capabilities = services.devices.iter().map(|device| &device.capabilities);
@@ -121,6 +126,7 @@ impl PinnedPool {
             active_trims: first.map_or_else(Arc::default, |first| Arc::clone(&first.active_trims)),
             background: OnceLock::new(),
             others: OnceLock::new(),
+            files,
             services,
         })
     }
@@ -524,10 +530,15 @@ impl PinnedPool {
 
     /// Checks that the cap and the machine have enough memory left for a growth. If memory is scarce, releases idle memory first.
     fn check_room(&self, request: Request) -> Result<()> {
+        self.check_room_for(|| self.cache.shortfall(request))
+    }
+
+    /// As [`PinnedPool::check_room`], for a growth by so many bytes.
+    fn check_room_for(&self, shortfall: impl Fn() -> usize) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
         let room = || {
-            let (shortfall, held) = (self.cache.shortfall(request), self.cache.held_bytes());
+            let (shortfall, held) = (shortfall(), self.cache.held_bytes() + self.files.made_bytes());
             if self.memory.has_reserved(shortfall) {
                 return budget.room_below_cap(shortfall as u64, held, self.cap_bytes);
             }
@@ -540,6 +551,22 @@ impl PinnedPool {
             }
         }
         room().map(drop).map_err(|shortage| budget.out_of_memory("pinned", &shortage))
+    }
+
+    // ---------------------------------------------------------------- files
+
+    /// Makes a file of at least so many zeros, mapped and registered as the memory of this pool is.
+    pub(crate) fn make_file(&self, bytes: usize) -> Result<(FileMemory, OwnedFd)> {
+        self.check_room_for(|| bytes)?;
+        self.memory.make_file(bytes).map_err(|refused| self.keep_left(refused))
+    }
+
+    fn keep_left(&self, NotMapped { error, left }: NotMapped) -> Error {
+        if let Some(left) = left {
+            self.services.count_failed_release(&error);
+            self.files.keep_refused(left);
+        }
+        error
     }
 
     // ---------------------------------------------------------------- releases
@@ -808,6 +835,15 @@ impl PinnedPool {
             unsafe { self.memory.end_reservations() };
         }
         result
+    }
+}
+
+impl MapsFiles for PinnedPool {
+    fn map_file(&self, file: BorrowedFd<'_>, bytes: usize, read_only: bool) -> Result<FileMemory> {
+        if !self.registers() {
+            return Err(Error::lacks("open_pinned", "host_register"));
+        }
+        self.memory.map_file(file, bytes, read_only).map_err(|refused| self.keep_left(refused))
     }
 }
 

@@ -7,11 +7,12 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::block::{Block, KeptBlock};
 use super::block_uses::BlockUses;
 use super::completion_events::CompletionEvent;
+use super::host_files::{HostFiles, MapsFiles};
 use super::nodes::Nodes;
 use super::pinned::{PinnedPool, PoolRef, Special};
 use super::recorder::Recorder;
@@ -26,6 +27,8 @@ pub(crate) struct PinnedPools {
     first: Arc<PinnedPool>,
     others: Box<[Arc<PinnedPool>]>,
     write_combined: Option<Arc<PinnedPool>>,
+    /// Memory beside the pools, which several processes can have.
+    pub(crate) files: Arc<HostFiles>,
     /// The pool of each device.
     of_devices: Box<[Arc<PinnedPool>]>,
 }
@@ -37,8 +40,12 @@ impl PinnedPools {
         nodes: &Nodes,
         recorder: Option<&Arc<Recorder>>,
     ) -> Self {
-        let make = |beside| PinnedPool::new(Arc::clone(services), options, recorder.cloned(), beside);
+        let files = Arc::new(HostFiles::new(Arc::clone(services)));
+        let make =
+            |beside| PinnedPool::new(Arc::clone(services), options, recorder.cloned(), Arc::clone(&files), beside);
         let first = make(None);
+        let weak: Weak<dyn MapsFiles> = Arc::<PinnedPool>::downgrade(&first);
+        files.set_pool(weak);
         let special = |special| make(Some((&*first, special)));
         let mut of_nodes = BTreeMap::new();
         let of_device = |node: Option<u32>| match node.filter(|_| first.registers()) {
@@ -52,7 +59,7 @@ impl PinnedPools {
         let has_write_combined = services.devices.iter().all(|device| device.capabilities.write_combined);
         let write_combined = has_write_combined.then(|| special(Special::Kind(HostMemoryKind::WriteCombined)));
         let others = of_nodes.into_values().chain(write_combined.clone()).collect();
-        let pools = Self { others, write_combined, of_devices, first };
+        let pools = Self { others, write_combined, files, of_devices, first };
         PinnedPool::unite(&pools.all().collect::<Vec<_>>());
         pools
     }
@@ -94,13 +101,13 @@ impl PinnedPools {
 
     /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
-        self.all().find_map(|pool| pool.live_block(ptr))
+        self.all().find_map(|pool| pool.live_block(ptr)).or_else(|| self.files.live_block(ptr))
     }
 
     /// Keeps the block that contains an address, if a buffer owns it. If the buffer ends in the meantime, the block is not
     /// reused before the caller releases it.
     pub(crate) fn keep_live_block(&self, ptr: HostPtr) -> Option<KeptBlock> {
-        self.all().find_map(|pool| pool.keep_live_block(ptr))
+        self.all().find_map(|pool| pool.keep_live_block(ptr)).or_else(|| self.files.keep_live_block(ptr))
     }
 
     /// Releases a block that a capture, a graph or a note by address has kept.
@@ -145,12 +152,13 @@ impl PinnedPools {
     /// Frees memory above the cap, and memory that was idle for the set time, after a wait of the calling thread.
     pub(crate) fn trim_in_passing(&self) {
         query_again();
+        self.files.collect();
         self.all().for_each(|pool| pool.trim_in_passing());
     }
 
     /// Frees the page-locked memory that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
-        self.others.iter().fold(self.first.trim(), |result, pool| result.and(pool.trim()))
+        self.all().fold(self.files.trim(), |result, pool| result.and(pool.trim()))
     }
 
     /// Frees all memory, at the end of the runtime.
@@ -159,8 +167,10 @@ impl PinnedPools {
     /// The devices must have executed everything, and no buffer may own a block.
     pub(crate) unsafe fn free_all(&self) -> Result<()> {
         // SAFETY: As the caller promises.
+        let files = unsafe { self.files.free_all() };
+        // SAFETY: As the caller promises.
         let free_all = |pool: &PinnedPool| unsafe { pool.free_all() };
-        self.others.iter().fold(free_all(&self.first), |result, pool| result.and(free_all(pool)))
+        self.all().fold(files, |result, pool| result.and(free_all(pool)))
     }
 
     /// Returns the sum of the pools' statistics.
@@ -195,10 +205,10 @@ fn plus(sum: HostCacheStatistics, other: HostCacheStatistics) -> HostCacheStatis
 impl PinnedPools {
     /// Holds every lock of the first pool. The others share some of them.
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        self.first.hold_locks()
+        crate::testing::Held((self.first.hold_locks(), self.files.hold_locks()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.all().any(|pool| pool.is_locked())
+        self.all().any(|pool| pool.is_locked()) || self.files.is_locked()
     }
 }

@@ -37,15 +37,20 @@ impl Deref for Users {
 impl Users {
     /// Returns the sharing state, whose thread it starts if necessary.
     pub(crate) fn sharing(&self, operation: &'static str) -> Result<&Arc<Sharing>> {
-        let sharing = match self.sharing.get() {
-            Some(sharing) => sharing,
-            None => {
-                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), operation)?);
-                self.sharing.get_or_init(|| fresh)
-            }
-        };
+        let sharing = self.sharing_unstarted(operation)?;
         sharing.start(operation)?;
         Ok(sharing)
+    }
+
+    /// Returns the sharing state.
+    pub(crate) fn sharing_unstarted(&self, operation: &'static str) -> Result<&Arc<Sharing>> {
+        Ok(match self.sharing.get() {
+            Some(sharing) => sharing,
+            None => {
+                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), Arc::clone(&self.pinned.files), operation)?);
+                self.sharing.get_or_init(|| fresh)
+            }
+        })
     }
 }
 

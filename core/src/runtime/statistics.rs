@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::Runtime;
+use super::inner::RuntimeInner;
 use crate::capture::GraphStatistics;
 use crate::pool::{DeviceMemoryStatistics, HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
@@ -70,12 +71,25 @@ impl Runtime {
             idle_events,
             host: inner.pinned.statistics(),
             device_memory: inner.frees.memory.statistics(),
-            sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
+            sharing: sharing_of(inner),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases(),
             refused_destroys: inner.refused_destroys(),
             left_at_exit: inner.left_at_exit(),
         }
+    }
+}
+
+/// Returns the statistics of shared memory.
+fn sharing_of(inner: &RuntimeInner) -> SharingStatistics {
+    let sharing = inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default();
+    let files = inner.pinned.files.counts();
+    SharingStatistics {
+        pinned_blocks: files.made,
+        pinned_bytes: files.made_bytes,
+        pinned_mappings: files.opened,
+        pinned_mapped_bytes: files.opened_bytes,
+        ..sharing
     }
 }
 
@@ -162,8 +176,10 @@ impl fmt::Display for SharingStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} exported ({}), ", self.exported_blocks, Bytes(self.exported_bytes))?;
         write!(f, "{} in limbo ({}), ", self.limbo_blocks, Bytes(self.limbo_bytes))?;
-        write!(f, "{} peers ({} lost); ", self.peers, self.lost_peers)?;
+        write!(f, "{} peers ({} lost), ", self.peers, self.lost_peers)?;
+        write!(f, "{} page-locked ({}); ", self.pinned_blocks, Bytes(self.pinned_bytes))?;
         write!(f, "{} imported, {} mapped ({}), ", self.imports, self.mappings, Bytes(self.mapped_bytes))?;
+        write!(f, "of which {} page-locked ({}), ", self.pinned_mappings, Bytes(self.pinned_mapped_bytes))?;
         write!(f, "{} opens ({} by kept mappings), ", self.opens, self.kept_opens)?;
         write!(f, "{} exporters lost", self.lost_exporters)
     }

@@ -6,9 +6,11 @@
 //!
 //! No function here calls the backend, and no lock is held while a bell rings.
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
+use std::fmt::Debug;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -21,7 +23,7 @@ use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use highwater_hal::{Error, ErrorKind, Result, Transport};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
@@ -48,18 +50,72 @@ struct State {
     lost_peers: u64,
 }
 
+/// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MemoryPart {
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
+}
+
+/// Page-locked memory that is a file.
+pub(crate) trait SharedFile: Any + Send + Sync + Debug {
+    /// Returns the handle for an importer.
+    fn handle(&self, bytes: u64) -> Result<MemoryHandle>;
+}
+
+/// The memory of an allocation, while it is used.
+#[derive(Debug)]
+pub(crate) enum Memory {
+    /// A block, and its parts in the order of their addresses, without a gap.
+    Device(Arc<DeviceBlock>, Arc<[MemoryPart]>),
+    Pinned(Arc<dyn SharedFile>),
+}
+
+impl Memory {
+    /// Returns the number of handles that an importer needs.
+    pub(crate) fn parts(&self) -> usize {
+        match self {
+            Self::Device(_, parts) => parts.len(),
+            Self::Pinned(_) => 1,
+        }
+    }
+}
+
+/// The memory of an allocation, which its owner keeps.
+#[derive(Debug)]
+pub(crate) enum WeakMemory {
+    Device(Weak<DeviceBlock>, Arc<[MemoryPart]>),
+    Pinned(Weak<dyn SharedFile>),
+}
+
+impl WeakMemory {
+    fn upgrade(&self) -> Option<Memory> {
+        match self {
+            Self::Device(block, parts) => block.upgrade().map(|block| Memory::Device(block, Arc::clone(parts))),
+            Self::Pinned(file) => file.upgrade().map(Memory::Pinned),
+        }
+    }
+
+    pub(crate) fn is_pinned(&self) -> bool {
+        matches!(self, Self::Pinned(_))
+    }
+}
+
+/// The free of an allocation that its owner has dropped. `None` for page-locked memory, which the system frees.
+type Limbo = Option<DeferredFree>;
+
 #[derive(Debug)]
 struct Export {
     serial: u64,
     bytes: u64,
     transport: Transport,
-    block: Weak<DeviceBlock>,
+    memory: WeakMemory,
     /// Number of the most recent share.
     number: u64,
     /// Importers that have opened the allocation.
     peers: Vec<u64>,
     /// Set when the owner has dropped the block while importers hold it.
-    limbo: Option<DeferredFree>,
+    limbo: Option<Limbo>,
 }
 
 #[derive(Debug)]
@@ -85,6 +141,8 @@ pub(crate) struct Peer {
     /// The line that wakes the importer. Its `Hello` carries it.
     pub(crate) line: OnceLock<OwnedFd>,
     pub(crate) connected: AtomicBool,
+    /// The version that its `Hello` named; 0 before that.
+    pub(crate) version: AtomicU16,
     pub(crate) since: Instant,
 }
 
@@ -107,8 +165,9 @@ struct CountPart {
 #[derive(Debug)]
 pub(crate) struct Grant {
     /// Keeps the memory allocated while the backend exports it.
-    pub(crate) block: Arc<DeviceBlock>,
+    pub(crate) memory: Memory,
     pub(crate) transport: Transport,
+    /// Bytes of the whole allocation.
     pub(crate) bytes: u64,
     pub(crate) counts: Arc<OwnedFd>,
     pub(crate) ready: Arc<OwnedFd>,
@@ -180,7 +239,7 @@ impl State {
         let export = self.remove(index)?;
         self.limbo_blocks -= 1;
         self.limbo_bytes -= export.bytes;
-        export.limbo
+        export.limbo.flatten()
     }
 }
 
@@ -197,7 +256,7 @@ pub(crate) struct ExporterCounts {
 
 impl Exporter {
     /// Registers an allocation at its first share.
-    pub(crate) fn register(&self, block: &Arc<DeviceBlock>, bytes: u64, transport: Transport) -> Result<ExportKey> {
+    pub(crate) fn register(&self, memory: WeakMemory, bytes: u64, transport: Transport) -> Result<ExportKey> {
         let mut state = self.state.lock();
         let index = match state.free.last() {
             Some(&index) => index,
@@ -212,15 +271,7 @@ impl Exporter {
         state.ready[part].segment.begin(slot);
         state.last_serial += 1;
         let serial = state.last_serial;
-        let export = Export {
-            serial,
-            bytes,
-            transport,
-            block: Arc::downgrade(block),
-            number: 0,
-            peers: Vec::new(),
-            limbo: None,
-        };
+        let export = Export { serial, bytes, transport, memory, number: 0, peers: Vec::new(), limbo: None };
         if index as usize == state.exports.len() {
             state.exports.push(Some(export));
         } else {
@@ -302,33 +353,33 @@ impl Exporter {
         done
     }
 
-    /// Returns the block of an allocation of this process, and the segment that publishes its readiness. `bytes` is the size in
+    /// Returns the memory of an allocation of this process, and the segment that publishes its readiness. `bytes` is the size in
     /// the ticket.
-    pub(crate) fn own(&self, key: ExportKey, bytes: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
+    pub(crate) fn own(&self, key: ExportKey, bytes: u64) -> Result<(Memory, Arc<ReadySegment>)> {
         // Declared before the lock so that it drops after the lock, as in `grant`.
-        let block;
+        let memory;
         let state = self.state.lock();
         let expired = || {
             Error::new(ErrorKind::Expired, "open_shared", "this runtime has freed the buffer of this ticket")
                 .with_hint("keep the buffer until its tickets have been opened")
         };
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
-        block = export.block.upgrade().ok_or_else(expired)?;
+        memory = export.memory.upgrade().ok_or_else(expired)?;
         if bytes != export.bytes {
             return Err(not_given_out("its size is not the allocation's"));
         }
         let ready = Arc::clone(&state.ready[place_of(key.index).0].segment);
-        Ok((block, ready))
+        Ok((memory, ready))
     }
 
     /// Closes an allocation that its owner drops, so that no importer opens it again. Returns the free to run now, or `None` if
-    /// an importer holds the allocation, which then stays here.
-    pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
+    /// an importer holds the allocation, which then stays here. Page-locked memory has no free.
+    pub(crate) fn close(&self, key: ExportKey, free: Limbo) -> Limbo {
         let mut to_ring = Vec::new();
         let freed = {
             let mut state = self.state.lock();
             let state = &mut *state;
-            let Some(export) = state.export(key) else { return Some(free) };
+            let Some(export) = state.export(key) else { return free };
             let (part, slot) = place_of(key.index);
             for book in export.peers.iter().filter_map(|peer| state.peers.get(peer)) {
                 let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
@@ -347,7 +398,7 @@ impl Exporter {
                 None
             } else {
                 state.remove(key.index);
-                Some(free)
+                free
             }
         };
         for peer in to_ring {
@@ -388,6 +439,7 @@ impl Exporter {
             socket,
             line: OnceLock::new(),
             connected: AtomicBool::new(true),
+            version: AtomicU16::new(0),
             since: Instant::now(),
         });
         let book = PeerBook { peer: Arc::clone(&peer), parts: Vec::new(), exports: HashSet::new() };
@@ -422,13 +474,13 @@ impl Exporter {
     /// Counts an open of an allocation by an importer.
     pub(crate) fn grant(&self, peer: u64, key: ExportKey) -> Result<Grant> {
         // Declared before the lock so that it drops after the lock: the last reference to a block closes its export.
-        let block;
+        let memory;
         let mut state = self.state.lock();
         let state = &mut *state;
         let expired =
             || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
-        block = export.block.upgrade().ok_or_else(expired)?;
+        memory = export.memory.upgrade().ok_or_else(expired)?;
         let (part, slot) = place_of(key.index);
         let (transport, bytes) = (export.transport, export.bytes);
         let ready = Arc::clone(&state.ready[part].file);
@@ -461,7 +513,25 @@ impl Exporter {
         {
             export.peers.push(peer);
         }
-        Ok(Grant { block, transport, bytes, counts: counts.file, ready })
+        Ok(Grant { memory, transport, bytes, counts: counts.file, ready })
+    }
+
+    /// Returns an open that was granted before, for the parts that the importer has not got yet.
+    pub(crate) fn granted(&self, peer: u64, key: ExportKey) -> Result<Grant> {
+        // Declared before the lock so that it drops after the lock, as in `grant`.
+        let memory;
+        let state = self.state.lock();
+        let expired =
+            || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
+        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        memory = export.memory.upgrade().ok_or_else(expired)?;
+        let (part, _) = place_of(key.index);
+        let book = state.peers.get(&peer).filter(|book| book.holds(key.index, key.serial, false));
+        let counts = book.and_then(|book| book.parts.get(part)?.as_ref()).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "open_shared", "the importer has not opened the allocation")
+        })?;
+        let (counts, ready) = (Arc::clone(&counts.file), Arc::clone(&state.ready[part].file));
+        Ok(Grant { memory, transport: export.transport, bytes: export.bytes, counts, ready })
     }
 
     /// Undoes a grant that the importer could not use.

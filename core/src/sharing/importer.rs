@@ -4,7 +4,7 @@
 //! word. It is removed when the exporter frees the allocation or ends, when the runtime is trimmed, and at the end of the
 //! runtime.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,15 +16,21 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
 use super::open_count::OpenCount;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
+use super::spread::spread;
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-const OPERATION: &str = "open_shared";
+pub(super) const OPERATION: &str = "open_shared";
+/// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
+/// both processes.
+pub(crate) const AT_ONCE: usize = 32;
+/// Maximum number of parts of one allocation. An exporter with more is at fault.
+const MOST_FURTHER: u32 = 1 << 20;
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -37,6 +43,15 @@ struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self { answer: Duration::from_secs(10), answer_again: Duration::from_secs(2) }
+    }
+}
+
+impl Limits {
+    /// Returns the time that an open may wait for the exporter of a ticket, over all its requests and connections. The time is
+    /// short for an exporter that did not answer the last open. Otherwise repeated opens of its tickets would block for too long.
+    fn patience(&self, state: &State, ticket: &Ticket) -> Patience {
+        let was_silent = state.silent.contains(&ticket.incarnation);
+        Patience::new(if was_silent { self.answer_again } else { self.answer })
     }
 }
 
@@ -56,6 +71,8 @@ pub(crate) struct Importer {
     to_unmap: Mutex<Vec<Arc<Import>>>,
     /// Imports that the backend has refused to unmap. The service does not retry them on its own.
     refused: Mutex<Vec<Arc<Import>>>,
+    /// True if the last mappings took long.
+    slow: AtomicBool,
     pub(crate) opens: AtomicU64,
     pub(crate) kept_opens: AtomicU64,
     pub(crate) live: AtomicU64,
@@ -94,7 +111,7 @@ impl State {
 }
 
 /// An allocation as opened for one device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct ImportKey {
     incarnation: [u8; 16],
     serial: u64,
@@ -139,6 +156,8 @@ pub(crate) struct Import {
     ready: Arc<ReadySegment>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
+    /// True if several parts were mapped as one range.
+    is_joined: bool,
     /// Decides whether the import may be unmapped.
     open: OpenCount,
 }
@@ -152,15 +171,47 @@ struct PendingRelease {
 }
 
 /// The operations for mapping, provided by the runtime.
-pub(crate) trait Mapper {
+pub(crate) trait Mapper: Sync {
     /// Maps memory of another process.
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
+    /// Maps the parts of another process's memory as one range of so many bytes.
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr>;
+    /// As [`Mapper::unmap`], for a range of [`Mapper::map_joined`].
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
+}
+
+/// The handles of an allocation's parts, as the exporter sends them.
+pub(crate) struct Pieces<'p> {
+    link: &'p Link,
+    key: ExportKey,
+    mapper: &'p dyn Mapper,
+    patience: Patience,
+    /// The transport and the device of every part.
+    like: (Transport, [u8; 16]),
+    /// Handles that have arrived.
+    here: VecDeque<MemoryHandle>,
+    /// Number of parts that have arrived so far.
+    arrived: u32,
+    /// Number of parts.
+    count: u32,
+}
+
+impl Pieces<'_> {
+    /// Returns the next handle. Requests more from the exporter if none is left here.
+    pub(crate) fn next(&mut self) -> Result<Option<MemoryHandle>> {
+        if self.here.is_empty() && self.arrived < self.count {
+            let handles = self.link.open_parts(self.key, self.arrived, self.like, self.mapper, self.patience)?;
+            self.arrived = self.arrived.saturating_add(u32::try_from(handles.len()).unwrap_or(u32::MAX));
+            self.here.extend(handles);
+        }
+        Ok(self.here.pop_front())
+    }
 }
 
 impl Import {
@@ -321,61 +372,152 @@ impl Link {
         Ok(link)
     }
 
-    /// Requests an allocation: its handle, and the segments with its counts.
+    /// Requests allocations, at most [`AT_ONCE`]. Sends all requests before it waits for the answers, so that the exporter works
+    /// without a pause. Returns the answers that grant an allocation, with the place of its key, and the first failure. The
+    /// caller must map or abandon what was granted.
     fn open(
         &self,
+        keys: &[ExportKey],
+        mapper: &dyn Mapper,
+        patience: &mut Patience,
+    ) -> (Vec<(usize, Granted)>, Option<Error>) {
+        let mut channel = self.channel.lock();
+        let first = channel.wrapping_add(1);
+        let (mut granted, mut failed) = (Vec::with_capacity(keys.len()), None);
+        let (mut sent, mut belated) = (0, 0);
+        for at in 0..keys.len() {
+            while failed.is_none() && sent < keys.len() && (sent == at || self.knows(keys[sent])) {
+                let question = first.wrapping_add(sent as u32);
+                let part = self.part(keys[sent]);
+                let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
+                let request = Message::Open { question, key: keys[sent], wants_counts, wants_ready };
+                *channel = question;
+                match self.say(&request, &[], mapper, *patience) {
+                    Ok(()) => sent += 1,
+                    Err(error) => failed = Some(error),
+                }
+            }
+            if at == sent {
+                break;
+            }
+            // After a refusal, the other answers are awaited: an allocation that is abandoned must have been granted.
+            match self.answer(first.wrapping_add(at as u32), &mut belated, mapper, *patience) {
+                Ok(Answer::Opened(opened, descriptors)) => {
+                    patience.renew();
+                    match self.take_in(opened, descriptors, keys[at]) {
+                        Ok(taken) => granted.push((at, taken)),
+                        Err(error) => {
+                            self.abandon(keys[at], mapper, *patience);
+                            failed.get_or_insert(error);
+                        }
+                    }
+                }
+                Ok(Answer::Refused(error)) => drop(failed.get_or_insert(error)),
+                // The exporter may have counted the opens, and no request would match a later answer.
+                unusable @ (Ok(Answer::Parts(..)) | Err(_)) => {
+                    let error = unusable.err().unwrap_or_else(|| self.astray("parts in place of an allocation"));
+                    keys[at..sent].iter().for_each(|key| self.abandon(*key, mapper, *patience));
+                    // The cause of a later failure.
+                    failed = Some(failed.filter(|_| !self.is_cut()).unwrap_or(error));
+                    break;
+                }
+            }
+        }
+        (granted, failed)
+    }
+
+    /// Requests further parts of an allocation that is open. Returns their handles, at least one.
+    fn open_parts(
+        &self,
         key: ExportKey,
+        first: u32,
+        (transport, uuid): (Transport, [u8; 16]),
         mapper: &dyn Mapper,
         patience: Patience,
-    ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
-        let (place, _) = place_of(key.index);
+    ) -> Result<Vec<MemoryHandle>> {
         let mut channel = self.channel.lock();
-        let part = self.parts.lock().get(place).cloned().unwrap_or_default();
         *channel = channel.wrapping_add(1);
         let question = *channel;
-        let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
-        self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, patience)?;
-        let mut belated = 0;
-        let (opened, descriptors) = loop {
-            // The exporter may have counted the open, and no request would match a later answer.
-            let (answer, descriptors) =
-                self.hear(mapper, patience).inspect_err(|_| self.abandon(key, mapper, patience))?;
+        self.say(&Message::Parts { question, key, first }, &[], mapper, patience)?;
+        let (parts, descriptors) = match self.answer(question, &mut 0, mapper, patience)? {
+            Answer::Parts(parts, descriptors) => (parts, descriptors),
+            Answer::Refused(error) => return Err(error),
+            Answer::Opened(..) => return Err(self.astray("an allocation in place of its parts")),
+        };
+        let mut descriptors = descriptors.into_iter();
+        let handles = parts.into_iter().map(|part| {
+            let handle = MemoryHandle::new(transport, uuid, part.bytes, part.payload);
+            match descriptors.next() {
+                Some(descriptor) => handle.with_descriptor(Descriptor::new(descriptor)),
+                None => handle,
+            }
+        });
+        let handles: Vec<_> = handles.collect();
+        if handles.is_empty() {
+            return Err(invalid_message(OPERATION, "fewer parts than it announced"));
+        }
+        Ok(handles)
+    }
+
+    /// Waits for the answer to a request. `belated` counts the answers to requests that were given up and abandoned. There are at
+    /// most as many as requests.
+    fn answer(&self, question: u32, belated: &mut u32, mapper: &dyn Mapper, patience: Patience) -> Result<Answer> {
+        loop {
+            let (answer, descriptors) = self.hear(mapper, patience)?;
             match answer {
-                Message::Opened { question: to, opened } if to == question => break (opened, descriptors),
-                Message::Refused { question: to, kind, text } if to == question => {
-                    return Err(refusal(kind, text));
+                Message::Opened { question: to, opened } if to == question => {
+                    return Ok(Answer::Opened(opened, descriptors));
                 }
-                // The answer to a request that was given up and abandoned. There are at most as many as requests.
-                Message::Opened { .. } | Message::Refused { .. } if belated < question => belated += 1,
+                Message::PartsOpened { question: to, parts } if to == question => {
+                    return Ok(Answer::Parts(parts, descriptors));
+                }
+                Message::Refused { question: to, kind, text } if to == question => {
+                    return Ok(Answer::Refused(refusal(kind, text)));
+                }
+                Message::Opened { .. } | Message::PartsOpened { .. } | Message::Refused { .. }
+                    if *belated < question =>
+                {
+                    *belated += 1;
+                }
                 other => {
                     self.cut.store(true, Ordering::Relaxed);
                     return Err(unexpected(&other));
                 }
             }
-        };
-        let taken = self.take_in(opened, descriptors, place, part, wants_counts, wants_ready);
-        taken.inspect_err(|_| self.abandon(key, mapper, patience))
+        }
     }
 
-    fn take_in(
-        &self,
-        opened: Opened,
-        descriptors: Vec<OwnedFd>,
-        place: usize,
-        mut part: Part,
-        wants_counts: bool,
-        wants_ready: bool,
-    ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
+    /// Cuts the connection, whose answers do not follow the requests.
+    fn astray(&self, what: &str) -> Error {
+        self.cut.store(true, Ordering::Relaxed);
+        invalid_message(OPERATION, what)
+    }
+
+    /// Returns the segments of an allocation that are mapped.
+    fn part(&self, key: ExportKey) -> Part {
+        self.parts.lock().get(place_of(key.index).0).cloned().unwrap_or_default()
+    }
+
+    /// Returns whether both segments of an allocation are mapped, so that its answer needs to bring none.
+    fn knows(&self, key: ExportKey) -> bool {
+        let part = self.part(key);
+        part.counts.is_some() && part.ready.is_some()
+    }
+
+    fn take_in(&self, opened: Opened, descriptors: Vec<OwnedFd>, key: ExportKey) -> Result<Granted> {
+        let (place, _) = place_of(key.index);
+        let mut part = self.part(key);
         let mut descriptors = descriptors.into_iter();
+        let further = opened.further;
         let mut handle = MemoryHandle::new(opened.transport, opened.device_uuid, opened.bytes, opened.payload);
         let missing = || invalid_message(OPERATION, "an answer without its descriptors");
         if opened.with_descriptor {
             handle = handle.with_descriptor(Descriptor::new(descriptors.next().ok_or_else(missing)?));
         }
-        if wants_counts {
+        if part.counts.is_none() {
             part.counts = Some(Arc::new(CountSegment::open(&descriptors.next().ok_or_else(missing)?)?));
         }
-        if wants_ready {
+        if part.ready.is_none() {
             part.ready = Some(Arc::new(ReadySegment::open(&descriptors.next().ok_or_else(missing)?)?));
         }
         let (Some(counts), Some(ready)) = (part.counts.clone(), part.ready.clone()) else { return Err(missing()) };
@@ -384,7 +526,7 @@ impl Link {
             parts.resize_with(place + 1, Part::default);
         }
         parts[place] = part;
-        Ok((handle, counts, ready))
+        Ok(Granted { handle, further, counts, ready })
     }
 
     fn abandon(&self, key: ExportKey, mapper: &dyn Mapper, patience: Patience) {
@@ -482,6 +624,22 @@ impl Link {
     }
 }
 
+/// What an exporter has granted: the memory's handle, and the segments with its counts.
+struct Granted {
+    handle: MemoryHandle,
+    /// Number of its further parts.
+    further: u32,
+    counts: Arc<CountSegment>,
+    ready: Arc<ReadySegment>,
+}
+
+/// The answer to a request.
+enum Answer {
+    Opened(Opened, Vec<OwnedFd>),
+    Parts(Vec<HandlePart>, Vec<OwnedFd>),
+    Refused(Error),
+}
+
 /// The time that one open waits for its exporter.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
@@ -492,6 +650,11 @@ struct Patience {
 impl Patience {
     fn new(limit: Duration) -> Self {
         Self { limit, until: Instant::now() + limit }
+    }
+
+    /// Starts the time again, for the next allocation of a batch.
+    fn renew(&mut self) {
+        *self = Self::new(self.limit);
     }
 
     fn left(self) -> Duration {
@@ -534,6 +697,11 @@ fn refusal(kind: ErrorKind, text: String) -> Error {
     })
 }
 
+/// Returns the error of an open that mapped nothing and reported nothing.
+fn not_mapped() -> Error {
+    Error::new(ErrorKind::InvalidState, OPERATION, "the allocation was not mapped").with_hint("open the ticket again")
+}
+
 fn unexpected(message: &Message) -> Error {
     invalid_message(OPERATION, &format!("an answer to no request: {message:?}"))
 }
@@ -562,6 +730,66 @@ impl<K: Copy + Eq + std::hash::Hash, V> Drop for Place<'_, K, V> {
     }
 }
 
+/// An open that is counted. Dropping it releases the import.
+struct Counted<'i> {
+    importer: &'i Importer,
+    /// `None` once the caller has taken it.
+    import: Option<Arc<Import>>,
+    bell: &'i Bell,
+    /// True if an existing mapping was reused.
+    is_kept: bool,
+}
+
+impl<'i> Counted<'i> {
+    fn new(importer: &'i Importer, import: Arc<Import>, bell: &'i Bell, is_kept: bool) -> Self {
+        importer.live.fetch_add(1, Ordering::Relaxed);
+        Self { importer, import: Some(import), bell, is_kept }
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        if let Some(import) = self.import.take() {
+            self.importer.release(&import, self.bell);
+        }
+    }
+}
+
+/// An allocation to open, and the device to open it for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'t> {
+    pub(crate) ticket: &'t Ticket,
+    pub(crate) device: u32,
+}
+
+impl Wanted<'_> {
+    fn key(self) -> ImportKey {
+        ImportKey { incarnation: self.ticket.incarnation, serial: self.ticket.serial, device: self.device }
+    }
+
+    fn export(self) -> ExportKey {
+        ExportKey { index: self.ticket.index, serial: self.ticket.serial }
+    }
+}
+
+/// The start of an open.
+enum Begun<'i> {
+    /// The allocation was mapped, and the open is counted.
+    Counted(Counted<'i>),
+    /// The caller maps the allocation, and other threads wait.
+    First(Place<'i, ImportKey, Arc<Import>>),
+}
+
+/// An allocation that this call maps first: its place among the wanted ones, and its entry in the table.
+struct First<'i, 't> {
+    at: usize,
+    wanted: Wanted<'t>,
+    place: Place<'i, ImportKey, Arc<Import>>,
+}
+
+/// An error, and the place of the allocation that it concerns.
+pub(crate) type Failed = (usize, Error);
+
 /// The state of a table's entry.
 enum Found<'i, K: Copy + Eq + std::hash::Hash, V> {
     There(V),
@@ -570,22 +798,24 @@ enum Found<'i, K: Copy + Eq + std::hash::Hash, V> {
 }
 
 impl Importer {
-    /// Returns an entry, or the right to create it. Waits no longer than `patience` for a thread that creates it.
+    /// Returns an entry, or the right to create it. Waits no longer than `patience` for a thread that creates it. Its time starts
+    /// with the first wait, because an open of mapped memory must not even read the clock.
     fn find<K: Copy + Eq + std::hash::Hash, V: Clone>(
         &self,
         key: K,
         table: fn(&mut State) -> &mut HashMap<K, Option<V>>,
         ticket: &Ticket,
-        patience: Patience,
+        patience: &mut Option<Patience>,
     ) -> Result<Found<'_, K, V>> {
         let mut state = self.state.lock();
         loop {
             match table(&mut state).get(&key) {
                 Some(Some(value)) => return Ok(Found::There(value.clone())),
-                Some(None) if patience.is_over() => {
-                    return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid)));
-                }
                 Some(None) => {
+                    let patience = *patience.get_or_insert_with(|| self.limits.patience(&state, ticket));
+                    if patience.is_over() {
+                        return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid)));
+                    }
                     self.changed.wait_until(&mut state, patience.until);
                 }
                 None => {
@@ -594,13 +824,6 @@ impl Importer {
                 }
             }
         }
-    }
-
-    /// Returns the time that an open may wait for the exporter of a ticket, over all its requests and connections. The time is
-    /// short for an exporter that did not answer the last open. Otherwise repeated opens of its tickets would block for too long.
-    fn patience(&self, ticket: &Ticket) -> Patience {
-        let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
-        Patience::new(if was_silent { self.limits.answer_again } else { self.limits.answer })
     }
 
     /// Notes whether the exporter of a ticket answered a request.
@@ -615,7 +838,7 @@ impl Importer {
 
     /// Returns the connection to the exporter of a ticket.
     fn link(&self, ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Arc<Link>> {
-        match self.find(ticket.incarnation, |state| &mut state.links, ticket, patience)? {
+        match self.find(ticket.incarnation, |state| &mut state.links, ticket, &mut Some(patience))? {
             Found::There(link) if link.is_lost() => Err(link.ended()),
             Found::There(link) => Ok(link),
             Found::Mine(place) => {
@@ -631,95 +854,229 @@ impl Importer {
     }
 
     /// Opens an allocation for a device and counts the open. Waits until the device work before the share is done.
-    pub(crate) fn open(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<Arc<Import>> {
-        let (import, kept) = self.open_counted(ticket, device, mapper)?;
-        self.live.fetch_add(1, Ordering::Relaxed);
-        if let Err(error) = import.wait(ticket.number, mapper) {
-            self.release(&import, mapper.bell());
-            return Err(error);
-        }
-        self.opens.fetch_add(1, Ordering::Relaxed);
-        self.kept_opens.fetch_add(u64::from(kept), Ordering::Relaxed);
-        Ok(import)
+    pub(crate) fn open(&self, wanted: Wanted<'_>, mapper: &dyn Mapper) -> Result<Arc<Import>> {
+        let mut patience = None;
+        let counted = match self.begin(wanted, mapper, &mut patience)? {
+            Begun::Counted(counted) => counted,
+            Begun::First(place) => {
+                let mut opened = [None];
+                let first = VecDeque::from([First { at: 0, wanted, place }]);
+                self.map_all(first, mapper, patience, &mut opened).map_err(|(_, error)| error)?;
+                let [Some(counted)] = opened else { return Err(not_mapped()) };
+                counted
+            }
+        };
+        self.finish(counted, wanted, mapper)
     }
 
-    /// Counts an open. Returns whether an existing mapping was reused.
-    fn open_counted(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<(Arc<Import>, bool)> {
-        let key = ImportKey { incarnation: ticket.incarnation, serial: ticket.serial, device };
-        // An exporter that breaks the connection does not get more time with the next one.
-        let patience = self.patience(ticket);
-        let mut has_reconnected = false;
-        loop {
-            let place = match self.find(key, |state| &mut state.imports, ticket, patience)? {
-                Found::Mine(place) => place,
-                Found::There(import) => {
-                    if import.link.is_lost() {
-                        return Err(import.link.ended());
-                    }
-                    import.check(ticket)?;
-                    if !import.open.enter() {
-                        // Another thread is unmapping the import. Wait for the result, then map again unless the backend
-                        // refused.
-                        let mut state = self.state.lock();
-                        let stands = |state: &State| {
-                            let there = state.imports.get(&key).and_then(Option::as_ref);
-                            there.is_some_and(|there| Arc::ptr_eq(there, &import))
-                        };
-                        while stands(&state) && import.open.is_gone() {
-                            self.changed.wait(&mut state);
-                        }
-                        continue;
-                    }
-                    let acquired = import.slot().acquire();
-                    if acquired == Acquired::Yes {
-                        return Ok((import, true));
-                    }
-                    self.leave(&import, mapper.bell());
-                    return Err(match acquired {
-                        Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
-                        // The import is mapped, and no thread of this process is about to unmap it.
-                        _ => invalid_message(OPERATION, "counts that are not possible"),
-                    });
-                }
-            };
-            let link = self.link(ticket, mapper, patience)?;
-            let export = ExportKey { index: ticket.index, serial: ticket.serial };
-            let opened = link.open(export, mapper, patience);
-            self.note_answer(ticket, &opened);
-            let (handle, counts, ready) = match opened {
-                Ok(opened) => opened,
-                Err(error) => {
-                    if link.is_cut() {
-                        self.state.lock().retire(&link);
-                        // The exporter may still be alive: it drops idle connections.
-                        if error.kind() == ErrorKind::Expired && !has_reconnected {
-                            has_reconnected = true;
-                            continue;
-                        }
-                    }
-                    return Err(error);
-                }
-            };
-            if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
-                link.abandon(export, mapper, patience);
-                return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+    /// Opens allocations as [`Importer::open`] does, each once. If one cannot be opened, none is.
+    ///
+    /// The caller must name no allocation of a device twice.
+    pub(crate) fn open_all(
+        &self,
+        wanted: &[Wanted<'_>],
+        mapper: &dyn Mapper,
+    ) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+        let mut patience = None;
+        let mut opened: Vec<Option<Counted<'_>>> = wanted.iter().map(|_| None).collect();
+        // In the order of the keys: two calls that wait for entries of each other would never end.
+        let mut order: Vec<usize> = (0..wanted.len()).collect();
+        order.sort_unstable_by_key(|&at| wanted[at].key());
+        let mut firsts = VecDeque::new();
+        for at in order {
+            let wanted = wanted[at];
+            match self.begin(wanted, mapper, &mut patience).map_err(|error| (at, error))? {
+                Begun::Counted(counted) => opened[at] = Some(counted),
+                Begun::First(place) => firsts.push_back(First { at, wanted, place }),
             }
-            let abandon = || link.abandon(export, mapper, patience);
-            let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
-            let import =
-                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
-            let index = (ticket.incarnation, ticket.index);
-            let mut state = self.state.lock();
-            state.by_index.entry(index).or_default().push(Arc::clone(&import));
-            import.link.imports.fetch_add(1, Ordering::Relaxed);
-            if !state.is_current(&import.link) {
-                // The connection was cut in the meantime.
-                state.retire(&import.link);
-            }
-            drop(state);
-            place.fill(Arc::clone(&import));
-            return Ok((import, false));
         }
+        // The keys of one exporter are neighbors.
+        while let Some(first) = firsts.front() {
+            let exporter = first.wanted.ticket.incarnation;
+            let others = firsts.iter().position(|first| first.wanted.ticket.incarnation != exporter);
+            let others = others.map(|others| firsts.split_off(others)).unwrap_or_default();
+            self.map_all(std::mem::replace(&mut firsts, others), mapper, patience, &mut opened)?;
+        }
+        // Each wait of its own, so that an error leaves the rest to be released.
+        for (at, (counted, wanted)) in opened.iter().zip(wanted).enumerate() {
+            let import = counted.as_ref().and_then(|counted| counted.import.as_ref());
+            import
+                .ok_or_else(not_mapped)
+                .and_then(|import| import.wait(wanted.ticket.number, mapper))
+                .map_err(|error| (at, error))?;
+        }
+        let finish = |counted: Option<Counted<'_>>| counted.and_then(|counted| self.note_open(counted));
+        Ok(opened.into_iter().filter_map(finish).collect())
+    }
+
+    /// Ends an open: waits until the device work before the share is done.
+    fn finish(&self, counted: Counted<'_>, wanted: Wanted<'_>, mapper: &dyn Mapper) -> Result<Arc<Import>> {
+        if let Some(import) = &counted.import {
+            import.wait(wanted.ticket.number, mapper)?;
+        }
+        self.note_open(counted).ok_or_else(not_mapped)
+    }
+
+    /// Hands an open over to the caller.
+    fn note_open(&self, mut counted: Counted<'_>) -> Option<Arc<Import>> {
+        self.opens.fetch_add(1, Ordering::Relaxed);
+        self.kept_opens.fetch_add(u64::from(counted.is_kept), Ordering::Relaxed);
+        counted.import.take()
+    }
+
+    /// Counts an open of memory that is mapped, or returns the right to map it.
+    fn begin<'i>(
+        &'i self,
+        wanted: Wanted<'_>,
+        mapper: &'i dyn Mapper,
+        patience: &mut Option<Patience>,
+    ) -> Result<Begun<'i>> {
+        let (key, ticket) = (wanted.key(), wanted.ticket);
+        loop {
+            let import = match self.find(key, |state| &mut state.imports, ticket, patience)? {
+                Found::Mine(place) => return Ok(Begun::First(place)),
+                Found::There(import) => import,
+            };
+            if import.link.is_lost() {
+                return Err(import.link.ended());
+            }
+            import.check(ticket)?;
+            if !import.open.enter() {
+                // Another thread is unmapping the import. Wait for the result, then map again unless the backend refused.
+                let mut state = self.state.lock();
+                let stands = |state: &State| {
+                    let there = state.imports.get(&key).and_then(Option::as_ref);
+                    there.is_some_and(|there| Arc::ptr_eq(there, &import))
+                };
+                while stands(&state) && import.open.is_gone() {
+                    self.changed.wait(&mut state);
+                }
+                continue;
+            }
+            let acquired = import.slot().acquire();
+            if acquired == Acquired::Yes {
+                return Ok(Begun::Counted(Counted::new(self, import, mapper.bell(), true)));
+            }
+            self.leave(&import, mapper.bell());
+            return Err(match acquired {
+                Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
+                // The import is mapped, and no thread of this process is about to unmap it.
+                _ => invalid_message(OPERATION, "counts that are not possible"),
+            });
+        }
+    }
+
+    /// Requests allocations of one exporter, maps them, and counts the opens. Leaves nothing mapped that is not in `opened`.
+    fn map_all<'i>(
+        &'i self,
+        mut firsts: VecDeque<First<'i, '_>>,
+        mapper: &'i dyn Mapper,
+        patience: Option<Patience>,
+        opened: &mut [Option<Counted<'i>>],
+    ) -> std::result::Result<(), Failed> {
+        let Some(first) = firsts.front() else { return Ok(()) };
+        let ticket = first.wanted.ticket;
+        // An exporter that breaks the connection does not get more time with the next one.
+        let mut patience = patience.unwrap_or_else(|| self.limits.patience(&self.state.lock(), ticket));
+        let mut has_reconnected = false;
+        while let Some(first) = firsts.front() {
+            let at = first.at;
+            let link = self.link(ticket, mapper, patience).map_err(|error| (at, error))?;
+            let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
+            let (mut granted, failed) = link.open(&keys, mapper, &mut patience);
+            let answered = failed.clone().map_or(Ok(()), Err);
+            self.note_answer(ticket, &answered);
+            if let Some(error) = failed {
+                if link.is_cut() {
+                    self.state.lock().retire(&link);
+                }
+                // The exporter may still be alive: it drops idle connections.
+                let retries = link.is_cut() && error.kind() == ErrorKind::Expired && !has_reconnected;
+                if !retries {
+                    granted.iter().for_each(|(at, _)| link.abandon(keys[*at], mapper, patience));
+                    let refused =
+                        keys.iter().enumerate().map(|(at, _)| at).find(|at| granted.iter().all(|(has, _)| has != at));
+                    return Err((refused.map_or(at, |refused| firsts[refused].at), error));
+                }
+                has_reconnected = true;
+            }
+            let mut rest = VecDeque::with_capacity(firsts.len());
+            let mut batch = Vec::with_capacity(granted.len());
+            let mut answers = granted.drain(..).peekable();
+            for (place, first) in firsts.drain(..).enumerate() {
+                match answers.next_if(|(at, _)| *at == place) {
+                    Some((_, granted)) => batch.push((first, granted)),
+                    None => rest.push_back(first),
+                }
+            }
+            drop(answers);
+            firsts = rest;
+            let map = |(first, granted): (First<'i, '_>, Granted)| {
+                (first.at, self.map(first, granted, &link, mapper, patience))
+            };
+            let mut failure = None;
+            for (at, mapped) in spread(batch, &self.slow, map) {
+                match mapped {
+                    Ok(counted) => opened[at] = Some(counted),
+                    Err(error) => drop(failure.get_or_insert((at, error))),
+                }
+            }
+            if let Some(failure) = failure {
+                return Err(failure);
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps an allocation that its exporter has granted, and enters it in the tables.
+    fn map<'i>(
+        &'i self,
+        first: First<'i, '_>,
+        granted: Granted,
+        link: &Arc<Link>,
+        mapper: &'i dyn Mapper,
+        patience: Patience,
+    ) -> Result<Counted<'i>> {
+        let Granted { handle, further, counts, ready } = granted;
+        let Wanted { ticket, device } = first.wanted;
+        let key = first.wanted.export();
+        let abandon = || link.abandon(key, mapper, patience);
+        let is_joined = further > 0;
+        let is_whole = is_joined || handle.bytes == ticket.allocation_bytes;
+        // Page-locked memory has one part.
+        let is_possible = further <= MOST_FURTHER && !(is_joined && ticket.is_pinned);
+        if !is_whole || !is_possible || handle.device_uuid != ticket.device_uuid {
+            abandon();
+            return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+        }
+        let mapped = if is_joined {
+            let like = (handle.transport, handle.device_uuid);
+            let (here, arrived, count) = (VecDeque::from([handle]), 1, further + 1);
+            let mut pieces = Pieces { link, key, mapper, patience, like, here, arrived, count };
+            pieces.patience.renew();
+            mapper.map_joined(device, ticket.allocation_bytes, &mut pieces)
+        } else {
+            mapper.map(device, &handle)
+        };
+        let ptr = mapped.inspect_err(|_| abandon())?;
+        let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
+        let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, open });
+        let index = (ticket.incarnation, ticket.index);
+        let mut state = self.state.lock();
+        state.by_index.entry(index).or_default().push(Arc::clone(&import));
+        import.link.imports.fetch_add(1, Ordering::Relaxed);
+        let was_cut = !state.is_current(&import.link);
+        if was_cut {
+            // In the meantime.
+            state.retire(&import.link);
+        }
+        drop(state);
+        if was_cut {
+            // The service may have forgotten the connection, and has to notice the end of the exporter's process.
+            mapper.bell().ring();
+        }
+        first.place.fill(Arc::clone(&import));
+        Ok(Counted::new(self, import, mapper.bell(), false))
     }
 
     /// Releases an import once its streams have passed their completion events.
@@ -866,7 +1223,9 @@ impl Importer {
             // Open, or unmapped already. The last release checks whether to unmap it.
             return;
         }
-        if !mapper.unmap(import.device, import.ptr) {
+        let (device, ptr) = (import.device, import.ptr);
+        let unmapped = if import.is_joined { mapper.unmap_joined(device, ptr) } else { mapper.unmap(device, ptr) };
+        if !unmapped {
             // The import stays in the tables and in the exporter's count: some transports forbid a free of mapped memory.
             self.refused.lock().push(Arc::clone(import));
             let state = self.state.lock();
@@ -951,6 +1310,14 @@ mod tests {
             true
         }
 
+        fn map_joined(&self, _: u32, _: u64, _: &mut Pieces<'_>) -> Result<DevicePtr> {
+            unreachable!()
+        }
+
+        fn unmap_joined(&self, _: u32, _: DevicePtr) -> bool {
+            true
+        }
+
         fn check(&self) -> Result<()> {
             Ok(())
         }
@@ -968,6 +1335,7 @@ mod tests {
     fn ticket(incarnation: [u8; 16]) -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [0; 16],
             incarnation,
             device_uuid: [0; 16],
@@ -1001,7 +1369,7 @@ mod tests {
             .map(|_| {
                 let started = Instant::now();
                 let mapper = NoMapper(Bell::new(OPERATION).unwrap());
-                let error = importer.open(&ticket(incarnation), 0, &mapper).unwrap_err();
+                let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
                 assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
                 started.elapsed()
@@ -1035,7 +1403,8 @@ mod tests {
         // So that the limit is the short one.
         importer.state.lock().silent.insert(incarnation);
         let started = Instant::now();
-        let error = importer.open(&ticket(incarnation), 0, &NoMapper(Bell::new(OPERATION).unwrap())).unwrap_err();
+        let mapper = NoMapper(Bell::new(OPERATION).unwrap());
+        let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         importer.disconnect();

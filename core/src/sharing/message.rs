@@ -6,8 +6,11 @@
 //! | --- | --- |
 //! | `Hello`, with a line to ring the importer on | `Welcome` or `Refused` |
 //! | `Open` | `Opened`, with the descriptors of the memory and of the requested counts, or `Refused` |
+//! | `Parts`: further parts of an allocation whose `Opened` announced some | `PartsOpened`, with their descriptors, or `Refused` |
 //! | `Abandon`: an `Opened` that could not be used | nothing |
 //! | `Ring`: check the flags in the counts | nothing |
+//!
+//! Version 3 added the parts of adopted memory. An exporter refuses to open memory of several parts for an importer of version 2.
 //!
 //! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
@@ -15,11 +18,15 @@ use super::ticket::Fields;
 use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
-pub(crate) const PROTOCOL: u16 = 2;
+pub(crate) const PROTOCOL: u16 = 3;
 /// Oldest version that is understood.
 pub(crate) const OLDEST_PROTOCOL: u16 = 2;
+/// First version that has the parts of adopted memory.
+pub(crate) const PROTOCOL_OF_PARTS: u16 = 3;
+/// Maximum number of parts in one message.
+pub(crate) const MOST_PARTS: usize = super::system::MOST_DESCRIPTORS;
 /// Longest message.
-pub(crate) const LONGEST: usize = 768;
+pub(crate) const LONGEST: usize = 1280;
 const LONGEST_TEXT: usize = 512;
 
 const MAGIC: [u8; 4] = *b"HWSH";
@@ -30,6 +37,8 @@ const OPENED: u16 = 4;
 const ABANDON: u16 = 5;
 const REFUSED: u16 = 6;
 const RING: u16 = 7;
+const PARTS: u16 = 8;
+const PARTS_OPENED: u16 = 9;
 
 /// Names an allocation of an exporter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,6 +56,15 @@ pub(crate) struct Opened {
     pub(crate) payload: [u8; 64],
     /// True if the memory's descriptor is the first one of the message. The requested files follow it.
     pub(crate) with_descriptor: bool,
+    /// Number of parts beside this one, which the importer requests next. 0 for all but adopted memory.
+    pub(crate) further: u32,
+}
+
+/// The handle of a further part, without its descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) bytes: u64,
+    pub(crate) payload: [u8; 64],
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,6 +73,8 @@ pub(crate) enum Message {
     Welcome { version: u16, oldest: u16, incarnation: [u8; 16] },
     Open { question: u32, key: ExportKey, wants_counts: bool, wants_ready: bool },
     Opened { question: u32, opened: Opened },
+    Parts { question: u32, key: ExportKey, first: u32 },
+    PartsOpened { question: u32, parts: Vec<Part> },
     Abandon { key: ExportKey },
     Ring,
     Refused { question: u32, kind: ErrorKind, text: String },
@@ -90,6 +110,8 @@ impl Message {
             Self::Abandon { .. } => ABANDON,
             Self::Refused { .. } => REFUSED,
             Self::Ring => RING,
+            Self::Parts { .. } => PARTS,
+            Self::PartsOpened { .. } => PARTS_OPENED,
         };
         bytes.extend(kind.to_le_bytes());
         bytes.extend(0_u16.to_le_bytes());
@@ -116,7 +138,21 @@ impl Message {
                 bytes.extend(opened.device_uuid);
                 bytes.extend(opened.bytes.to_le_bytes());
                 bytes.extend(opened.payload);
-                bytes.extend(u32::from(opened.with_descriptor).to_le_bytes());
+                bytes.extend((u32::from(opened.with_descriptor) | opened.further << 1).to_le_bytes());
+            }
+            Self::Parts { question, key, first } => {
+                bytes.extend(question.to_le_bytes());
+                bytes.extend(key.index.to_le_bytes());
+                bytes.extend(key.serial.to_le_bytes());
+                bytes.extend(first.to_le_bytes());
+            }
+            Self::PartsOpened { question, parts } => {
+                bytes.extend(question.to_le_bytes());
+                bytes.extend((parts.len() as u32).to_le_bytes());
+                for part in parts {
+                    bytes.extend(part.bytes.to_le_bytes());
+                    bytes.extend(part.payload);
+                }
             }
             Self::Abandon { key } => {
                 bytes.extend(key.index.to_le_bytes());
@@ -155,14 +191,23 @@ impl Message {
                 let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
                     .into_iter()
                     .find(|known| *known as u32 == transport)?;
-                let opened = Opened {
-                    transport,
-                    device_uuid: fields.array()?,
-                    bytes: fields.u64()?,
-                    payload: fields.array()?,
-                    with_descriptor: fields.u32()? != 0,
-                };
+                let (device_uuid, bytes, payload) = (fields.array()?, fields.u64()?, fields.array()?);
+                let flags = fields.u32()?;
+                let (with_descriptor, further) = (flags & 1 != 0, flags >> 1);
+                let opened = Opened { transport, device_uuid, bytes, payload, with_descriptor, further };
                 Self::Opened { question, opened }
+            }
+            PARTS => {
+                let question = fields.u32()?;
+                let key = ExportKey { index: fields.u32()?, serial: fields.u64()? };
+                Self::Parts { question, key, first: fields.u32()? }
+            }
+            PARTS_OPENED => {
+                let question = fields.u32()?;
+                let count = fields.u32().filter(|&count| count as usize <= MOST_PARTS)?;
+                let mut part = || Some(Part { bytes: fields.u64()?, payload: fields.array()? });
+                let parts = (0..count).map(|_| part()).collect::<Option<_>>()?;
+                Self::PartsOpened { question, parts }
             }
             ABANDON => Self::Abandon { key: ExportKey { index: fields.u32()?, serial: fields.u64()? } },
             REFUSED => {
@@ -195,12 +240,16 @@ mod tests {
             bytes: 1 << 33,
             payload: [9; 64],
             with_descriptor: true,
+            further: 70_000,
         };
+        let parts = vec![Part { bytes: 1 << 33, payload: [9; 64] }; MOST_PARTS];
         vec![
             Message::Hello { version: 1, oldest: 1 },
             Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16] },
             Message::Open { question: 8, key, wants_counts: true, wants_ready: false },
             Message::Opened { question: 8, opened },
+            Message::Parts { question: 8, key, first: 70_000 },
+            Message::PartsOpened { question: 8, parts },
             Message::Abandon { key },
             Message::Ring,
             Message::Refused { question: 0, kind: ErrorKind::Expired, text: "gone".to_owned() },
@@ -230,7 +279,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0_u8..9) {
+        fn garbage_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0_u8..11) {
             if bytes.len() >= 8 {
                 bytes[..4].copy_from_slice(&MAGIC);
                 bytes[4..6].copy_from_slice(&[kind, 0]);

@@ -1,5 +1,5 @@
-//! Device memory shared between processes. One process allocates and shares; any number of others open. The memory is freed
-//! when the last of them has released it or has died.
+//! Device memory and page-locked memory shared between processes. One process allocates and shares; any number of others open. The
+//! memory is freed when the last of them has released it or has died.
 //!
 //! # Protocol
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
@@ -10,6 +10,9 @@
 //!    processes map the table. Later opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
+//!
+//!    [`Runtime::share_all`](crate::Runtime::share_all) makes one message of many ranges, a [`TicketBatch`]. Its importer
+//!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
 //!    close it, and a forked child may keep it open.
@@ -25,15 +28,20 @@
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
 //! belongs to the exporter, and the vendor defines what remains of it.
 
+mod batch;
 mod counts;
 mod exporter;
 mod importer;
+mod joined;
 mod message;
 mod open;
 mod open_count;
 mod origin;
+pub(crate) mod pinned;
+mod pinned_handle;
 mod segment;
 mod service;
+mod spread;
 mod system;
 mod ticket;
 
@@ -45,22 +53,26 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+pub use batch::TicketBatch;
 pub use ticket::Ticket;
 
-pub(crate) use importer::Import;
+pub(crate) use exporter::{MemoryPart, WeakMemory};
+pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
 
-use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
 use crate::own_thread::spawn;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
+use crate::pool::host_files::HostFiles;
 use crate::services::Services;
-use exporter::{Exporter, Grant};
+use exporter::{Exporter, Grant, Memory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
-use importer::{Importer, Mapper};
+use importer::{Importer, Mapper, Pieces};
+use joined::{Joined, unmap_joined};
+use pinned_handle::PINNED;
 use service::Service;
 use system::{Bell, os_error};
 
@@ -75,6 +87,7 @@ fn address(incarnation: &[u8; 16]) -> Vec<u8> {
 /// The shared and opened memory of a runtime. The first share or open creates it.
 pub(crate) struct Sharing {
     frees: Arc<DeferredFrees>,
+    files: Arc<HostFiles>,
     generation: Generation,
     /// This process. Read once, because `std::process::id` is a system call.
     pid: u32,
@@ -110,31 +123,44 @@ pub struct SharingStatistics {
     pub lost_peers: u64,
     /// Exporters that ended while this runtime was connected to them.
     pub lost_exporters: u64,
-    /// Buffers of other processes that are open.
+    /// Opens of allocations of other processes that buffers hold: one for each ticket, and one for each allocation of a batch.
     pub imports: u64,
     /// Allocations of other processes that are mapped, open or kept for the next open.
     pub mappings: u64,
     /// Bytes of those.
     pub mapped_bytes: u64,
-    /// Buffers of other processes opened so far.
+    /// Blocks of page-locked memory of this runtime that can be shared, shared or not. The counts above contain those that were
+    /// shared.
+    pub pinned_blocks: u64,
+    /// Bytes of those, in whole pages. They count toward the cap of page-locked memory.
+    pub pinned_bytes: u64,
+    /// Of the mappings, those of page-locked memory.
+    pub pinned_mappings: u64,
+    /// Bytes of those, in whole pages. They do not count toward the cap of page-locked memory here.
+    pub pinned_mapped_bytes: u64,
+    /// Opens of allocations of other processes so far: one for each ticket, and one for each allocation of a batch.
     pub opens: u64,
-    /// Of those, buffers opened with an existing mapping.
+    /// Of those, opens with an existing mapping.
     pub kept_opens: u64,
 }
 
 /// Maps and unmaps memory of other processes.
 struct DeviceMapper<'s> {
     memory: &'s DeviceMemory,
+    files: &'s HostFiles,
     bell: &'s Bell,
 }
 
 impl Mapper for DeviceMapper<'_> {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let services = &self.memory.services;
+        if device == PINNED {
+            return pinned_handle::map(services, self.files, handle);
+        }
         let ipc = services.ipc("open_shared")?;
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), || true)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
-        services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
+        services.ledger.insert_opened(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: The memory was just opened, and no other code knows its address.
             let closed = unsafe { ipc.close_memory(device, ptr) };
             let _ = services.note(closed);
@@ -143,18 +169,36 @@ impl Mapper for DeviceMapper<'_> {
     }
 
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool {
+        if device == PINNED {
+            // SAFETY: As below.
+            return unsafe { self.files.close_opened(ptr.get() as usize) };
+        }
         let services = &self.memory.services;
         let closed = services.ipc("close_memory").and_then(|ipc| {
-            let block = services.ledger.remove_device(device, ptr)?;
+            let block = services.ledger.remove_opened(device, ptr)?;
             // SAFETY: The ledger shows that the memory is mapped. The importer unmaps only memory that no buffer has open, and
             // a count decreases only when the streams that used the import have passed their last use.
             unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
                 // The range is free in the ledger, so this cannot fail.
-                let _ = services.ledger.insert_device(block);
+                let _ = services.ledger.insert_opened(block);
             })
         });
         // Refusals are counted and logged.
         services.note(closed).is_ok()
+    }
+
+    fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr> {
+        let mut joined = Joined::reserve(self.memory, device, bytes)?;
+        while let Some(handle) = pieces.next()? {
+            joined.add(&handle)?;
+        }
+        joined.finish()
+    }
+
+    fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool {
+        // SAFETY: As in `unmap`.
+        let unmapped = unsafe { unmap_joined(self.memory, device, ptr) };
+        self.memory.services.note(unmapped).is_ok()
     }
 
     fn check(&self) -> Result<()> {
@@ -168,10 +212,11 @@ impl Mapper for DeviceMapper<'_> {
 
 impl Sharing {
     /// Creates the state. `operation` is the first operation that needs it.
-    pub(crate) fn new(frees: Arc<DeferredFrees>, operation: &'static str) -> Result<Self> {
+    pub(crate) fn new(frees: Arc<DeferredFrees>, files: Arc<HostFiles>, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation: frees.memory.services.generation,
             frees,
+            files,
             pid: std::process::id(),
             incarnation: highwater_hal::random(operation)?,
             boot: system::boot_id(),
@@ -191,7 +236,12 @@ impl Sharing {
     }
 
     fn mapper(&self) -> DeviceMapper<'_> {
-        DeviceMapper { memory: &self.frees.memory, bell: &self.bell }
+        DeviceMapper { memory: &self.frees.memory, files: &self.files, bell: &self.bell }
+    }
+
+    /// Wakes the service.
+    fn ring(&self) {
+        self.bell.ring();
     }
 
     fn is_stopping(&self) -> bool {
@@ -219,6 +269,14 @@ impl Sharing {
     /// Signals the service to end by itself, because the process is exiting.
     pub(crate) fn abandon(&self) {
         self.stopping.store(true, Ordering::Release);
+    }
+
+    /// Makes the service look after the adopted memory that waits. Starts it if necessary, unless this thread is one: what an
+    /// adopted buffer kept is dropped there, and another thread may wait for its end.
+    pub(crate) fn look_after_adopted(self: &Arc<Self>) {
+        if service::is_service() || self.start("adopt").is_ok() {
+            self.bell.ring();
+        }
     }
 
     /// Ends the service and waits for its end, unless the service itself calls this.
@@ -275,7 +333,7 @@ impl Sharing {
     /// Returns the ticket of an allocation of this runtime, without its range.
     pub(crate) fn share(
         &self,
-        block: &Arc<DeviceBlock>,
+        memory: WeakMemory,
         export: &OnceLock<ExportKey>,
         transport: Transport,
         bytes: u64,
@@ -283,6 +341,7 @@ impl Sharing {
         after: Vec<Arc<CompletionEvent>>,
     ) -> Result<Ticket> {
         self.listen()?;
+        let is_pinned = memory.is_pinned();
         let key = match export.get() {
             Some(key) => *key,
             None => {
@@ -291,7 +350,7 @@ impl Sharing {
                 match export.get() {
                     Some(key) => *key,
                     None => {
-                        let key = self.exporter.register(block, bytes, transport)?;
+                        let key = self.exporter.register(memory, bytes, transport)?;
                         *export.get_or_init(|| key)
                     }
                 }
@@ -304,6 +363,7 @@ impl Sharing {
         }
         Ok(Ticket {
             transport,
+            is_pinned,
             boot: self.boot,
             incarnation: self.incarnation,
             device_uuid,
@@ -319,14 +379,27 @@ impl Sharing {
 
     /// Closes a shared allocation that its owner drops. Returns the free to run now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
-        self.exporter.close(key, free)
+        self.exporter.close(key, Some(free))
     }
 
-    /// Creates the vendor's handle for an importer.
-    fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
-        let ipc = self.services().ipc("share")?;
-        // SAFETY: The grant keeps the block alive.
-        unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
+    /// Closes shared page-locked memory that its owner drops. The system frees it.
+    pub(crate) fn close_pinned(&self, key: ExportKey) {
+        self.exporter.close(key, None);
+    }
+
+    /// Creates the vendor's handle of a part for an importer.
+    fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {
+        match &grant.memory {
+            Memory::Device(block, parts) => {
+                let ipc = self.services().ipc("share")?;
+                let part = parts[number];
+                // SAFETY: The grant keeps the block alive, which keeps its parts.
+                let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
+                handle.bytes = part.bytes;
+                Ok(handle)
+            }
+            Memory::Pinned(file) => file.handle(grant.bytes),
+        }
     }
 
     /// Frees memory that has left limbo, in the order of the streams that used it in this process.
@@ -371,15 +444,28 @@ impl Sharing {
         ticket.incarnation == self.incarnation
     }
 
-    /// Returns the original buffer of a ticket of this runtime, once the device work before the share is done.
-    pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
+    /// Returns the original memory of a ticket of this runtime, once the device work before the share is done.
+    pub(crate) fn original(&self, ticket: &Ticket) -> Result<Memory> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
-        let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
+        let (memory, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
         importer::wait_ready(&ready, ticket.index, ticket.number, || self.services().check("open_shared"))?;
-        Ok(block)
+        Ok(memory)
     }
 
-    pub(crate) fn open(&self, ticket: &Ticket, device: u32) -> Result<Arc<Import>> {
+    pub(crate) fn open(&self, wanted: Wanted<'_>) -> Result<Arc<Import>> {
+        self.check_boot(wanted.ticket)?;
+        self.importer.open(wanted, &self.mapper())
+    }
+
+    /// Opens allocations of other runtimes, each once. If one cannot be opened, none is.
+    pub(crate) fn open_all(&self, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+        for (at, wanted) in wanted.iter().enumerate() {
+            self.check_boot(wanted.ticket).map_err(|error| (at, error))?;
+        }
+        self.importer.open_all(wanted, &self.mapper())
+    }
+
+    fn check_boot(&self, ticket: &Ticket) -> Result<()> {
         // A process without `/proc` does not know its boot id.
         let knows = |boot: [u8; 16]| boot != [0; 16];
         if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
@@ -390,7 +476,7 @@ impl Sharing {
             )
             .with_hint("request a new ticket from a process that runs on this machine"));
         }
-        self.importer.open(ticket, device, &self.mapper())
+        Ok(())
     }
 
     /// Releases an import once its streams have passed their completion events.
@@ -425,6 +511,10 @@ impl Sharing {
             imports: self.importer.live.load(Ordering::Relaxed),
             mappings,
             mapped_bytes,
+            pinned_blocks: 0,
+            pinned_bytes: 0,
+            pinned_mappings: 0,
+            pinned_mapped_bytes: 0,
             opens: self.importer.opens.load(Ordering::Relaxed),
             kept_opens: self.importer.kept_opens.load(Ordering::Relaxed),
         }

@@ -1,11 +1,52 @@
-//! [`Runtime::open_shared`]: buffers of other processes.
+//! [`Runtime::open_shared`] and [`Runtime::open_shared_all`]: buffers of other processes. [`Runtime::share_all`] makes a batch.
 
-use super::{Imported, Ticket};
-use crate::buffer::DeviceBuffer;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::batch::{BatchBuilder, BatchSlice, too_many};
+use super::exporter::Memory;
+use super::ticket::{not_given_out, values};
+use super::{Import, Imported, Sharing, Ticket, TicketBatch, Wanted};
+use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
 use crate::runtime::Runtime;
+use crate::services::DeviceState;
 use highwater_hal::{Element, Error, ErrorKind, Result};
+
+/// Returns the ordinal of a device that supports the ticket's transport.
+fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: &Ticket) -> Result<u32> {
+    if !device.capabilities.ipc_transports.contains(ticket.transport) {
+        return Err(Error::lacks(operation, "ipc_transports"));
+    }
+    Ok(device.info.ordinal)
+}
+
+/// Returns the original block of a ticket of this runtime.
+fn original(sharing: &Sharing, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
+    match sharing.original(ticket)? {
+        Memory::Device(block, _) => Ok(block),
+        Memory::Pinned(_) => Err(not_given_out("its allocation is page-locked memory")),
+    }
+}
+
+/// Returns an error of one part of a batch, with the name of the part.
+fn about(operation: &'static str, part: &str, error: Error) -> Error {
+    let message = format!("{part}: {}", error.message());
+    let named = Error::new(error.kind(), operation, message).with_hint(error.hint());
+    error.code().into_iter().fold(named, Error::with_code)
+}
+
+/// Returns the values of a range of an allocation in the original block, which may be a part of its allocation.
+fn range_in<T: Element>(block: &DeviceBlock, offset: u64, length: u64) -> Result<Range<usize>> {
+    let (of_block, size) = (block.shared_range().unwrap_or_default(), size_of::<T>() as u64);
+    let start = offset.checked_sub(of_block.start).filter(|start| start.is_multiple_of(size));
+    let is_inside = offset.saturating_add(length) <= of_block.end;
+    let start = start.filter(|_| is_inside).ok_or_else(|| not_given_out("its range is not in the shared buffer"))?;
+    let index = |bytes: u64| usize::try_from(bytes / size).unwrap_or(usize::MAX);
+    Ok(index(start)..index(start).saturating_add(index(length)))
+}
 
 impl Runtime {
     /// Opens a buffer that another process shares. For a ticket of this runtime, returns the original buffer. Waits until the
@@ -16,7 +57,8 @@ impl Runtime {
     ///
     /// # Errors
     /// - `Expired`: the exporter has ended or has freed the buffer, or the ticket is from another boot or machine.
-    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`.
+    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`, or the ticket names
+    ///   page-locked memory.
     /// - `DeviceMissing`: the ticket's device is not visible to this process.
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device does not support the ticket's transport.
@@ -30,25 +72,31 @@ impl Runtime {
         let inner = &self.inner;
         inner.check(OPERATION)?;
         refuse_in_capture(OPERATION)?;
-        let size = size_of::<T>() as u64;
-        if size == 0 || !ticket.offset.is_multiple_of(size) || !ticket.length.is_multiple_of(size) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                OPERATION,
-                format!(
-                    "{} bytes at offset {} are not a whole number of {}-byte values",
-                    ticket.length, ticket.offset, size
-                ),
-            )
-            .with_hint("open the ticket with the type that was shared"));
+        let range = ticket.values::<T>(OPERATION)?;
+        if ticket.is_pinned {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the ticket names page-locked memory")
+                .with_hint("open it with `Runtime::open_pinned`"));
         }
-        let start = usize::try_from(ticket.offset / size).unwrap_or(usize::MAX);
-        let range = start..start.saturating_add(usize::try_from(ticket.length / size).unwrap_or(usize::MAX));
+        let device = self.device_of(OPERATION, ticket)?;
+        let sharing = inner.sharing("open_shared")?;
+        if sharing.is_own(ticket) {
+            let block = original(sharing, ticket)?;
+            let range = range_in::<T>(&block, ticket.offset, ticket.length)?;
+            return Ok(DeviceBuffer::part(self.clone(), block, range));
+        }
+        let device = device_with_transport(OPERATION, device, ticket)?;
+        let import = sharing.open(Wanted { ticket, device })?;
+        Ok(DeviceBuffer::part(self.clone(), self.imported(import), range))
+    }
+
+    /// Returns the device of a ticket.
+    fn device_of(&self, operation: &'static str, ticket: &Ticket) -> Result<&DeviceState> {
+        let inner = &self.inner;
         let uuid = ticket.device_uuid();
-        let device = inner.devices.iter().find(|device| device.info.uuid == uuid).ok_or_else(|| {
+        inner.devices.iter().find(|device| device.info.uuid == uuid).ok_or_else(|| {
             Error::new(
                 ErrorKind::DeviceMissing,
-                OPERATION,
+                operation,
                 format!(
                     "none of the {} devices here has the UUID {:032x}",
                     inner.devices.len(),
@@ -56,18 +104,146 @@ impl Runtime {
                 ),
             )
             .with_hint("make the exporter's device visible to this process")
-        })?;
-        let sharing = inner.sharing("open_shared")?;
-        if sharing.is_own(ticket) {
-            return Ok(DeviceBuffer::part(self.clone(), sharing.original(ticket)?, range));
-        }
-        if !device.capabilities.ipc_transports.contains(ticket.transport) {
-            return Err(Error::lacks(OPERATION, "ipc_transports"));
-        }
-        let import = sharing.open(ticket, device.info.ordinal)?;
+        })
+    }
+
+    /// Returns the block of an import. Its end releases the import.
+    fn imported(&self, import: Arc<Import>) -> Arc<DeviceBlock> {
         let (device, ptr) = (import.device, import.ptr);
         let origin = Origin::Shared(Box::new(Imported::new(self.clone(), import)));
-        Ok(DeviceBuffer::part(self.clone(), DeviceBlock::new(&inner.frees, device, ptr, origin), range))
+        DeviceBlock::new(&self.inner.frees, device, ptr, origin)
+    }
+
+    /// Shares many slices at once. The batch names each allocation once, so that another process opens each once, and all slices
+    /// with one call: [`Runtime::open_shared_all`]. The slices may overlap, repeat, and lie on different devices. The same
+    /// conditions apply as for [`DeviceSlice::share`].
+    ///
+    /// ```
+    /// use highwater_core::{DeviceSlice, Runtime, TicketBatch};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// let stream = device.create_stream()?;
+    /// // One allocation with the tensors of a layer.
+    /// let layer = device.allocate_shared::<f32>(1000)?;
+    /// stream.fill(&layer, 0.5_f32)?;
+    /// let tensors = [layer.slice(0..600)?, layer.slice(600..900)?, layer.slice(900..1000)?];
+    /// let batch = runtime.share_all(&tensors)?.to_bytes(); // send these bytes to another process
+    ///
+    /// // In that process. In this one, it returns the original buffers:
+    /// let opened = runtime.open_shared_all::<f32>(&TicketBatch::from_bytes(&batch)?)?;
+    /// assert_eq!(opened.iter().map(|tensor| tensor.len()).collect::<Vec<_>>(), [600, 300, 100]);
+    /// assert_eq!(stream.download(&opened[1])?, vec![0.5; 300]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// Slices of different types are shared as bytes: [`DeviceSlice::as_bytes`].
+    ///
+    /// # Errors
+    /// - `InvalidArgument`: a slice is of another runtime, or its memory comes neither from
+    ///   [`Device::allocate_shared`](crate::Device::allocate_shared) nor from [`Device::adopt`](crate::Device::adopt); or there
+    ///   are more slices or allocations than the maximum.
+    /// - Otherwise as [`DeviceSlice::share`]. The message names the slice.
+    pub fn share_all<T: Element>(&self, slices: &[DeviceSlice<'_, T>]) -> Result<TicketBatch> {
+        const OPERATION: &str = "share_all";
+        self.inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        if slices.len() > TicketBatch::MAX_SLICES {
+            return Err(too_many(OPERATION, "slices", slices.len(), TicketBatch::MAX_SLICES));
+        }
+        let mut batch = BatchBuilder::new(slices.len());
+        // The number of the allocation, and the offset of the block in it.
+        let mut known: HashMap<*const DeviceBlock, (u32, u64)> = HashMap::new();
+        // Neighbors are mostly in one allocation.
+        let mut last = None;
+        for (place, slice) in slices.iter().enumerate() {
+            let address = Arc::as_ptr(slice.block());
+            let (number, start) = match last.filter(|(block, _)| *block == address) {
+                Some((_, shared)) => shared,
+                None => match known.get(&address) {
+                    Some(shared) => *shared,
+                    None => {
+                        let mut share = || {
+                            slice.block().check_runtime(OPERATION, &self.inner.services)?;
+                            let ticket = slice.block().share()?;
+                            let start = ticket.offset;
+                            batch.allocation(ticket).map(|number| (number, start))
+                        };
+                        let shared = share().map_err(|error| about(OPERATION, &format!("slice {place}"), error))?;
+                        known.insert(address, shared);
+                        shared
+                    }
+                },
+            };
+            last = Some((address, (number, start)));
+            let (offset, length) = slice.byte_range();
+            batch.slice(number, start + offset, length);
+        }
+        Ok(batch.end())
+    }
+
+    /// Opens the slices of a batch, in order. Each allocation is opened once, and the requests for all of them are sent before
+    /// the first answer is awaited. Waits until the device work that was enqueued before the share is done.
+    ///
+    /// Each buffer can be dropped by itself. The last buffer of an allocation releases it. If one allocation cannot be opened,
+    /// the call opens nothing.
+    ///
+    /// A batch counts as one open of each of its allocations in [`SharingStatistics`](crate::SharingStatistics). Any number of
+    /// processes may open a batch, once or repeatedly. [`TicketBatch::ticket`] returns the ticket of one slice.
+    ///
+    /// # Errors
+    /// As [`Runtime::open_shared`]. The message names the slice or the allocation. The time limits for answers hold for each
+    /// allocation.
+    pub fn open_shared_all<T: Element>(&self, batch: &TicketBatch) -> Result<Vec<DeviceBuffer<T>>> {
+        const OPERATION: &str = "open_shared_all";
+        let inner = &self.inner;
+        inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        let in_slice = |place: usize, error| about(OPERATION, &format!("slice {place}"), error);
+        let ranges = batch.slices.iter().enumerate().map(|(place, slice)| {
+            values::<T>(OPERATION, slice.offset, slice.length).map_err(|error| in_slice(place, error))
+        });
+        let ranges = ranges.collect::<Result<Vec<_>>>()?;
+        let sharing = inner.sharing(OPERATION)?;
+        let allocations = &batch.allocations;
+        let of_allocation = |number: usize, error| {
+            let slice = batch.slices.iter().position(|slice| slice.allocation as usize == number).unwrap_or_default();
+            about(OPERATION, &format!("allocation {number}, which slice {slice} uses first"), error)
+        };
+        let mut foreign = Vec::new();
+        for (number, ticket) in allocations.iter().enumerate() {
+            let device = self.device_of(OPERATION, ticket).map_err(|error| of_allocation(number, error))?;
+            if !sharing.is_own(ticket) {
+                let device = device_with_transport(OPERATION, device, ticket);
+                let device = device.map_err(|error| of_allocation(number, error))?;
+                foreign.push((number, Wanted { ticket, device }));
+            }
+        }
+        let wanted: Vec<_> = foreign.iter().map(|(_, wanted)| *wanted).collect();
+        let imports = sharing.open_all(&wanted).map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
+        // From here on, the blocks release the imports if the call fails.
+        let mut imported = imports.into_iter().map(|import| self.imported(import)).collect::<Vec<_>>().into_iter();
+        let mut blocks = Vec::with_capacity(allocations.len());
+        for (number, ticket) in allocations.iter().enumerate() {
+            let block = if sharing.is_own(ticket) {
+                Some(original(sharing, ticket).map_err(|error| of_allocation(number, error))?)
+            } else {
+                imported.next()
+            };
+            blocks.extend(block);
+        }
+        let buffer = |(place, (slice, range)): (usize, (&BatchSlice, Range<usize>))| {
+            let number = slice.allocation as usize;
+            let block = Arc::clone(&blocks[number]);
+            let range = if sharing.is_own(&allocations[number]) {
+                range_in::<T>(&block, slice.offset, slice.length).map_err(|error| in_slice(place, error))?
+            } else {
+                range
+            };
+            Ok(DeviceBuffer::part(self.clone(), block, range))
+        };
+        batch.slices.iter().zip(ranges).enumerate().map(buffer).collect()
     }
 
     /// Frees shared memory that no other process has open, and unmaps idle memory of other processes. Shared memory is also

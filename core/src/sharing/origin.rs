@@ -1,8 +1,9 @@
 //! The two ends of shared memory, as the origins of blocks.
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use super::{ExportKey, Import, Ticket};
+use super::{ExportKey, Import, MemoryPart, Ticket, WeakMemory};
 use crate::device_block::{DeviceBlock, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
@@ -27,7 +28,18 @@ impl SharedMemory for Exported {
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         let inner = &self.runtime.inner;
         let uuid = inner.device(block.device).info.uuid;
-        inner.sharing("share")?.share(block, &self.key, self.transport, self.bytes as u64, uuid, after)
+        let bytes = self.bytes as u64;
+        let parts = Arc::from([MemoryPart { ptr: block.ptr, bytes }]);
+        let memory = WeakMemory::Device(Arc::downgrade(block), parts);
+        inner.sharing("share")?.share(memory, &self.key, self.transport, bytes, uuid, after)
+    }
+
+    fn transport(&self, _: u32) -> Result<Transport> {
+        Ok(self.transport)
+    }
+
+    fn range(&self) -> Range<u64> {
+        0..self.bytes as u64
     }
 
     fn release(&self, block: &mut DeviceBlock) {
@@ -59,7 +71,15 @@ impl SharedMemory for Imported {
     /// Waits for the work, because the exporter cannot tell its other importers about it.
     fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         after.iter().try_for_each(|completion| self.runtime.inner.is_passed(completion, true).map(drop))?;
-        Ok(self.import.ticket.clone())
+        Ok(Ticket { offset: 0, ..self.import.ticket.clone() })
+    }
+
+    fn transport(&self, _: u32) -> Result<Transport> {
+        Ok(self.import.ticket.transport)
+    }
+
+    fn range(&self) -> Range<u64> {
+        0..self.import.ticket.allocation_bytes
     }
 
     fn release(&self, block: &mut DeviceBlock) {

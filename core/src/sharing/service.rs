@@ -1,12 +1,13 @@
 //! The sharing thread of a runtime. It answers importers, detects the death of processes, and completes pending releases.
 //!
 //! It starts with the first share or open and ends with the runtime. It waits on all its sources at once: its bell, the socket
-//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares or
-//! releases wait for device work, it also queries that work, at growing intervals up to a millisecond.
+//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares,
+//! releases or adopted buffers wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -14,9 +15,12 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use super::Sharing;
-use super::exporter::Peer;
-use super::importer::Link;
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::exporter::{Grant, Peer};
+use super::importer::{AT_ONCE, Link};
+use super::message::{
+    ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
+};
+use super::spread::spread;
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -36,6 +40,17 @@ const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
 /// Minimum number of idle connections, even with few descriptors.
 const FEWEST_IDLE: usize = 4;
 
+thread_local! {
+    /// True in the sharing threads of all runtimes.
+    static IS_SERVICE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether this is a sharing thread. It must not wait for one.
+pub(super) fn is_service() -> bool {
+    // The thread-local may be gone at the end of the thread.
+    IS_SERVICE.try_with(Cell::get).unwrap_or(false)
+}
+
 pub(super) struct Service {
     sharing: Arc<Sharing>,
     /// Released for a moment to tell an importer that no descriptor is left for it.
@@ -44,6 +59,16 @@ pub(super) struct Service {
     closed_until: Option<std::time::Instant>,
     /// Time of the last search for connections to drop.
     looked: std::time::Instant,
+    /// True if the last exports took long.
+    slow: AtomicBool,
+}
+
+/// A request of an importer for an allocation.
+struct Request {
+    question: u32,
+    key: ExportKey,
+    wants_counts: bool,
+    wants_ready: bool,
 }
 
 /// A source that woke the service.
@@ -59,13 +84,18 @@ enum Source {
 impl Service {
     pub(super) fn new(sharing: Arc<Sharing>) -> Self {
         let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
-        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now() }
+        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now(), slow: AtomicBool::new(false) }
     }
 
     pub(super) fn run(mut self) {
+        IS_SERVICE.set(true);
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
-            let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
+            let sharing = &self.sharing;
+            let asking = sharing.exporter.is_watching()
+                || sharing.importer.is_releasing()
+                || sharing.files.is_releasing()
+                || sharing.frees.has_adopted();
             let woken = self.wait(asking.then_some(pause));
             // A runtime that is shutting down or gone needs no service.
             let Some(_owner) = self.sharing.services().owner() else { return };
@@ -223,43 +253,69 @@ impl Service {
     /// Answers the requests of an importer.
     fn answer(&self, peer: &Peer) {
         let mut buffer = [0_u8; LONGEST + 1];
+        // Requests that are read and not yet answered. A batch has many.
+        let mut requests = Vec::new();
         for _ in 0..QUESTIONS_AT_ONCE {
             let (bytes, descriptors) = match receive(peer.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(bytes, descriptors)) => (bytes, descriptors),
-                Ok(Received::Nothing) => return,
+                Ok(Received::Nothing) => break,
                 Ok(Received::Cut { descriptors }) => {
                     let error = if descriptors {
                         os_error("share", "descriptor in the exporter", Errno::MFILE)
                     } else {
                         Error::new(ErrorKind::InvalidArgument, "share", "the message is too long")
                     };
-                    refuse(&peer.socket, 0, &error);
-                    return self.disconnect(peer);
+                    return self.turn_away(peer, &error);
                 }
+                // Nothing is granted for the requests.
                 Ok(Received::End) | Err(_) => return self.disconnect(peer),
             };
-            let has_greeted = peer.line.get().is_some();
             let said = match Message::decode(&buffer[..bytes]) {
-                Some(Message::Hello { version, oldest }) if !has_greeted => {
-                    self.welcome(peer, version, oldest, descriptors)
+                Some(Message::Open { question, key, wants_counts, wants_ready }) if peer.line.get().is_some() => {
+                    requests.push(Request { question, key, wants_counts, wants_ready });
+                    if requests.len() < AT_ONCE { Ok(()) } else { self.open(peer, std::mem::take(&mut requests)) }
                 }
-                Some(Message::Open { question, key, wants_counts, wants_ready }) if has_greeted => {
-                    self.open(peer, question, key, [wants_counts, wants_ready])
-                }
-                Some(Message::Abandon { key }) if has_greeted => {
-                    let freed = self.sharing.exporter.take_back(peer.id, key);
-                    self.sharing.free(freed.into_iter().collect());
-                    Ok(())
-                }
-                // The flags are checked after all events of this round.
-                Some(Message::Ring) if has_greeted => Ok(()),
-                _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
+                // In the order of the messages: an allocation is abandoned after it was granted.
+                other => self
+                    .open(peer, std::mem::take(&mut requests))
+                    .and_then(|()| self.answer_other(peer, other, descriptors)),
             };
             if let Err(error) = said {
-                refuse(&peer.socket, 0, &error);
-                return self.disconnect(peer);
+                return self.turn_away(peer, &error);
             }
         }
+        if let Err(error) = self.open(peer, requests) {
+            self.turn_away(peer, &error);
+        }
+    }
+
+    /// Gives an importer the reason and drops its connection.
+    fn turn_away(&self, peer: &Peer, error: &Error) {
+        refuse(&peer.socket, 0, error);
+        self.disconnect(peer);
+    }
+
+    /// Answers a message that is not a request for an allocation.
+    fn answer_other(&self, peer: &Peer, message: Option<Message>, descriptors: Vec<OwnedFd>) -> Result<()> {
+        let has_greeted = peer.line.get().is_some();
+        match message {
+            Some(Message::Hello { version, oldest }) if !has_greeted => {
+                self.welcome(peer, version, oldest, descriptors)
+            }
+            Some(Message::Parts { question, key, first }) if has_greeted => self.open_parts(peer, question, key, first),
+            Some(Message::Abandon { key }) if has_greeted => {
+                self.take_back(peer, key);
+                Ok(())
+            }
+            // The flags are checked after all events of this round.
+            Some(Message::Ring) if has_greeted => Ok(()),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
+        }
+    }
+
+    fn take_back(&self, peer: &Peer, key: ExportKey) {
+        let freed = self.sharing.exporter.take_back(peer.id, key);
+        self.sharing.free(freed.into_iter().collect());
     }
 
     fn welcome(&self, peer: &Peer, version: u16, oldest: u16, descriptors: Vec<OwnedFd>) -> Result<()> {
@@ -274,6 +330,7 @@ impl Service {
             .into_iter()
             .next()
             .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
+        peer.version.store(version, Ordering::Relaxed);
         // Only this thread sets the line, and it was not set.
         let _ = peer.line.set(line);
         let welcome =
@@ -281,40 +338,84 @@ impl Service {
         say(peer, &welcome, &[])
     }
 
-    /// Opens an allocation for an importer. Fails only if the importer cannot be reached.
-    fn open(&self, peer: &Peer, question: u32, key: ExportKey, [wants_counts, wants_ready]: [bool; 2]) -> Result<()> {
-        let grant = match self.sharing.exporter.grant(peer.id, key) {
-            Ok(grant) => grant,
+    /// Opens allocations for an importer, and answers in the order of its requests. Fails only if the importer cannot be reached.
+    fn open(&self, peer: &Peer, requests: Vec<Request>) -> Result<()> {
+        let grant = |request: Request| {
+            let granted = self.sharing.exporter.grant(peer.id, request.key);
+            (request, granted)
+        };
+        let granted: Vec<_> = requests.into_iter().map(grant).collect();
+        let can_join = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_PARTS;
+        let exported = spread(granted, &self.slow, |(request, granted)| {
+            let exported = granted.map(|grant| {
+                let parts = grant.memory.parts();
+                let handle = if parts == 1 || can_join { self.sharing.export(&grant, 0) } else { Err(no_parts(parts)) };
+                (handle, grant)
+            });
+            (request, exported)
+        });
+        // The count keeps the memory from here on. The blocks drop before the answers, so that a thread that drops a buffer after
+        // an open is its last owner. They drop in this thread, for which the end of adopted memory does not wait.
+        let exported = exported.into_iter().map(|(request, exported)| {
+            let exported = exported.map(|(handle, grant)| {
+                let Grant { memory, counts, ready, .. } = grant;
+                (handle, u32::try_from(memory.parts() - 1).unwrap_or(u32::MAX), counts, ready)
+            });
+            (request, exported)
+        });
+        let exported: Vec<_> = exported.collect();
+        let mut said = Ok(());
+        for (Request { question, key, wants_counts, wants_ready }, exported) in exported {
+            let answered = match exported {
+                Err(error) => said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[])),
+                Ok((Err(error), ..)) => {
+                    self.take_back(peer, key);
+                    said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[]))
+                }
+                Ok((Ok(handle), further, counts, ready)) => {
+                    let opened = Opened {
+                        transport: handle.transport,
+                        device_uuid: handle.device_uuid,
+                        bytes: handle.bytes,
+                        payload: handle.payload,
+                        with_descriptor: handle.descriptor.is_some(),
+                        further,
+                    };
+                    let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
+                    let counts = wants_counts.then(|| counts.as_fd());
+                    let ready = wants_ready.then(|| ready.as_fd());
+                    let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
+                    said.clone()
+                        .and_then(|()| say(peer, &Message::Opened { question, opened }, &descriptors))
+                        .inspect_err(|_| self.take_back(peer, key))
+                }
+            };
+            said = said.and(answered);
+        }
+        said
+    }
+
+    /// Exports further parts of an allocation that an importer has opened. Fails only if the importer cannot be reached.
+    fn open_parts(&self, peer: &Peer, question: u32, key: ExportKey, first: u32) -> Result<()> {
+        let exported = self.sharing.exporter.granted(peer.id, key).and_then(|grant| {
+            let parts = (0..grant.memory.parts()).skip(first as usize).take(MOST_PARTS);
+            parts.map(|part| self.sharing.export(&grant, part)).collect::<Result<Vec<_>>>()
+        });
+        let handles = match exported {
+            Ok(handles) => handles,
             Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
         };
-        let exported = self.sharing.export(&grant);
-        // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the buffer
-        // after an open is its last owner.
-        drop(grant.block);
-        let take_back = || {
-            let freed = self.sharing.exporter.take_back(peer.id, key);
-            self.sharing.free(freed.into_iter().collect());
-        };
-        let handle = match exported {
-            Ok(handle) => handle,
-            Err(error) => {
-                take_back();
-                return say(peer, &Message::refusal(question, &error), &[]);
-            }
-        };
-        let opened = Opened {
-            transport: handle.transport,
-            device_uuid: handle.device_uuid,
-            bytes: grant.bytes,
-            payload: handle.payload,
-            with_descriptor: handle.descriptor.is_some(),
-        };
-        let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
-        let counts = wants_counts.then(|| grant.counts.as_fd());
-        let ready = wants_ready.then(|| grant.ready.as_fd());
-        let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
-        say(peer, &Message::Opened { question, opened }, &descriptors).inspect_err(|_| take_back())
+        let parts = handles.iter().map(|handle| Part { bytes: handle.bytes, payload: handle.payload }).collect();
+        let descriptors = handles.iter().filter_map(|handle| handle.descriptor.as_ref());
+        let descriptors: Vec<_> = descriptors.map(|descriptor| descriptor.as_ref().as_fd()).collect();
+        say(peer, &Message::PartsOpened { question, parts }, &descriptors)
     }
+}
+
+/// Returns the error for an importer that knows no allocations of several parts.
+fn no_parts(parts: usize) -> Error {
+    let message = format!("the buffer has {parts} parts, which the importer's version cannot map");
+    Error::new(ErrorKind::Unsupported, "share", message)
 }
 
 /// Returns the maximum number of idle connections.
@@ -357,6 +458,13 @@ impl Sharing {
                 false,
                 &self.bell,
             );
-        published || released
+        let unregistered = self.files.collect();
+        let waiting = self.frees.has_adopted().then(|| self.frees.len());
+        if waiting.is_some() {
+            // Refusals have been counted and logged.
+            let _ = self.frees.trim(false);
+        }
+        let freed = waiting.is_some_and(|waiting| self.frees.len() < waiting);
+        published || released || unregistered || freed
     }
 }

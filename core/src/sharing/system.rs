@@ -15,7 +15,7 @@ use rustix::process::{Pid, PidfdFlags};
 use highwater_hal::{Error, ErrorKind, Result};
 
 /// Maximum number of descriptors in one message.
-pub(crate) const MOST_DESCRIPTORS: usize = 3;
+pub(crate) const MOST_DESCRIPTORS: usize = 16;
 
 /// Returns the error of a system call that failed to provide `what`.
 pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Error {

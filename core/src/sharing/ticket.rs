@@ -1,6 +1,7 @@
 //! [`Ticket`]: the message that lets another process open a buffer.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use highwater_hal::{Error, ErrorKind, Result, Transport};
@@ -10,14 +11,16 @@ const MAGIC: [u8; 4] = *b"HWTK";
 const VERSION: u16 = 1;
 /// Oldest version of the format that a reader must know to use this ticket.
 const OLDEST_READER: u16 = 1;
-/// Features that a reader must support beyond the version, one bit each. None is defined yet.
-const KNOWN_FEATURES: u32 = 0;
+/// The feature that the ticket names page-locked memory.
+const PINNED: u32 = 1 << 4;
+/// Features that a reader must support beyond the version, one bit each.
+const KNOWN_FEATURES: u32 = PINNED;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
 /// Offset of the bytes that are 0.
 const RESERVED: usize = 112;
 
-/// Names a range of a shared buffer. It is plain bytes: send it through a pipe, a file, an argument or a queue.
+/// Names a range of a shared buffer, of device memory or of page-locked memory. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
 /// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
 /// keeps nothing alive. The processes must have the same user, the same running system, and the same network namespace, in
@@ -31,11 +34,11 @@ const RESERVED: usize = 112;
 /// | 0 | 4 | `HWTK` |
 /// | 4 | 2 | version of the format, 1 |
 /// | 6 | 2 | oldest version that a reader must know, 1 |
-/// | 8 | 4 | features that a reader must support, one bit each, 0 |
+/// | 8 | 4 | features that a reader must support, one bit each: 16 page-locked memory |
 /// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
-/// | 48 | 16 | UUID of the device |
+/// | 48 | 16 | UUID of the device; 0 for page-locked memory |
 /// | 64 | 4 | process id of the exporter, as the exporter sees it |
 /// | 68 | 4 | index of the allocation in the exporter |
 /// | 72 | 8 | generation of the allocation: never used twice by one exporter |
@@ -50,6 +53,8 @@ const RESERVED: usize = 112;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
+    /// True for page-locked memory, false for device memory.
+    pub(crate) is_pinned: bool,
     pub(crate) boot: [u8; 16],
     pub(crate) incarnation: [u8; 16],
     pub(crate) device_uuid: [u8; 16],
@@ -75,7 +80,14 @@ impl Ticket {
         self.transport
     }
 
-    /// Returns the UUID of the memory's device.
+    /// Returns whether the ticket names page-locked memory, which [`Runtime::open_pinned`](crate::Runtime::open_pinned) opens.
+    /// Otherwise it names device memory.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
+    }
+
+    /// Returns the UUID of the memory's device; zeros for page-locked memory.
     #[must_use]
     pub fn device_uuid(&self) -> [u8; 16] {
         self.device_uuid
@@ -87,6 +99,17 @@ impl Ticket {
         self.pid
     }
 
+    /// Returns the ticket of a range of bytes of the allocation.
+    pub(crate) fn part(mut self, offset: u64, length: u64) -> Self {
+        (self.offset, self.length) = (offset, length);
+        self
+    }
+
+    /// Returns the values of the range, counted from the start of the allocation.
+    pub(crate) fn values<T>(&self, operation: &'static str) -> Result<Range<usize>> {
+        values::<T>(operation, self.offset, self.length)
+    }
+
     /// Returns the ticket in the format above.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -94,16 +117,11 @@ impl Ticket {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
-        bytes.extend(0_u32.to_le_bytes());
-        bytes.extend((self.transport as u32).to_le_bytes());
-        bytes.extend(self.boot);
-        bytes.extend(self.incarnation);
-        bytes.extend(self.device_uuid);
-        bytes.extend(self.pid.to_le_bytes());
-        bytes.extend(self.index.to_le_bytes());
-        for number in [self.serial, self.number, self.allocation_bytes, self.offset, self.length] {
-            bytes.extend(number.to_le_bytes());
-        }
+        let features = if self.is_pinned { PINNED } else { 0 };
+        bytes.extend(features.to_le_bytes());
+        self.put_share(&mut bytes);
+        bytes.extend(self.offset.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
         bytes.resize(CHECKED, 0);
         bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
         bytes
@@ -152,29 +170,81 @@ impl Ticket {
         if version < oldest || oldest == 0 || (version == VERSION && reserved.iter().any(|&byte| byte != 0)) {
             return Err(invalid(format!("the ticket is not of format {version}, which it names")));
         }
-        let transport = fields.u32().ok_or_else(cut)?;
-        let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
-            .into_iter()
-            .find(|known| *known as u32 == transport)
-            .ok_or_else(|| invalid(format!("the ticket has the unknown transport {transport}")))?;
-        let ticket = Self {
-            transport,
-            boot: fields.array().ok_or_else(cut)?,
-            incarnation: fields.array().ok_or_else(cut)?,
-            device_uuid: fields.array().ok_or_else(cut)?,
-            pid: fields.u32().ok_or_else(cut)?,
-            index: fields.u32().ok_or_else(cut)?,
-            serial: fields.u64().ok_or_else(cut)?,
-            number: fields.u64().ok_or_else(cut)?,
-            allocation_bytes: fields.u64().ok_or_else(cut)?,
-            offset: fields.u64().ok_or_else(cut)?,
-            length: fields.u64().ok_or_else(cut)?,
-        };
-        if ticket.offset.checked_add(ticket.length).is_none_or(|end| end > ticket.allocation_bytes) {
+        let mut ticket = Self::take_share(&mut fields).ok_or_else(cut)?.map_err(|transport| {
+            invalid(format!("the ticket has the transport {transport}, and this library knows 0 to 2"))
+        })?;
+        ticket.is_pinned = features & PINNED != 0;
+        ticket.offset = fields.u64().ok_or_else(cut)?;
+        ticket.length = fields.u64().ok_or_else(cut)?;
+        if !is_inside(ticket.offset, ticket.length, ticket.allocation_bytes) {
             return Err(invalid("the ticket's range is not inside its allocation".to_owned()));
         }
         Ok(ticket)
     }
+
+    /// Appends the fields at 12 to 95 of the format: the allocation and the share, without the range.
+    pub(super) fn put_share(&self, bytes: &mut Vec<u8>) {
+        bytes.extend((self.transport as u32).to_le_bytes());
+        bytes.extend(self.boot);
+        bytes.extend(self.incarnation);
+        bytes.extend(self.device_uuid);
+        bytes.extend(self.pid.to_le_bytes());
+        bytes.extend(self.index.to_le_bytes());
+        for number in [self.serial, self.number, self.allocation_bytes] {
+            bytes.extend(number.to_le_bytes());
+        }
+    }
+
+    /// Takes the fields of [`Ticket::put_share`]: an allocation of device memory, whose range is the whole allocation. `None` if bytes are missing; the inner error
+    /// is a transport that this version does not know.
+    pub(super) fn take_share(fields: &mut Fields<'_>) -> Option<std::result::Result<Self, u32>> {
+        let transport = fields.u32()?;
+        let known = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+        let known = known.into_iter().find(|known| *known as u32 == transport);
+        let (boot, incarnation, device_uuid) = (fields.array()?, fields.array()?, fields.array()?);
+        let (pid, index) = (fields.u32()?, fields.u32()?);
+        let (serial, number, allocation_bytes) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        let ticket = known.map(|transport| Self {
+            transport,
+            is_pinned: false,
+            boot,
+            incarnation,
+            device_uuid,
+            pid,
+            index,
+            serial,
+            number,
+            allocation_bytes,
+            offset: 0,
+            length: allocation_bytes,
+        });
+        Some(ticket.ok_or(transport))
+    }
+
+    /// Returns the ticket of a range of the allocation.
+    pub(super) fn of_range(&self, offset: u64, length: u64) -> Self {
+        Self { offset, length, ..self.clone() }
+    }
+}
+
+/// Returns a range of bytes as a range of values.
+pub(super) fn values<T>(operation: &'static str, offset: u64, length: u64) -> Result<Range<usize>> {
+    let size = size_of::<T>() as u64;
+    if size == 0 || !offset.is_multiple_of(size) || !length.is_multiple_of(size) {
+        return Err(Error::new(
+            ErrorKind::InvalidArgument,
+            operation,
+            format!("{length} bytes at offset {offset} are not a whole number of {size}-byte values"),
+        )
+        .with_hint("open the ticket with the type that was shared"));
+    }
+    let start = usize::try_from(offset / size).unwrap_or(usize::MAX);
+    Ok(start..start.saturating_add(usize::try_from(length / size).unwrap_or(usize::MAX)))
+}
+
+/// Returns whether a range lies inside an allocation.
+pub(super) fn is_inside(offset: u64, length: u64, allocation_bytes: u64) -> bool {
+    offset.checked_add(length).is_some_and(|end| end <= allocation_bytes)
 }
 
 /// Returns the error for a ticket that describes an allocation differently from its exporter.
@@ -208,9 +278,32 @@ impl Fields<'_> {
     }
 }
 
+/// Returns the bytes as pairs of hexadecimal digits.
+pub(super) fn to_digits(bytes: &[u8]) -> String {
+    let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        text.push(digit(byte >> 4));
+        text.push(digit(byte & 15));
+    }
+    text
+}
+
+/// Returns the bytes of pairs of hexadecimal digits. `None` for any other text.
+pub(super) fn from_digits(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| match byte {
+        b'0'..=b'9' => Some(byte - b'0'),
+        b'a'..=b'f' => Some(byte - b'a' + 10),
+        b'A'..=b'F' => Some(byte - b'A' + 10),
+        _ => None,
+    };
+    let (pairs, []) = text.trim().as_bytes().as_chunks::<2>() else { return None };
+    pairs.iter().map(|[high, low]| Some(digit(*high)? << 4 | digit(*low)?)).collect()
+}
+
 impl fmt::Display for Ticket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&to_digits(&self.to_bytes()))
     }
 }
 
@@ -218,13 +311,7 @@ impl FromStr for Ticket {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let digit = |byte: u8| char::from(byte).to_digit(16);
-        let pair = |pair: &[u8]| match pair {
-            [high, low] => u8::try_from(digit(*high)? * 16 + digit(*low)?).ok(),
-            _ => None,
-        };
-        let bytes: Option<Vec<u8>> = text.trim().as_bytes().chunks(2).map(pair).collect();
-        let bytes = bytes.ok_or_else(|| {
+        let bytes = from_digits(text).ok_or_else(|| {
             Error::new(
                 ErrorKind::InvalidArgument,
                 "ticket",
@@ -261,6 +348,7 @@ mod tests {
     fn ticket() -> Ticket {
         Ticket {
             transport: Transport::Descriptor,
+            is_pinned: false,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],
@@ -280,6 +368,9 @@ mod tests {
         assert_eq!(ticket.to_bytes().len(), BYTES);
         assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
         assert_eq!(ticket.to_string().parse::<Ticket>().unwrap(), ticket);
+        let pinned = Ticket { is_pinned: true, device_uuid: [0; 16], ..ticket };
+        assert_eq!(Ticket::from_bytes(&pinned.to_bytes()).unwrap(), pinned);
+        assert!(pinned.is_pinned());
     }
 
     #[cfg(feature = "serde")]

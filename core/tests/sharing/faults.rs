@@ -148,6 +148,7 @@ impl Pair {
     fn round(&mut self) {
         self.rounds += 1;
         let (tag, next) = (self.rounds, 1_000_000 + self.rounds);
+        self.batch(tag);
         let Some(buffer) = self.make(tag) else { return };
         let shared = buffer.share();
         let ticket = self.note(shared);
@@ -186,6 +187,33 @@ impl Pair {
         // Whatever was written late would be seen now.
         for other in &others {
             self.download(false, other, next);
+        }
+    }
+
+    /// Two buffers are shared as one batch of three slices. What opens has the values, and what fails leaves nothing open.
+    fn batch(&mut self, tag: u32) {
+        let Some(buffers) = (0..2).map(|_| self.make(tag)).collect::<Option<Vec<_>>>() else { return };
+        let slices = [buffers[0].slice(0..LEN / 2), buffers[1].slice(0..LEN), buffers[0].slice(LEN / 4..LEN)];
+        let shared = self.exporter.runtime.share_all(&slices.map(Result::unwrap));
+        let Some(batch) = self.note(shared) else { return };
+        let before = self.importer.runtime.statistics().sharing.opens;
+        let opened = self.importer.runtime.open_shared_all::<u32>(&batch);
+        let opens = self.importer.runtime.statistics().sharing.opens - before;
+        let Some(mut opened) = self.note(opened) else {
+            assert_eq!(opens, 0, "round {}", self.rounds);
+            return;
+        };
+        assert_eq!((opens, opened.len()), (2, 3));
+        drop(buffers);
+        for import in &opened {
+            self.download(true, import, tag);
+        }
+        drop(opened.remove(0));
+        for import in opened {
+            self.download(true, &import, tag);
+            // On its way when the import is dropped.
+            let filled = self.importer.stream.fill(&import, tag);
+            self.note(filled);
         }
     }
 

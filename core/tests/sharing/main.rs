@@ -1,11 +1,14 @@
 //! Sharing between real processes, on the mock.
 
+mod adopted;
+mod batches;
 mod faults;
 mod graphs;
 mod hostile;
 mod kills;
 mod lives;
 mod peer;
+mod pinned;
 mod promises;
 mod properties;
 mod review;

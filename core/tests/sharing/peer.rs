@@ -4,17 +4,20 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, Stream, Ticket};
+use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, SharedPinnedBuffer, Stream, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use crate::adopted::adopt_segments;
 use crate::hostile::name_of;
+use crate::pinned;
 
 const PEER: &str = "HIGHWATER_SHARING_PEER";
 const ANSWER: &str = "answer: ";
@@ -121,8 +124,17 @@ pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 pub(crate) fn obey() {
     let Ok(mock) = std::env::var(PEER) else { return };
     let options = MockOptions::parse(&mock).unwrap();
-    let runtime = Runtime::new(MockGpu::open(options).unwrap()).unwrap();
-    let mut peer = Obedient { stream: None, runtime, buffers: HashMap::new(), children: Vec::new() };
+    let gpu = MockGpu::open(options).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let mut peer = Obedient {
+        gpu,
+        stream: None,
+        runtime,
+        buffers: HashMap::new(),
+        batches: HashMap::new(),
+        pinned: HashMap::new(),
+        children: Vec::new(),
+    };
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
         if words == ["quit"] {
@@ -134,6 +146,8 @@ pub(crate) fn obey() {
     }
     peer.children.iter_mut().for_each(|child| drop(child.kill()));
     peer.buffers.clear();
+    peer.batches.clear();
+    peer.pinned.clear();
     peer.stream = None;
     let live = peer.runtime.close().unwrap();
     assert_eq!(live.total(), 0, "{live:?}");
@@ -187,9 +201,12 @@ pub(crate) fn mapped_inodes() -> Vec<String> {
 }
 
 struct Obedient {
+    gpu: Arc<MockGpu>,
     runtime: Runtime,
     stream: Option<Stream>,
     buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
+    batches: HashMap<String, Vec<DeviceBuffer<u32>>>,
+    pinned: HashMap<String, SharedPinnedBuffer<u32>>,
     children: Vec<Child>,
 }
 
@@ -214,8 +231,35 @@ impl Obedient {
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);
                 Ok(len.to_string())
             }
+            ["open-batch", name, batch] => {
+                let buffers = self.runtime.open_shared_all::<u32>(&batch.parse()?)?;
+                let len = buffers.len();
+                self.batches.insert(name.to_owned(), buffers);
+                Ok(len.to_string())
+            }
+            ["drop-batch", name] => Ok(self.batches.remove(name).is_some().to_string()),
+            ["make-batch", name, count, len, value] => {
+                let device = self.runtime.device(0)?;
+                let make = |_| device.allocate_shared::<u32>(len.parse().unwrap());
+                let buffers = (0..count.parse().unwrap()).map(make).collect::<highwater_core::Result<Vec<_>>>()?;
+                for buffer in &buffers {
+                    self.stream()?.fill(buffer, value.parse::<u32>().unwrap())?;
+                }
+                let slices: Vec<_> = buffers.iter().map(highwater_core::DeviceSlice::from).collect();
+                let batch = self.runtime.share_all(&slices)?.to_string();
+                self.batches.insert(name.to_owned(), buffers);
+                Ok(batch)
+            }
             ["make", name, len, value] => {
                 let buffer = self.runtime.device(0)?.allocate_shared::<u32>(len.parse().unwrap())?;
+                self.stream()?.fill(&buffer, value.parse::<u32>().unwrap())?;
+                let ticket = buffer.share()?.to_string();
+                self.buffers.entry(name.to_owned()).or_default().push(buffer);
+                Ok(ticket)
+            }
+            // A buffer over mappings that other code made.
+            ["adopt", name, count, value] => {
+                let buffer = adopt_segments(&self.gpu, &self.runtime, count.parse().unwrap());
                 self.stream()?.fill(&buffer, value.parse::<u32>().unwrap())?;
                 let ticket = buffer.share()?.to_string();
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);
@@ -286,6 +330,10 @@ impl Obedient {
                 std::thread::spawn(move || crowd(&name_of(&ticket), greets, count, &sender));
                 crowded.recv().unwrap();
                 Ok("crowded".to_owned())
+            }
+            [command, ..] if command.starts_with("pinned-") => {
+                let stream = self.stream()?;
+                pinned::obey(&self.runtime, &stream, &mut self.pinned, words)
             }
             ["mapped-inodes"] => Ok(mapped_inodes().join(",")),
             _ => panic!("no such command: {words:?}"),

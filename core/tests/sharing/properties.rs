@@ -4,11 +4,11 @@
 //! and its memory is used again at once, so that what is freed early shows in somebody's values; the mocks work slowly,
 //! so that much is dropped while it is used, and in test mode, so that they notice.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use highwater_core::{DeviceBuffer, ErrorKind, Stream, Ticket};
+use highwater_core::{DeviceBuffer, ErrorKind, Stream, Ticket, TicketBatch};
 use highwater_mock::MockOptions;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -32,6 +32,8 @@ enum Operation {
     Share { buffer: usize, from: usize, to: usize },
     Open { importer: usize, ticket: usize },
     OpenAgain { import: usize },
+    ShareAll { slices: Vec<(usize, usize, usize)> },
+    OpenAll { importer: usize, batch: usize },
     Fill { import: usize, times: usize },
     FillOriginal { buffer: usize, times: usize },
     DropImport { import: usize },
@@ -50,6 +52,8 @@ fn operation() -> impl Strategy<Value = Operation> {
         5 => (which.clone(), 0..4_usize, 0..4_usize).prop_map(|(buffer, from, to)| Operation::Share { buffer, from, to }),
         8 => (importer.clone(), which.clone()).prop_map(|(importer, ticket)| Operation::Open { importer, ticket }),
         2 => which.clone().prop_map(|import| Operation::OpenAgain { import }),
+        3 => vec((which.clone(), 0..4_usize, 0..4_usize), 0..6).prop_map(|slices| Operation::ShareAll { slices }),
+        4 => (importer.clone(), which.clone()).prop_map(|(importer, batch)| Operation::OpenAll { importer, batch }),
         4 => (which.clone(), 1..4_usize).prop_map(|(import, times)| Operation::Fill { import, times }),
         2 => (which.clone(), 1..4_usize).prop_map(|(buffer, times)| Operation::FillOriginal { buffer, times }),
         7 => which.clone().prop_map(|import| Operation::DropImport { import }),
@@ -77,12 +81,17 @@ struct Allocation {
     shared: bool,
 }
 
+/// A range of an allocation, by its place in the model.
+type Part = (usize, Range<usize>);
+
 struct Import {
     importer: usize,
     allocation: usize,
     range: Range<usize>,
     ticket: Ticket,
     buffer: DeviceBuffer<u32>,
+    /// The open that counts it: of its own, or of all buffers of an allocation that one batch opened.
+    open: u64,
 }
 
 struct Importer {
@@ -108,7 +117,9 @@ struct Model {
     /// Never taken out, so that indices stay.
     allocations: Vec<Allocation>,
     tickets: Vec<(usize, Range<usize>, Ticket)>,
+    batches: Vec<(Vec<Part>, TicketBatch)>,
     imports: Vec<Import>,
+    last_open: u64,
     squatters: Vec<(DeviceBuffer<u32>, u32)>,
     last_value: u32,
 }
@@ -135,7 +146,9 @@ impl Model {
             importers: (0..IMPORTERS).map(importer).collect(),
             allocations: Vec::new(),
             tickets: Vec::new(),
+            batches: Vec::new(),
             imports: Vec::new(),
+            last_open: 0,
             squatters: Vec::new(),
             last_value: 0,
         }
@@ -150,6 +163,13 @@ impl Model {
     fn original(&self, which: usize) -> Option<usize> {
         let alive: Vec<_> = (0..self.allocations.len()).filter(|&at| self.allocations[at].original.is_some()).collect();
         (!alive.is_empty()).then(|| alive[which % alive.len()])
+    }
+
+    /// A part of an original: quarters of it, or all of it.
+    fn part(&self, which: usize, from: usize, to: usize) -> Option<Part> {
+        let at = self.original(which)?;
+        let len = self.allocations[at].values.len();
+        Some((at, if from < to { from * len / 4..to * len / 4 } else { 0..len }))
     }
 
     fn is_open(&self, importer: Option<usize>, allocation: usize) -> bool {
@@ -192,10 +212,8 @@ impl Model {
         match *operation {
             Operation::Allocate { pages } => self.allocate(pages),
             Operation::Share { buffer, from, to } => {
-                let Some(at) = self.original(buffer) else { return };
+                let Some((at, range)) = self.part(buffer, from, to) else { return };
                 let allocation = &mut self.allocations[at];
-                let quarter = allocation.values.len() / 4;
-                let range = if from < to { from * quarter..to * quarter } else { 0..allocation.values.len() };
                 let original = allocation.original.as_ref().unwrap();
                 let ticket = original.slice(range.clone()).unwrap().share().unwrap();
                 allocation.shared = true;
@@ -218,6 +236,24 @@ impl Model {
                 let (importer, allocation) = (import.importer, import.allocation);
                 let (range, ticket) = (import.range.clone(), import.ticket.clone());
                 self.open(importer, allocation, range, ticket);
+            }
+            Operation::ShareAll { ref slices } => {
+                let parts = slices.iter().filter_map(|(buffer, from, to)| self.part(*buffer, *from, *to));
+                let parts: Vec<_> = parts.collect();
+                let slice =
+                    |(at, range): &Part| self.allocations[*at].original.as_ref().unwrap().slice(range.clone()).unwrap();
+                let batch = self.exporter.runtime.share_all(&parts.iter().map(slice).collect::<Vec<_>>()).unwrap();
+                assert_eq!(TicketBatch::from_bytes(&batch.to_bytes()).unwrap(), batch);
+                parts.iter().for_each(|(at, _)| self.allocations[*at].shared = true);
+                self.batches.push((parts, batch));
+            }
+            Operation::OpenAll { importer, batch } => {
+                if self.batches.is_empty() {
+                    return;
+                }
+                let back = [0, 0, 1, 2, batch][batch % 5] % self.batches.len();
+                let (parts, batch) = self.batches[self.batches.len() - 1 - back].clone();
+                self.open_all(importer, &parts, &batch);
             }
             Operation::Fill { import, times } => {
                 if self.imports.is_empty() {
@@ -308,6 +344,12 @@ impl Model {
         }
         let buffer = opened.unwrap();
         assert_eq!(buffer.len(), range.len());
+        let open = self.count_open(importer, allocation);
+        self.imports.push(Import { importer, allocation, range, ticket, buffer, open });
+    }
+
+    /// Counts an open of an allocation, and returns its number.
+    fn count_open(&mut self, importer: usize, allocation: usize) -> u64 {
         let of = &mut self.importers[importer];
         of.opens += 1;
         let may_be_kept = of.mapped.contains(&allocation);
@@ -315,7 +357,35 @@ impl Model {
         of.kept.1 += u64::from(may_be_kept);
         of.mapped.insert(allocation);
         of.uncertain.remove(&allocation);
-        self.imports.push(Import { importer, allocation, range, ticket, buffer });
+        self.last_open += 1;
+        self.last_open
+    }
+
+    /// Opens a batch: all of it, or nothing if an allocation of it is gone.
+    fn open_all(&mut self, importer: usize, parts: &[Part], batch: &TicketBatch) {
+        let opened = self.importers[importer].side.runtime.open_shared_all::<u32>(batch);
+        let allocations: BTreeSet<_> = parts.iter().map(|(at, _)| *at).collect();
+        let alive: Vec<_> = allocations.iter().filter(|at| self.allocations[**at].original.is_some()).collect();
+        if alive.len() < allocations.len() {
+            assert_eq!(opened.unwrap_err().kind(), ErrorKind::Expired);
+            // The call may have mapped some before it was refused.
+            for at in alive {
+                if self.importers[importer].mapped.insert(*at) {
+                    self.importers[importer].uncertain.insert(*at);
+                }
+            }
+            return;
+        }
+        let buffers = opened.unwrap();
+        assert_eq!(buffers.len(), parts.len());
+        let count = |at: &usize| (*at, self.count_open(importer, *at));
+        let opens: BTreeMap<_, _> = allocations.iter().map(count).collect();
+        for (place, (buffer, (allocation, range))) in buffers.into_iter().zip(parts).enumerate() {
+            assert_eq!(buffer.len(), range.len());
+            let (ticket, open) = (batch.ticket(place).unwrap(), opens[allocation]);
+            let (allocation, range) = (*allocation, range.clone());
+            self.imports.push(Import { importer, allocation, range, ticket, buffer, open });
+        }
     }
 
     /// What holds after every step, whatever is queued.
@@ -342,7 +412,8 @@ impl Model {
         };
         for (at, importer) in self.importers.iter().enumerate() {
             let sharing = importer.side.runtime.statistics().sharing;
-            let open = self.imports.iter().filter(|import| import.importer == at).count() as u64;
+            let open = self.imports.iter().filter(|import| import.importer == at).map(|import| import.open);
+            let open = open.collect::<BTreeSet<_>>().len() as u64;
             between("imports", open, sharing.imports, open + importer.dropped)?;
             // Kept: what is open, and what is not but was not freed by the exporter.
             let stays = |allocation: &&usize| {

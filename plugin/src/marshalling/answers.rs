@@ -11,7 +11,8 @@ use super::super::raw::*;
 use super::descriptors::{give_descriptor, take_descriptor};
 use super::{Answer, Tags, bytes_of, choice, flag};
 use highwater_hal::{
-    Capabilities, DeviceInfo, EventHandle, Identity, LiveObjects, MemoryHandle, MemoryInfo, Transport, Transports,
+    Capabilities, DeviceInfo, DevicePtr, EventHandle, Identity, LiveObjects, MemoryHandle, MemoryInfo, MemoryRange,
+    Transport, Transports,
 };
 
 /// Answers that are written behind a pointer: the plugin's lowering, and the program's lifting.
@@ -74,6 +75,20 @@ structs_out! {
     MemoryInfo as RawMemoryInfo:
         |info, tags| { RawMemoryInfo { size: bytes_of::<RawMemoryInfo>(), free: info.free, total: info.total } },
         |raw, link| { Ok(Self { free: raw.free, total: raw.total }) }
+    MemoryRange as RawMemoryRange:
+        |range, tags| {
+            RawMemoryRange {
+                size: bytes_of::<RawMemoryRange>(),
+                base: range.base.get(),
+                bytes: range.bytes as u64,
+                kind: range.kind.code(),
+                transports: bits_of(range.transports),
+            }
+        },
+        |raw, link| {
+            let range = Self::new(choice(raw.kind)?, DevicePtr::new(raw.base), raw.bytes as usize);
+            Ok(range.with_transports(transports_of(raw.transports)))
+        }
     LiveObjects as RawLiveObjects:
         |live, tags| {
             RawLiveObjects {
@@ -130,12 +145,11 @@ structs_out! {
         }
     Capabilities as RawCapabilities:
         |capabilities, tags| {
-            let transports = Transport::ALL.iter().filter(|transport| capabilities.ipc_transports.contains(**transport));
             RawCapabilities {
                 size: bytes_of::<RawCapabilities>(),
                 abilities: Abilities::of(&capabilities),
                 facts: Facts::of(&capabilities),
-                ipc_transports: transports.fold(0, |set, transport| set | 1 << transport.code()),
+                ipc_transports: bits_of(capabilities.ipc_transports),
                 reserved: 0,
                 register_piece_bytes: capabilities.register_piece_bytes as u64,
                 workspace_alignment: capabilities.workspace_alignment as u64,
@@ -151,8 +165,7 @@ structs_out! {
             let mut capabilities = Self::none();
             Abilities::put(raw.abilities, &mut capabilities);
             Facts::put(raw.facts, &mut capabilities);
-            let transports = Transport::ALL.iter().copied().filter(|transport| raw.ipc_transports & 1 << transport.code() != 0);
-            capabilities.ipc_transports = transports.fold(Transports::NONE, Transports::with);
+            capabilities.ipc_transports = transports_of(raw.ipc_transports);
             capabilities.register_piece_bytes = raw.register_piece_bytes as usize;
             capabilities.workspace_alignment = raw.workspace_alignment as usize;
             capabilities.blas_workspace_bytes = raw.blas_workspace_bytes as usize;
@@ -197,6 +210,18 @@ structs_out! {
             handle.descriptor = descriptor;
             Ok(handle)
         }
+}
+
+/// Returns a set of transports as bits.
+fn bits_of(transports: Transports) -> u32 {
+    let present = Transport::ALL.iter().filter(|transport| transports.contains(**transport));
+    present.fold(0, |bits, transport| bits | 1 << transport.code())
+}
+
+/// Returns the known transports among these bits.
+fn transports_of(bits: u32) -> Transports {
+    let present = Transport::ALL.iter().copied().filter(|transport| bits & 1 << transport.code() != 0);
+    present.fold(Transports::NONE, Transports::with)
 }
 
 /// Returns the lines of a text, for the life of the process. Each text is kept once, however often a backend is opened.

@@ -96,8 +96,17 @@ structs_in! {
             Ok(options)
         }
     HostOptions as RawHostOptions:
-        |options| RawHostOptions { size: bytes_of::<RawHostOptions>(), kind: options.kind.code(), reserved: 0 },
-        |raw, tags| { Ok(Self::new().with_kind(choice(raw.kind)?)) }
+        |options| RawHostOptions {
+            size: bytes_of::<RawHostOptions>(),
+            kind: options.kind.code(),
+            reserved: 0,
+            read_only: u32::from(options.read_only),
+            reserved_2: 0,
+        },
+        |raw, tags| {
+            let read_only = flag(raw.read_only, "`read_only`")?;
+            Ok(Self::new().with_kind(choice(raw.kind)?).with_read_only(read_only))
+        }
     MemoryCopy as RawMemoryCopy:
         |copy| RawMemoryCopy {
             size: bytes_of::<RawMemoryCopy>(),

@@ -131,8 +131,8 @@ mod tests {
     use highwater_hal::{
         AllocateOptions, BackendTag, Capabilities, DataType, DeviceInfo, DevicePtr, Epilogue, EventHandle,
         EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Identity, LiveObjects, Location, MemoryCopy,
-        MemoryFill, MemoryHandle, PhysicalMemoryOptions, PlanArguments, PlanOptions, StreamOptions, Transport,
-        Workspace,
+        MemoryFill, MemoryHandle, MemoryRange, PhysicalMemoryOptions, PlanArguments, PlanOptions, RangeKind,
+        StreamOptions, Transport, Workspace,
     };
 
     /// Returns the names of a value's fields, from its `Debug` form.
@@ -151,12 +151,12 @@ mod tests {
         let ptr = DevicePtr::new(1);
         let shape = GemmShape::new(DataType::F32, 1, 1, 1);
         let at = Location::Device { device: 0, ptr };
-        let values: [(&dyn Debug, usize); 18] = [
+        let values: [(&dyn Debug, usize); 19] = [
             (&StreamOptions::new(), 1),
             (&EventOptions::new(), 2),
             (&AllocateOptions::new(1), 2),
             (&PhysicalMemoryOptions::new(1), 3),
-            (&HostOptions::new(), 1),
+            (&HostOptions::new(), 2),
             (&MemoryCopy::new(at, at, 1), 3),
             (&MemoryFill::new(0, ptr, FillPattern::U8(1), 1), 4),
             (&shape, 11),
@@ -169,7 +169,8 @@ mod tests {
             (&Identity::new("name", "description", BackendTag::next()), 7),
             (&LiveObjects::default(), 11),
             (&DeviceInfo::new(0, "name", [0; 16], 1), 7),
-            (&Capabilities::none(), 37),
+            (&Capabilities::none(), 39),
+            (&MemoryRange::new(RangeKind::Plain, ptr, 1), 4),
         ];
         for (value, number) in values {
             assert_eq!(fields(value).len(), number, "{value:?}: {:?}", fields(value));

@@ -1,8 +1,10 @@
 //! `highwater bench`: parts of the library, row by row, with bars.
 //!
 //! - `timing`, `memory`: page-locked memory: the rows of time, and those of memory and of whole passes
+//! - `shared`: page-locked memory that several processes have
 //! - `device`: the device memory of streams
 //! - `handles`: the pool of BLAS handles. `first_handle` has the processes that measure the first handles.
+//! - `share`: tickets and batches that another process opens
 //! - `rounds`: runs loops in turn, in threads of their own.
 //! - `trace`: the generators of traces, the file format and the replay. `numpy` draws the numbers.
 //! - `report`: the rows as a table and as JSON. `peer` has PyTorch's values. `available` is the memory left.
@@ -16,6 +18,8 @@ mod numpy;
 mod peer;
 mod report;
 mod rounds;
+pub(super) mod share;
+mod shared;
 mod timing;
 mod trace;
 
@@ -42,6 +46,7 @@ enum Part {
     Host,
     Device,
     Handles,
+    Share,
 }
 
 impl Part {
@@ -51,6 +56,7 @@ impl Part {
             Self::Host => "host",
             Self::Device => "device",
             Self::Handles => "handles",
+            Self::Share => "share",
         }
     }
 
@@ -61,9 +67,12 @@ impl Part {
 
     fn families(self, bench: &Bench<'_>) -> Vec<Family> {
         match self {
-            Self::Host => timing::families(bench).into_iter().chain(memory::families()).collect(),
+            Self::Host => {
+                timing::families(bench).into_iter().chain(memory::families()).chain(shared::families()).collect()
+            }
             Self::Device => device::families(bench),
             Self::Handles => handles::families(bench),
+            Self::Share => share::families(bench),
         }
     }
 }
@@ -112,6 +121,7 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
         }
         args::Bench::Device(arguments) => (Part::Device, &arguments.options, Some(&arguments.traces)),
         args::Bench::Handles(arguments) => (Part::Handles, &arguments.options, None),
+        args::Bench::Share(arguments) => (Part::Share, &arguments.options, None),
     };
     let replayed = traces.and_then(|traces| traces.replay.as_deref()).map(trace::read).transpose()?;
     let opened = match &options.backend {
@@ -136,7 +146,7 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
     if let Some(events) = replayed {
         let rows = match part {
             Part::Device => memory::replay(&bench.runtime()?.device(0)?.create_stream()?, &events)?,
-            Part::Host | Part::Handles => memory::replay(&bench.runtime()?, &events)?,
+            Part::Host | Part::Handles | Part::Share => memory::replay(&bench.runtime()?, &events)?,
         };
         return print(&rows, json);
     }

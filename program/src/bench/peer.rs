@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use super::super::args::PeerSource;
 use super::super::failure::Failure;
 use super::super::output;
-use super::Bench;
+use super::{Bench, Part};
 
 /// `scripts/bench-pytorch.py` is a link to it.
 const PROGRAM: &str = include_str!("pytorch.py");
@@ -20,6 +20,8 @@ const PROGRAM: &str = include_str!("pytorch.py");
 pub(super) fn values(bench: &Bench<'_>, source: &PeerSource) -> Result<BTreeMap<String, f64>> {
     match source {
         PeerSource::None => Ok(BTreeMap::new()),
+        // PyTorch has no such calls: a tensor is opened by its own process.
+        PeerSource::Auto if bench.part == Part::Share => Ok(BTreeMap::new()),
         PeerSource::Auto if bench.backend.identity().real_device => Ok(measured(bench).unwrap_or_default()),
         PeerSource::Auto => Ok(BTreeMap::new()),
         PeerSource::File(path) => {

@@ -37,6 +37,12 @@ pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
     blas::table()
 }
 
+/// Returns the number of calls of the driver's functions so far. No driver of NVIDIA has this symbol.
+#[unsafe(no_mangle)]
+pub extern "C" fn highwater_simulated_calls() -> u64 {
+    border::calls()
+}
+
 export! {
     /// Handles may be any numbers.
     call -> u32;
@@ -225,7 +231,7 @@ export! {
         memory::check_allocation()?;
         create!(ptr = memory::allocate(bytes))
     }
-
+    fn cuMemAllocManaged(ptr: *mut u64, bytes: usize, flags: u32) { create!(ptr = memory::allocate_managed(bytes, flags)) }
     fn cuMemFree_v2(ptr: u64) { memory::free(ptr) }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {

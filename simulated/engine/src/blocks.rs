@@ -25,6 +25,8 @@ const BEYOND_HOST: u64 = 1 << 48;
 pub(crate) enum Kind {
     /// `cuMemAlloc`.
     Plain,
+    /// `cuMemAllocManaged`. It stays on the device.
+    Managed,
     /// `cuMemAllocAsync`.
     Ordered,
     /// `cuMemAllocAsync` in a capture.

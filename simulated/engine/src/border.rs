@@ -2,6 +2,7 @@
 //! results that are passed by address, handles, and the structures that all vendors share.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_simulated_blas::border;
 pub use highwater_simulated_blas::border::Function;
@@ -16,11 +17,21 @@ pub fn guarded(body: impl FnOnce() -> Answer<()>) -> u32 {
     border::guarded(Code::UNKNOWN.0, || body().map_err(|code| code.0))
 }
 
-/// Runs a call, unless the variants have a code for the function.
+/// Calls of exported functions so far.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of calls of exported functions so far, for tests that count them.
+pub fn calls() -> u64 {
+    CALLS.load(Ordering::Relaxed)
+}
+
+/// Counts and runs a call, unless the variants have a code for the function.
 ///
 /// # Errors
 /// That code, or the error of the call.
 pub fn unless_injected<T>(function: &str, body: impl FnOnce() -> Answer<T>) -> Answer<T> {
+    // Relaxed: the count orders nothing.
+    CALLS.fetch_add(1, Ordering::Relaxed);
     match process::injected(function) {
         Some(code) => Err(code),
         None => body(),

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-use crate::blocks::{MEMORY, MOVED};
+use crate::blocks::{Kind, MEMORY, MOVED};
 use crate::code::{Answer, Code};
 use crate::current::with_context;
 use crate::process::{self, die, simulation};
@@ -48,6 +48,8 @@ pub mod memory_type {
     pub const HOST: i32 = 1;
     /// Memory of a device.
     pub const DEVICE: i32 = 2;
+    /// Managed memory.
+    pub const MANAGED: i32 = 3;
 }
 
 /// Reads the settings of the library from the environment.
@@ -337,7 +339,8 @@ pub fn pointer(address: u64) -> Answer<Pointer> {
     let simulation = simulation()?;
     if let Some((_, block)) = MEMORY.around(address) {
         let device = devices::ordinal(block.device)?;
-        return Ok(Pointer { memory_type: memory_type::DEVICE, device, on_device: address, on_host: 0, flags: 0 });
+        let memory_type = if block.kind == Kind::Managed { memory_type::MANAGED } else { memory_type::DEVICE };
+        return Ok(Pointer { memory_type, device, on_device: address, on_host: 0, flags: 0 });
     }
     let on_host = simulation.on_host(address);
     let Some((_, block)) = simulation.registered(on_host) else {

@@ -12,11 +12,13 @@ use crate::handles::Stream;
 use crate::pools;
 use crate::process::{Simulation, simulation};
 use crate::variants::{Vendor, vendor};
+use crate::vmm;
 
 impl Simulation {
     /// Frees the memory of a context that ends.
     pub(crate) fn end_memory(&self, device: u32) {
-        let own = |block: &Block| block.device == device && matches!(block.kind, Kind::Plain | Kind::Ordered);
+        let own =
+            |block: &Block| block.device == device && matches!(block.kind, Kind::Plain | Kind::Managed | Kind::Ordered);
         let addresses: Vec<u64> =
             MEMORY.blocks.read().iter().filter(|(_, block)| own(block)).map(|(&start, _)| start).collect();
         for address in addresses {
@@ -27,7 +29,7 @@ impl Simulation {
 
     /// Frees a block of a device, after the device's work. CUDA waits for no work before it frees memory of a pool.
     pub(crate) fn free_block(&self, address: u64) -> Answer<()> {
-        let ours = |kind| matches!(kind, Kind::Plain | Kind::Ordered);
+        let ours = |kind| matches!(kind, Kind::Plain | Kind::Managed | Kind::Ordered);
         let block = MEMORY.remove_if(address, ours).ok_or(Code::INVALID_VALUE)?;
         if block.kind == Kind::Ordered && vendor() == Vendor::Cuda {
             let helper = self.helper(block.device)?;
@@ -75,6 +77,22 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
     }
     let ptr = simulation.gpu.allocate(device, &options).map_err(|error| simulation.code_of(error))?;
     MEMORY.insert(ptr.get(), bytes as u64, device, Kind::Plain);
+    Ok(ptr.get())
+}
+
+/// `cuMemAllocManaged`, with the flag 1 for memory that every stream may use, or 2.
+///
+/// # Errors
+/// As [`allocate`]; 1 for other flags.
+pub fn allocate_managed(bytes: usize, flags: u32) -> Answer<u64> {
+    let (simulation, device) = with_context()?;
+    simulation.check_unsafe_call()?;
+    if bytes == 0 || !matches!(flags, 1 | 2) {
+        return Err(Code::INVALID_VALUE);
+    }
+    let ptr =
+        simulation.gpu.allocate(device, &AllocateOptions::new(bytes)).map_err(|error| simulation.code_of(error))?;
+    MEMORY.insert(ptr.get(), bytes as u64, device, Kind::Managed);
     Ok(ptr.get())
 }
 
@@ -223,13 +241,13 @@ pub fn pointer_attribute(attribute: u32, address: u64) -> Answer<pools::Attribut
             3 => Wide(address),
             6 => Narrow(0),
             7 => Wide(block.number),
-            8 => Narrow(0),
+            8 => Narrow(u32::from(block.kind == Kind::Managed)),
             9 => Narrow(devices::ordinal(block.device)? as u32),
             10 => Narrow(u32::from(block.kind == Kind::Plain)),
             11 => Wide(start),
             12 => Wide(block.bytes),
             13 => Narrow(1),
-            14 => Wide(u64::from(is_virtual)),
+            14 => Wide(vmm::handle_types(start)),
             15 => Narrow(1),
             16 => Narrow(3),
             17 => Wide(if block.kind == Kind::Ordered { pools::handle_of(block.device) } else { 0 }),

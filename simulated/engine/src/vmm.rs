@@ -232,6 +232,11 @@ pub fn retain(address: u64) -> Answer<u64> {
     Ok(raw)
 }
 
+/// Returns the types of handles of the memory that is mapped from an address on; 0 if none is.
+pub(crate) fn handle_types(address: u64) -> u64 {
+    VIRTUAL.lock().mappings.get(&address).map_or(0, |mapping| u64::from(mapping.allocation.handle_types))
+}
+
 /// `cuMemAddressReserve`.
 ///
 /// # Errors

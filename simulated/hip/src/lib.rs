@@ -314,6 +314,10 @@ export! {
     }
 
     fn hipMalloc(memory: *mut Handle, bytes: usize) { create!(memory = hip::allocate(bytes).map(handle)) }
+    fn hipMallocManaged(memory: *mut Handle, bytes: usize, flags: u32) {
+        create!(memory = memory::allocate_managed(bytes, flags).map(handle))
+    }
+
     fn hipFree(memory: *mut c_void) { hip::free(address(memory)) }
 
     fn hipMallocAsync(memory: *mut Handle, bytes: usize, stream: Handle) {

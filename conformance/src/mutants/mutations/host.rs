@@ -121,6 +121,17 @@ mutants! {
         });
     };
 
+    in "host.register-read-only":
+    "read-only-memory-refused": "Refuses to register memory that the CPU may only read." =>
+        |h| h.host.register(|host, ptr, bytes, options| match options.read_only {
+            true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+            false => host.register(ptr, bytes, options),
+        });
+    "read-only-memory-forgotten": "Registers only the first page of memory that the CPU may only read." =>
+        |h| h.host.register(|host, ptr, bytes, options| {
+            host.register(ptr, if options.read_only { bytes.min(4096) } else { bytes }, options)
+        });
+
     in "host.unregister-unknown":
     "anything-unregistered": "Unregisters memory that was never registered." =>
         |h| h.host.unregister(|host, ptr| forgiven(ErrorKind::InvalidPointer, host.unregister(ptr), ()));

@@ -32,12 +32,15 @@ mutants! {
         denied!(stream_priority);
     "peer-copies-denied": "Reports `peer_copy` as false, and copies from device to device." => denied!(peer_copy);
     "registration-denied": "Reports `host_register` as false, and registers memory." => denied!(host_register);
+    "read-only-registration-denied": "Reports `host_register_read_only` as false, and registers such memory." =>
+        denied!(host_register_read_only);
     "write-combined-memory-denied": "Reports `write_combined` as false, and allocates it." => denied!(write_combined);
     "the-legacy-stream-denied": "Reports `legacy_default_stream` as false, and uses it." => denied!(legacy_default_stream);
     "the-per-thread-stream-denied": "Reports `per_thread_default_stream` as false, and uses it." =>
         denied!(per_thread_default_stream);
     "foreign-objects-denied": "Reports `foreign_objects` as false, and returns the vendor's handle of a stream." =>
         denied!(foreign_objects);
+    "foreign-memory-denied": "Reports `foreign_memory` as false, and describes memory." => denied!(foreign_memory);
     "mapped-memory-denied": "Reports `mapped_memory` as false, and reserves addresses." => |h| h.claim(|capabilities| {
         capabilities.mapped_memory = false;
         capabilities.mapped_memory_granularity = 0;

@@ -20,6 +20,7 @@ macro_rules! mutants {
 mod captures;
 mod copies;
 mod events;
+mod foreign;
 mod graphs;
 mod handles;
 mod host;
@@ -52,6 +53,7 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     graphs::MUTANTS,
     threads::MUTANTS,
     sharing::MUTANTS,
+    foreign::MUTANTS,
 ];
 
 /// Returns the living streams, the oldest first.

@@ -1,0 +1,103 @@
+//! The description of memory, and mapped memory that is imported. The second process has the same mutant.
+
+use highwater_hal::numbers::Coded;
+use highwater_hal::{DevicePtr, ErrorKind, MemoryRange, PhysicalMemoryOptions, RangeKind, Transport, Transports};
+
+use super::super::reference::{forgiven, is, renamed};
+
+mutants! {
+    in "foreign.range":
+    "ranges-begin-at-the-address": "Describes what follows an address, not what contains it." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            range.bytes -= (ptr.get() - range.base.get()) as usize;
+            range.base = ptr;
+            Ok(range)
+        });
+    "neighbors-described-as-one": "Describes mappings without a gap as one range." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            let next = DevicePtr::new(range.base.get() + range.bytes as u64);
+            if range.kind == RangeKind::Mapped
+                && let Ok(next) = reference.describe_memory(device, next)
+                && next.kind == RangeKind::Mapped
+            {
+                range.bytes += next.bytes;
+            }
+            Ok(range)
+        });
+    "ranges-of-whole-pages": "Rounds the bytes of a range up to 2 MiB." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            range.bytes = range.bytes.next_multiple_of(2 << 20);
+            Ok(range)
+        });
+
+    in "foreign.kind":
+    "everything-described-as-plain": "Describes all memory as plain." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            range.kind = RangeKind::Plain;
+            Ok(range)
+        });
+    "plain-described-as-mapped": "Describes plain memory as mapped." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            if range.kind == RangeKind::Plain {
+                range.kind = RangeKind::Mapped;
+            }
+            Ok(range)
+        });
+
+    in "foreign.transports":
+    "no-transports-described": "Lists no transport." => |h| h.backend.describe_memory(|reference, device, ptr| {
+        let mut range = reference.describe_memory(device, ptr)?;
+        range.transports = Transports::NONE;
+        Ok(range)
+    });
+    "every-transport-described": "Lists every transport of the device." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            let offered = reference.capabilities(device)?.ipc_transports;
+            let all = Transport::ALL.iter().copied().filter(|&transport| offered.contains(transport));
+            range.transports = all.fold(Transports::NONE, Transports::with);
+            Ok(range)
+        });
+
+    in "foreign.unknown":
+    "nothing-described": "Describes addresses of nothing as one byte of plain memory." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let nothing = MemoryRange::new(RangeKind::Plain, ptr, 1);
+            forgiven(ErrorKind::InvalidPointer, reference.describe_memory(device, ptr), nothing)
+        });
+    "other-devices-unknown": "Reports memory of another device as an unknown address." =>
+        |h| h.backend.describe_memory(|reference, device, ptr| {
+            let described = reference.describe_memory(device, ptr);
+            renamed(ErrorKind::WrongDevice, ErrorKind::InvalidPointer, "describe_memory", described)
+        });
+
+    in "ipc.import-maps":
+    "imported-as-new-memory" [by_two_processes]: "Creates memory of its own instead of importing it." =>
+        |h| h.sharing.import_memory(|sharing, device, handle| {
+            let imported = sharing.import_memory(device, handle)?;
+            sharing.backend.destroy_memory(imported)?;
+            sharing.backend.create_memory(device, &PhysicalMemoryOptions::new(handle.bytes as usize))
+        });
+
+    in "ipc.import-checked":
+    "imports-of-nothing" [by_two_processes]: "Imports handles that no exporter made, as new memory." =>
+        |h| h.sharing.import_memory(|sharing, device, handle| {
+            let imported = sharing.import_memory(device, handle);
+            if !is(&imported, ErrorKind::InvalidArgument) {
+                return imported;
+            }
+            let piece = sharing.backend.capabilities(device)?.mapped_memory_granularity;
+            sharing.backend.create_memory(device, &PhysicalMemoryOptions::new(piece))
+        });
+    "imports-of-any-device" [by_two_processes]: "Imports handles that name another device, or none." =>
+        |h| h.sharing.import_memory(|sharing, device, handle| {
+            let mut handle = handle.clone();
+            handle.device_uuid = sharing.backend.device_info(device)?.uuid;
+            sharing.import_memory(device, &handle)
+        });
+}

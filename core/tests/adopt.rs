@@ -1,0 +1,539 @@
+//! Buffers over device memory that other code allocated: their checks, and the end of what keeps the memory.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use highwater_core::{
+    AllocateOptions, Answer, Backend, BackendLayer, Call, Device, DeviceBuffer, DeviceMemoryKind, DevicePtr, Element,
+    Error, ErrorKind, HostAllocator, IpcSharing, MemoryRange, PhysicalMemoryOptions, RangeKind, Result, Runtime,
+    Stream, Ticket, Transport,
+};
+use highwater_mock::{MockGpu, MockOptions, Operation};
+
+/// Memory of another library, which frees it when it is dropped.
+struct Foreign {
+    gpu: Arc<MockGpu>,
+    ptr: DevicePtr,
+    dropped: Arc<AtomicUsize>,
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        self.dropped.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the tests drop it when no work uses the memory any more, which the mock checks.
+        unsafe { self.gpu.free(0, self.ptr, None) }.unwrap();
+    }
+}
+
+/// Counts its drops.
+struct Counts(Arc<AtomicUsize>);
+
+impl Drop for Counts {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+struct Rig {
+    gpu: Arc<MockGpu>,
+    runtime: Runtime,
+    device: Device,
+    stream: Stream,
+    dropped: Arc<AtomicUsize>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        Self::with(MockOptions::new())
+    }
+
+    fn with(options: MockOptions) -> Self {
+        let gpu = MockGpu::open(options).unwrap();
+        let runtime = Runtime::new(gpu.clone()).unwrap();
+        let device = runtime.device(0).unwrap();
+        let stream = device.create_stream().unwrap();
+        Self { gpu, runtime, device, stream, dropped: Arc::default() }
+    }
+
+    fn foreign(&self, bytes: usize, kind: DeviceMemoryKind) -> Foreign {
+        let ptr = self.gpu.allocate(0, &AllocateOptions::new(bytes).with_kind(kind)).unwrap();
+        Foreign { gpu: self.gpu.clone(), ptr, dropped: self.dropped.clone() }
+    }
+
+    fn shareable(&self, bytes: usize) -> Foreign {
+        self.foreign(bytes, DeviceMemoryKind::Shareable(Transport::Descriptor))
+    }
+
+    fn dropped(&self) -> usize {
+        self.dropped.load(Ordering::SeqCst)
+    }
+
+    /// Adopts memory that `keep` keeps, and that nothing else uses.
+    fn adopt<T: Element>(&self, ptr: DevicePtr, bytes: usize, keep: impl Send + 'static) -> DeviceBuffer<T> {
+        // SAFETY: as every caller in this file ensures.
+        unsafe { self.device.adopt(ptr, bytes, keep) }.unwrap()
+    }
+
+    /// The error of adopting bytes as `T`.
+    fn refusal<T: Element>(&self, ptr: DevicePtr, bytes: usize) -> Error {
+        // SAFETY: the call must be refused.
+        let error = unsafe { self.device.adopt::<T>(ptr, bytes, ()) }.map(drop).unwrap_err();
+        assert_eq!(error.operation(), "adopt", "{error}");
+        assert!(!error.hint().is_empty(), "{error}");
+        error
+    }
+
+    /// Drops everything, and checks that nothing is left.
+    #[track_caller]
+    fn end(self) {
+        let Self { gpu, runtime, device, stream, .. } = self;
+        drop((device, stream));
+        runtime.close().unwrap();
+        assert_eq!(gpu.live_objects().total(), 0, "{:?}", gpu.live_objects());
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not so within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Several mappings of other code without a gap, which end when this is dropped.
+struct Mapped {
+    gpu: Arc<MockGpu>,
+    ptr: DevicePtr,
+    piece: usize,
+    count: usize,
+}
+
+impl Mapped {
+    fn new(gpu: &Arc<MockGpu>, count: usize, shareable: bool) -> Self {
+        let piece = gpu.capabilities(0).unwrap().mapped_memory_granularity;
+        let ptr = gpu.reserve_addresses(0, (count + 1) * piece).unwrap();
+        for index in 0..count {
+            let options = PhysicalMemoryOptions::new(piece);
+            let options = if shareable { options.with_shareable(Transport::Descriptor) } else { options };
+            let memory = gpu.create_memory(0, &options).unwrap();
+            // SAFETY: the addresses are this test's, and each piece has its own.
+            unsafe { gpu.map_memory(0, ptr.offset(index * piece), memory) }.unwrap();
+            gpu.destroy_memory(memory).unwrap();
+        }
+        // SAFETY: as above.
+        unsafe { gpu.set_memory_access(0, ptr, count * piece, 0) }.unwrap();
+        Self { gpu: gpu.clone(), ptr, piece, count }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: the tests drop it when no work uses the memory any more, which the mock checks.
+        unsafe {
+            self.gpu.unmap_memory(0, self.ptr, self.count * self.piece).unwrap();
+            self.gpu.free_addresses(0, self.ptr, (self.count + 1) * self.piece).unwrap();
+        }
+    }
+}
+
+#[test]
+fn adopted_memory_works_as_any_other_and_is_not_freed() {
+    let rig = Rig::new();
+    let foreign = rig.foreign(4096, DeviceMemoryKind::Plain);
+    // Inside the block, not at its start.
+    let buffer = rig.adopt::<u32>(foreign.ptr.offset(1024), 2048, foreign);
+    assert_eq!((buffer.len(), buffer.device()), (512, 0));
+    rig.stream.fill(&buffer, 7_u32).unwrap();
+    rig.stream.fill(buffer.slice(0..2).unwrap(), 9_u32).unwrap();
+    assert_eq!(rig.stream.download(buffer.slice(0..4).unwrap()).unwrap(), [9, 9, 7, 7]);
+    let copy = rig.stream.upload(&[1_u32; 512]).unwrap();
+    rig.stream.copy(&copy, &buffer).unwrap();
+    assert_eq!(rig.stream.download(&buffer).unwrap(), vec![1; 512]);
+    let before = rig.gpu.calls(Operation::Free);
+    drop(buffer);
+    rig.stream.synchronize().unwrap();
+    // Its owner freed it, once.
+    assert_eq!((rig.dropped(), rig.gpu.calls(Operation::Free) - before), (1, 1));
+    drop(copy);
+    rig.end();
+}
+
+#[test]
+fn what_keeps_the_memory_is_dropped_at_once_without_work_and_after_the_work_otherwise() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    drop(rig.adopt::<u8>(foreign.ptr, 4096, foreign));
+    assert_eq!(rig.dropped(), 1);
+
+    let rig2 = Rig::with(MockOptions::new().with_latency(Duration::from_millis(30)));
+    let foreign = rig2.shareable(4096);
+    let buffer = rig2.adopt::<u8>(foreign.ptr, 4096, foreign);
+    rig2.stream.fill(&buffer, 1_u8).unwrap();
+    drop(buffer);
+    assert_eq!(rig2.dropped(), 0, "a stream still uses the memory");
+    // Without any call of this test.
+    until("the work is done", || rig2.dropped() == 1);
+    rig.end();
+    rig2.end();
+}
+
+#[test]
+fn a_graph_keeps_adopted_memory_until_it_is_dropped() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u8>(foreign.ptr, 4096, foreign);
+    let mut graph = rig.stream.capture(|stream| stream.fill(&buffer, 5_u8)).unwrap();
+    drop(buffer);
+    graph.launch(&rig.stream).unwrap();
+    rig.stream.synchronize().unwrap();
+    rig.runtime.trim_device_memory().unwrap();
+    assert_eq!(rig.dropped(), 0);
+    drop(graph);
+    rig.stream.synchronize().unwrap();
+    rig.runtime.trim_device_memory().unwrap();
+    assert_eq!(rig.dropped(), 1);
+    rig.end();
+}
+
+#[test]
+fn a_drop_inside_a_capture_waits_for_its_end() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let mut buffer = Some(rig.adopt::<u8>(foreign.ptr, 4096, foreign));
+    let dropped = rig.dropped.clone();
+    let graph = rig.stream.capture(|stream| {
+        drop(buffer.take());
+        assert_eq!(dropped.load(Ordering::SeqCst), 0, "the drop may call the driver, which a capture forbids");
+        // SAFETY: the call must be refused.
+        let error = unsafe { rig.device.adopt::<u8>(DevicePtr::new(4096), 1, ()) }.map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Capture);
+        let _ = stream;
+        Ok(())
+    });
+    drop(graph.unwrap());
+    rig.runtime.trim_device_memory().unwrap();
+    assert_eq!(rig.dropped(), 1);
+    rig.end();
+}
+
+#[test]
+fn two_buffers_over_the_same_bytes_and_over_an_own_buffer_are_fine() {
+    let rig = Rig::new();
+    let foreign = Arc::new(rig.shareable(4096));
+    let first = rig.adopt::<u32>(foreign.ptr, 4096, foreign.clone());
+    let second = rig.adopt::<u8>(foreign.ptr.offset(2048), 2048, foreign);
+    rig.stream.fill(&first, 0x0404_0404_u32).unwrap();
+    assert_eq!(rig.stream.download(&second).unwrap(), vec![4; 2048]);
+    drop(first);
+    assert_eq!(rig.dropped(), 0);
+    drop(second);
+    until("the block is let go", || rig.dropped() == 1);
+
+    let own = rig.device.allocate::<u32>(64).unwrap();
+    rig.stream.fill(&own, 3_u32).unwrap();
+    rig.stream.synchronize().unwrap();
+    let (ptr, bytes) = (own.ptr(), 256);
+    let ended = Arc::<AtomicUsize>::default();
+    let again = rig.adopt::<u32>(ptr, bytes, (own, Counts(ended.clone())));
+    assert_eq!(rig.stream.download(&again).unwrap(), vec![3; 64]);
+    drop(again);
+    // Until its stream has passed the use, the buffer inside keeps the runtime.
+    until("the buffer inside is dropped", || ended.load(Ordering::SeqCst) == 1);
+    rig.end();
+}
+
+#[test]
+fn bad_ranges_are_refused_with_a_remedy() {
+    let rig = Rig::with(MockOptions::new().with_devices(2));
+    let foreign = rig.shareable(4096);
+    let at = |offset| foreign.ptr.offset(offset);
+    let kind = |error: Error| error.kind();
+    assert_eq!(kind(rig.refusal::<u8>(DevicePtr::new(0), 64)), ErrorKind::InvalidPointer);
+    assert_eq!(kind(rig.refusal::<u8>(at(0), 0)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.refusal::<u32>(at(0), 6)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.refusal::<u32>(at(2), 8)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.refusal::<[u8; 0]>(at(0), 8)), ErrorKind::InvalidArgument);
+    let outside = rig.refusal::<u8>(at(4000), 97);
+    assert_eq!(outside.kind(), ErrorKind::InvalidPointer);
+    assert!(outside.message().contains("ends after 96"), "{outside}");
+    assert_eq!(kind(rig.refusal::<u8>(at(0), usize::MAX - 4096)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.refusal::<u8>(DevicePtr::new(u64::MAX - 8), 64)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(rig.refusal::<u8>(DevicePtr::new(4096), 64)), ErrorKind::InvalidPointer);
+    let far = rig.gpu.allocate(1, &AllocateOptions::new(64)).unwrap();
+    assert_eq!(kind(rig.refusal::<u8>(far, 64)), ErrorKind::WrongDevice);
+    // SAFETY: nothing uses it.
+    unsafe { rig.gpu.free(1, far, None) }.unwrap();
+    // Two blocks of `allocate` are not one range, though they may lie next to each other.
+    let (a, b) = (rig.shareable(4096), rig.shareable(4096));
+    let low = a.ptr.min(b.ptr);
+    assert_eq!(kind(rig.refusal::<u8>(low, 8192)), ErrorKind::InvalidPointer);
+    drop((a, b, foreign));
+    rig.end();
+}
+
+#[test]
+fn a_refused_call_drops_what_it_was_given() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let ptr = foreign.ptr;
+    // SAFETY: the call must be refused.
+    assert!(unsafe { rig.device.adopt::<u8>(ptr, 5000, foreign) }.is_err());
+    assert_eq!(rig.dropped(), 1);
+    rig.end();
+}
+
+#[test]
+fn a_device_without_the_ability_refuses_before_the_backend_is_called() {
+    let rig = Rig::with(MockOptions::new().with_capabilities(|can| can.foreign_memory = false));
+    let error = rig.refusal::<u8>(DevicePtr::new(4096), 64);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("foreign_memory"), "{error}");
+    assert_eq!(rig.gpu.calls(Operation::DescribeMemory), 0);
+    rig.end();
+}
+
+#[test]
+fn memory_of_a_pool_is_refused() {
+    let rig = Rig::new();
+    let home = rig.gpu.create_stream(0, &highwater_core::StreamOptions::new()).unwrap();
+    let options = AllocateOptions::new(4096).with_kind(DeviceMemoryKind::StreamOrdered(home));
+    let ptr = rig.gpu.allocate(0, &options).unwrap();
+    let error = rig.refusal::<u8>(ptr, 4096);
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("order of streams"), "{error}");
+    // SAFETY: nothing uses it.
+    unsafe { rig.gpu.free(0, ptr, Some(home)) }.unwrap();
+    rig.gpu.destroy_stream(home).unwrap();
+    rig.end();
+}
+
+/// A backend that describes all memory as managed.
+#[derive(Debug)]
+struct Managed(Arc<MockGpu>);
+
+// SAFETY: the mock keeps the clauses, and the description is that of other memory.
+unsafe impl BackendLayer for Managed {
+    fn below(&self) -> &dyn Backend {
+        &*self.0
+    }
+
+    fn around<T: Answer>(&self, _: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        forward(&*self.0)
+    }
+
+    fn host_allocator(&self) -> Arc<dyn HostAllocator> {
+        self.0.host_allocator()
+    }
+
+    fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
+        self.0.ipc_sharing()
+    }
+
+    fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
+        let mut range = self.0.describe_memory(device, ptr)?;
+        range.kind = RangeKind::Managed;
+        Ok(range)
+    }
+}
+
+#[test]
+fn managed_memory_is_refused() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(Arc::new(Managed(gpu.clone()))).unwrap();
+    let ptr = gpu.allocate(0, &AllocateOptions::new(64)).unwrap();
+    // SAFETY: the call must be refused.
+    let error = unsafe { runtime.device(0).unwrap().adopt::<u8>(ptr, 64, ()) }.map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("managed") && error.hint().contains("Device::allocate_shared"), "{error}");
+    // SAFETY: nothing uses it.
+    unsafe { gpu.free(0, ptr, None) }.unwrap();
+}
+
+#[test]
+fn the_transport_is_found_by_trying_and_memory_without_one_says_why() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u8>(foreign.ptr, 4096, foreign);
+    assert_eq!(buffer.transport().unwrap(), Transport::Descriptor);
+    assert_eq!(rig.gpu.calls(Operation::ExportMemory), 1);
+    assert_eq!(buffer.share().unwrap().transport(), Transport::Descriptor);
+    assert_eq!(rig.gpu.calls(Operation::ExportMemory), 1, "the attempt is made once");
+    drop(buffer);
+
+    let plain = rig.foreign(4096, DeviceMemoryKind::Plain);
+    let buffer = rig.adopt::<u8>(plain.ptr, 4096, plain);
+    let error = buffer.share().map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("no transport") && error.hint().contains("allocate_shared"), "{error}");
+    assert_eq!(buffer.transport().unwrap_err().message(), error.message());
+    drop(buffer);
+
+    let mapped = Mapped::new(&rig.gpu, 2, false);
+    let buffer = rig.adopt::<u8>(mapped.ptr, 4096, mapped);
+    let error = buffer.share().map(drop).unwrap_err();
+    assert!(error.message().contains("mapped without a handle"), "{error}");
+    drop(buffer);
+
+    // A refusal of the driver is passed on, and the next share tries again.
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u8>(foreign.ptr, 4096, foreign);
+    rig.gpu.fail_call(Operation::ExportMemory, 1, ErrorKind::Vendor).unwrap();
+    let error = buffer.share().map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Vendor, "{error}");
+    assert_eq!(buffer.share().unwrap().transport(), Transport::Descriptor);
+    drop(buffer);
+    rig.end();
+}
+
+#[test]
+fn a_range_over_several_mappings_is_one_buffer() {
+    let rig = Rig::new();
+    let mapped = Mapped::new(&rig.gpu, 3, true);
+    let (ptr, piece) = (mapped.ptr, mapped.piece);
+    // It ends in the unmapped part of the reservation.
+    let outside = rig.refusal::<u8>(ptr, 3 * piece + 1);
+    assert_eq!(outside.kind(), ErrorKind::InvalidPointer);
+    assert!(outside.message().contains(&format!("ends after {}", 3 * piece)), "{outside}");
+    let buffer = rig.adopt::<u8>(ptr.offset(piece / 2), 2 * piece, mapped);
+    rig.stream.fill(&buffer, 8_u8).unwrap();
+    let border = buffer.slice(piece / 2 - 4..piece / 2 + 4).unwrap();
+    assert_eq!(rig.stream.download(border).unwrap(), [8; 8]);
+    let ticket = buffer.share().unwrap();
+    // The range of the buffer in all three mappings.
+    assert_eq!(ticket.bytes(), 2 * piece as u64);
+    drop(buffer);
+    rig.end();
+}
+
+#[test]
+fn the_own_ticket_of_adopted_memory_opens_the_buffer_itself() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u32>(foreign.ptr.offset(1024), 2048, foreign);
+    rig.stream.fill(&buffer, 1_u32).unwrap();
+    rig.stream.fill(buffer.slice(10..20).unwrap(), 2_u32).unwrap();
+    let ticket = buffer.slice(8..12).unwrap().share().unwrap();
+    let opened = rig.runtime.open_shared::<u32>(&ticket).unwrap();
+    assert_eq!(opened.ptr(), buffer.ptr().offset(32));
+    assert_eq!(rig.stream.download(&opened).unwrap(), [1, 1, 2, 2]);
+    drop(buffer);
+    rig.stream.synchronize().unwrap();
+    rig.runtime.trim_device_memory().unwrap();
+    assert_eq!(rig.dropped(), 0, "the opened buffer is the same memory");
+    // A ticket that names bytes of the allocation beside the buffer.
+    let mut bytes = ticket.to_bytes();
+    bytes[96..104].copy_from_slice(&0_u64.to_le_bytes());
+    let sum = crc32fast::hash(&bytes[..132]);
+    bytes[132..].copy_from_slice(&sum.to_le_bytes());
+    let beside = Ticket::from_bytes(&bytes).unwrap();
+    let error = rig.runtime.open_shared::<u32>(&beside).map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    drop(opened);
+    rig.stream.synchronize().unwrap();
+    assert_eq!(rig.dropped(), 1);
+    rig.end();
+}
+
+/// Prints when it is dropped.
+struct Loud;
+
+impl Drop for Loud {
+    fn drop(&mut self) {
+        println!("dropped in {}", std::process::id());
+    }
+}
+
+/// Panics when it is dropped.
+struct Panics;
+
+impl Drop for Panics {
+    fn drop(&mut self) {
+        panic!("as the test wants");
+    }
+}
+
+#[test]
+fn a_panic_of_what_keeps_the_memory_stays_in_the_drop() {
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u8>(foreign.ptr, 4096, Panics);
+    drop(buffer);
+    drop(foreign);
+    rig.end();
+}
+
+const SCENARIO: &str = "HIGHWATER_TEST_ADOPT_SCENARIO";
+
+static LATE: Mutex<Option<DeviceBuffer<u8>>> = Mutex::new(None);
+
+/// Runs after the backend's own handler, which was registered later.
+extern "C" fn drop_late() {
+    drop(LATE.lock().unwrap().take());
+    println!("late");
+}
+
+/// Not a test by itself: what `a_child_and_an_exit_leak_what_keeps_the_memory` runs.
+#[test]
+fn scenario() {
+    let Ok(scenario) = std::env::var(SCENARIO) else { return };
+    if scenario == "exit" {
+        // SAFETY: the handler only drops a buffer.
+        assert_eq!(unsafe { libc::atexit(drop_late) }, 0);
+    }
+    let rig = Rig::new();
+    let foreign = rig.shareable(4096);
+    let buffer = rig.adopt::<u8>(foreign.ptr, 4096, Loud);
+    std::mem::forget(foreign);
+    match scenario.as_str() {
+        "fork" => {
+            // SAFETY: the child drops objects, makes calls that must be refused, and exits.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                drop(buffer);
+                // SAFETY: the call must be refused.
+                let refused = unsafe { rig.device.adopt::<u8>(DevicePtr::new(4096), 1, Loud) };
+                let ok = refused.is_err_and(|error| error.kind() == ErrorKind::Forked);
+                // SAFETY: ends the child at once.
+                unsafe { libc::_exit(i32::from(!ok)) };
+            }
+            let mut status = -1;
+            // SAFETY: waits for the child made above.
+            assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+            assert_eq!(status, 0);
+            println!("parent {}", std::process::id());
+            drop(buffer);
+        }
+        "exit" => {
+            *LATE.lock().unwrap() = Some(buffer);
+            std::mem::forget(rig);
+            std::process::exit(0);
+        }
+        _ => panic!("an unknown scenario"),
+    }
+}
+
+fn run(scenario: &str) -> String {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "scenario", "--test-threads=1", "--nocapture"])
+        .env(SCENARIO, scenario)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_child_and_an_exit_leak_what_keeps_the_memory() {
+    let forked = run("fork");
+    let parent = forked.lines().find_map(|line| line.split_once("parent ")).unwrap().1.to_owned();
+    let drops: Vec<&str> =
+        forked.lines().filter_map(|line| line.split_once("dropped in ")).map(|(_, pid)| pid).collect();
+    assert_eq!(drops, [parent.as_str()], "{forked}");
+    let exited = run("exit");
+    assert!(exited.contains("late") && !exited.contains("dropped"), "{exited}");
+}
