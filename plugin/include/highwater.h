@@ -806,7 +806,7 @@ struct hw_table {
     /* Binds the stream of later products.
      *  - blas.stream-bound: products run in the order of the bound stream.
      *  - blas.unbound: until a stream is bound, products and runs of plans return HW_ERROR_INVALID_STATE, and nothing is
-     *    enqueued.
+     *    enqueued. A product without elements may succeed.
      *  - blas.stream-device: a stream of another device returns HW_ERROR_WRONG_DEVICE.
      *  - blas.stream-destroyed: once the bound stream is destroyed, products and runs of plans return
      *    HW_ERROR_INVALID_HANDLE, and nothing is enqueued. Those enqueued before are still executed.
