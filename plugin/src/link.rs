@@ -149,6 +149,11 @@ impl Link {
         Ok(())
     }
 
+    /// Refuses a call that is answered without the plugin, in a forked child.
+    pub(super) fn refuse_in_child(&self, operation: &'static str) -> Result<()> {
+        if self.guard.is_current() { Ok(()) } else { Err(Generation::error(operation)) }
+    }
+
     #[cold]
     fn out_of_service(&self, operation: &'static str) -> Error {
         if !self.guard.is_current() {

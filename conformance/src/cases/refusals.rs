@@ -699,7 +699,11 @@ fn destroyed_handles(backend: &dyn Backend) -> CaseResult {
                 answers.push(("destroy_plan", raw.destroy_plan(plan)));
             }
             for (name, answer) in answers {
-                check_error!(answer, InvalidHandle, "{name} of a {kind:?} handle that was destroyed");
+                // A backend that cannot reset handles need not look at the handle.
+                let is_lacking = matches!(&answer, Err(error) if name == "reset" && error.kind() == highwater_hal::ErrorKind::Unsupported);
+                if !is_lacking {
+                    check_error!(answer, InvalidHandle, "{name} of a {kind:?} handle that was destroyed");
+                }
             }
             before.check("every call of a destroyed handle")?;
             stream.synchronize()?;
