@@ -101,6 +101,9 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
         let elapsed = || backend.event_elapsed_ns(event.id(), event.id()).map(drop);
         calls.push(("event_elapsed_ns", Box::new(elapsed)));
     }
+    if can.foreign_memory {
+        calls.push(("describe_memory", Box::new(|| backend.describe_memory(DEVICE, block.ptr()).map(drop))));
+    }
     if can.foreign_objects {
         let (raw_stream, raw_event) = (backend.raw_stream(stream.id())?, backend.raw_event(event.id())?);
         calls.push(("raw_stream", Box::new(|| backend.raw_stream(stream.id()).map(drop))));
@@ -226,11 +229,16 @@ fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> C
     let block = Block::with_kind(backend, DEVICE, 4096, DeviceMemoryKind::Shareable(transport))?;
     block.write(0, &[1; 4096])?;
     let (handle, sharing) = (block.export(transport)?, sharing(backend, "fork")?);
-    refused_in_a_child(vec![
+    let imports = backend.capabilities(DEVICE)?.foreign_memory;
+    let mut calls: Vec<Call<'_>> = vec![
         ("export_memory", Box::new(|| block.export(transport).map(drop))),
         ("open_memory", Box::new(|| sharing.open_memory(DEVICE, &handle).map(drop))),
         ("close_memory", Box::new(|| close_unknown(backend, DEVICE, block.ptr()))),
-    ])?;
+    ];
+    if imports {
+        calls.push(("import_memory", Box::new(|| sharing.import_memory(DEVICE, &handle).map(drop))));
+    }
+    refused_in_a_child(calls)?;
     // The parent continues as before.
     check!(block.read()? == [1; 4096], "shareable memory lost its contents by a fork");
     block.export(transport)?;

@@ -23,8 +23,6 @@ pub(crate) struct Block {
     pub(crate) uses: BlockUses,
     /// The thread cache that the block returns to.
     pub(crate) home: Option<Arc<ThreadCache>>,
-    /// `None` for a block of the pool.
-    shared: Option<Box<dyn SharedPages>>,
 }
 
 /// Memory beside the pool that several processes can have, as seen from its block.
@@ -43,7 +41,7 @@ impl Block {
         borders: Vec<usize>,
         home: Option<Arc<ThreadCache>>,
     ) -> OwnedBlock {
-        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home, shared: None })
+        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home })
     }
 
     /// Returns the block of memory that several processes can have. Its last owner releases it.
@@ -55,8 +53,8 @@ impl Block {
     ) -> OwnedBlock {
         // Sizes in pages end where sizes in units begin.
         let size = u32::try_from(requested.max(1).div_ceil(PAGE)).map_or(MOST_PAGES, |pages| pages.min(MOST_PAGES));
-        let uses = BlockUses::with_borders(borders);
-        let block = Self { ptr, start: 0, size, uses, home: None, shared: Some(shared) };
+        let uses = BlockUses::with_attached(borders, Box::new(shared));
+        let block = Self { ptr, start: 0, size, uses, home: None };
         block.begin_life(requested);
         Arc::new(block)
     }
@@ -119,7 +117,7 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.take() {
+        if let Some(shared) = self.uses.attached::<Box<dyn SharedPages>>() {
             shared.release(self);
         }
     }

@@ -25,6 +25,8 @@
 //!   as long as the vendor takes to enqueue. A launch begins its uses in the order of addresses, before it takes the submission
 //!   lock, and no holder of a submission lock waits here. So there is no cycle of waiting threads.
 
+use std::any::Any;
+
 use super::completion_events::{CompletionEvent, Point};
 use super::lazy_box::LazyBox;
 use crate::primitive::Generation;
@@ -71,6 +73,8 @@ pub(crate) struct BlockUses {
 struct Rest {
     /// Offsets of the registrations that begin inside the block.
     borders: Vec<usize>,
+    /// An object of the block. Few blocks have one, so it is here and not in the block.
+    attached: Option<Box<dyn Any + Send + Sync>>,
     state: Mutex<State>,
     /// Wakes the threads that wait for operations that are being enqueued.
     settled: Condvar,
@@ -140,6 +144,18 @@ impl BlockUses {
             uses.rest.get_or_make(|| Rest::new(borders));
         }
         uses
+    }
+
+    /// The record of a block with an object of its own.
+    pub(crate) fn with_attached(borders: Vec<usize>, attached: Box<dyn Any + Send + Sync>) -> Self {
+        let uses = Self::new();
+        uses.rest.get_or_make(|| Rest { attached: Some(attached), ..Rest::new(borders) });
+        uses
+    }
+
+    /// Returns the object of the block, if it is a `T`.
+    pub(crate) fn attached<T: 'static>(&self) -> Option<&T> {
+        self.rest.get()?.attached.as_ref()?.downcast_ref()
     }
 
     pub(crate) fn borders(&self) -> &[usize] {
@@ -361,6 +377,7 @@ impl Rest {
             State { list: Vec::new(), notes: 0, enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
         Self {
             borders,
+            attached: None,
             state: Mutex::new(state),
             settled: Condvar::new(),
             any: AtomicBool::new(false),
