@@ -257,7 +257,7 @@ fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> Case
 }
 
 /// The duration of work that outlasts a wait with a limit of its own.
-const LONG: Duration = Duration::from_millis(400);
+const LONG: Duration = Duration::from_millis(150);
 const LONG_BYTES: usize = 32 << 20;
 
 fn long_work_is_waited_for(backend: &dyn Backend) -> CaseResult {

@@ -72,7 +72,7 @@ const OFFSETS: [usize; 11] = [0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 100];
 const GUARD: usize = 64;
 const SLOT_ALIGNMENT: usize = 256;
 /// The transfers that are enqueued behind one load. All operations of a group fit into a vendor's queue.
-const GROUP: usize = 5;
+const GROUP: usize = 10;
 /// Enough for mistakes that every third use makes.
 const ROUNDS: usize = 3;
 
