@@ -659,7 +659,7 @@ fn enter_context() {
     }
 }
 
-/// Maps so many pieces of 2 MiB next to each other, as an allocator of expandable segments does. Returns the address, and the
+/// Maps pieces of 2 MiB next to each other, as an allocator of expandable segments does. Returns the address, and the
 /// reservation.
 fn map_segments(count: usize, handle_types: u32) -> u64 {
     use cudarc::driver::sys;

@@ -122,7 +122,7 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
 pub(crate) struct Observed {
     /// The operations that come before the point.
     pub(crate) clock: OnceLock<Clock>,
-    /// The knowledge of the thread that recorded it, if threads are told apart.
+    /// The knowledge of the thread that recorded it, if the finder distinguishes threads.
     pub(crate) known: OnceLock<Clock>,
     /// The file and the number of the record, if the event is shared between processes.
     pub(crate) shared: Option<(u64, u64)>,

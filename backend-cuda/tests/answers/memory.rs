@@ -93,7 +93,7 @@ impl Blocks {
     pub(crate) fn reset(&self, (dst, src): (Memory, Memory), bytes: usize, stage: usize) -> Answer {
         for (address, kind, value) in [(self.dst(dst), dst, OLD), (self.src(src), src, NEW)] {
             if kind.is_host() {
-                // SAFETY: the block has so many bytes, and the work of earlier cells is done.
+                // SAFETY: the block is at least that long, and the work of earlier cells is done.
                 unsafe { host(address).cast::<u8>().write_bytes(value, bytes) };
             } else {
                 ok!(cu cuMemsetD8Async(address, value, bytes, stage));

@@ -9,7 +9,7 @@
 //! everything that it has waited for, or has seen complete. The finder does not see locks and channels between threads, so
 //! the host is *one* lane for all threads, and a wait of one thread counts for all from then on.
 //!
-//! If threads are told apart, each has a lane and a clock of its own. A thread learns what another knows by calls on the same
+//! If the finder distinguishes threads, each has a lane and a clock of its own. A thread learns what another knows by calls on the same
 //! stream (under its submission lock), by a record and a wait for it, by core's own locks ([`OrderObserver::shared`]), and
 //! by a hand-over that the program declares. A new thread begins with what any thread knew at its first call, because its
 //! creation comes after what its creator did.
@@ -72,7 +72,7 @@ struct Book {
     known_to_any: Clock,
     /// By lane. The entries of the host and its threads are not used.
     lanes: Vec<Clock>,
-    /// By lane, the knowledge of the threads that called on the stream, if threads are told apart.
+    /// By lane, the knowledge of the threads that called on the stream, if the finder distinguishes threads.
     callers: Vec<Clock>,
     /// The device of each lane; none for the host and its threads.
     devices: Vec<Option<u32>>,

@@ -251,7 +251,7 @@ fn refuse_a_destroyed_stream(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Sums of so many terms that kernels split them, and that another order of the parts changes bits.
+/// Long sums: kernels split them, and another order of the parts changes bits.
 const LONG_SUM: (usize, usize, usize) = (8, 8, 20_000);
 
 fn equal_bits(bench: &mut Bench<'_>, types: Types) -> CaseResult {

@@ -533,7 +533,7 @@ impl PinnedPool {
         self.check_room_for(|| self.cache.shortfall(request))
     }
 
-    /// As [`PinnedPool::check_room`], for a growth by so many bytes.
+    /// As [`PinnedPool::check_room`], for a growth by `bytes`.
     fn check_room_for(&self, shortfall: impl Fn() -> usize) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
@@ -555,7 +555,7 @@ impl PinnedPool {
 
     // ---------------------------------------------------------------- files
 
-    /// Makes a file of at least so many zeros, mapped and registered as the memory of this pool is.
+    /// Makes a file of zeros of at least the requested size, mapped and registered as the memory of this pool is.
     pub(crate) fn make_file(&self, bytes: usize) -> Result<(FileMemory, OwnedFd)> {
         self.check_room_for(|| bytes)?;
         self.memory.make_file(bytes).map_err(|refused| self.keep_left(refused))

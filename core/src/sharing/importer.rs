@@ -176,7 +176,7 @@ pub(crate) trait Mapper: Sync {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
-    /// Maps the parts of another process's memory as one range of so many bytes.
+    /// Maps the parts of another process's memory as one range.
     fn map_joined(&self, device: u32, bytes: u64, pieces: &mut Pieces<'_>) -> Result<DevicePtr>;
     /// As [`Mapper::unmap`], for a range of [`Mapper::map_joined`].
     fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;

@@ -133,7 +133,7 @@ impl HostMemory {
         self.map(file.as_fd(), size, Mode { is_new: true, read_only: false }).map(|memory| (memory, file))
     }
 
-    /// Maps and registers a file of so many bytes that another process made, after a check of its seals and its size.
+    /// Maps and registers a file of `bytes` that another process made, after a check of its seals and its size.
     pub(crate) fn map_file(
         &self,
         file: BorrowedFd<'_>,
