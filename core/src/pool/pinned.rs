@@ -533,7 +533,7 @@ impl PinnedPool {
         self.check_room_for(|| self.cache.shortfall(request))
     }
 
-    /// As [`PinnedPool::check_room`], for a growth by `bytes`.
+    /// As [`PinnedPool::check_room`], for a growth by `shortfall`.
     fn check_room_for(&self, shortfall: impl Fn() -> usize) -> Result<()> {
         let budget = Budget::of_process();
         // A trim may release the free memory that the growth would continue, so it is measured again.
