@@ -276,8 +276,8 @@ fn conformance_writes_its_certificate_to_its_own_output_in_one_piece() {
     let file = folder.join("both.json");
     let mut command = command_on("devices=1", &["conformance", "--certificate", "/dev/stdout", "--json"]);
     let status = command.stdout(fs::File::create(&file).unwrap()).status().unwrap();
-    assert!(status.success());
     let text = fs::read_to_string(&file).unwrap();
+    assert!(status.success(), "{status}: {text}");
     let objects: Result<Vec<Value>, _> = serde_json::Deserializer::from_str(&text).into_iter().collect();
     let objects = objects.unwrap_or_else(|error| panic!("{error}: {text}"));
     assert_eq!(objects.len(), 2);
