@@ -683,10 +683,10 @@ struct hw_table {
     /* Creates a stream.
      *  - stream.order: the work of one stream is executed in the order of the calls that enqueued it.
      *  - stream.asynchronous: a call that enqueues work returns without waiting for earlier work.
-     *  - stream.enqueues: a call that enqueues work does not execute it, not even on an idle stream. The call returns while
-     *    work that takes long is outstanding.
-     *  - stream.independent: streams of one device wait for each other only on request. The two default streams of a device
-     *    may wait for each other. */
+     *  - stream.enqueues: a call that enqueues work leaves its execution to the device, also on an idle stream. If the work
+     *    takes long, the call returns while the work is outstanding.
+     *  - stream.independent: work of one stream waits for work of another stream of the device only through
+     *    `stream_wait_event`. The two default streams of a device may wait for each other. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
      *  - stream.destroy-pending: work that was enqueued before is still executed.
@@ -714,8 +714,8 @@ struct hw_table {
      *  - event.destroy-stale: the id is stale afterwards. */
     int32_t (*destroy_event)(hw_backend *backend, hw_id event, hw_error *error);
     /* Records the event at the stream's current point. Replaces an earlier record.
-     *  - event.record-moves: a further record replaces the earlier one, which is forgotten. An event for other processes may
-     *    be pending until the earlier record is reached too.
+     *  - event.record-moves: after a further record, queries and waits refer to it alone. Waits that were enqueued before
+     *    keep the earlier record. An event for other processes may be pending until the earlier record is reached too.
      *  - event.record-device: a stream of another device than the event's returns HW_ERROR_WRONG_DEVICE. */
     int32_t (*record_event)(hw_backend *backend, hw_id event, hw_id stream, hw_error *error);
     /* Returns HW_COMPLETE if the stream has reached the latest record or if there is none, else HW_PENDING.

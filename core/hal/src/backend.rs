@@ -361,13 +361,13 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// - `stream.order`: the work of one stream is executed in the order of the calls that enqueued it.
     /// - `stream.asynchronous`: a call that enqueues work returns without waiting for earlier work.
-    /// - `stream.enqueues`: a call that enqueues work does not execute it, not even on an idle stream. The call returns while
-    ///   work that takes long is outstanding.
-    /// - `stream.independent`: streams of one device wait for each other only on request. The two default streams of a device may
-    ///   wait for each other.
+    /// - `stream.enqueues`: a call that enqueues work leaves its execution to the device, also on an idle stream. If the work takes
+    ///   long, the call returns while the work is outstanding.
+    /// - `stream.independent`: work of one stream waits for work of another stream of the device only through
+    ///   `stream_wait_event`. The two default streams of a device may wait for each other.
     ///
-    /// Short work may be complete when its call returns. The first call of a kind may load code of the vendor, which takes long
-    /// and may wait for the device.
+    /// The device may complete short work before the call returns. The first call of a kind may load code of the vendor, which
+    /// takes long and may wait for the device.
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId>;
 
     /// Destroys a stream. Does not wait for its work, unless the vendor's call does (ROCm).
@@ -431,8 +431,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Records the event at the stream's current point in the order of calls.
     ///
-    /// - `event.record-moves`: a further record replaces the earlier one, which is forgotten. An event for other processes may
-    ///   be pending until the earlier record is reached too.
+    /// - `event.record-moves`: after a further record, queries and waits refer to it alone. Waits that were enqueued before keep
+    ///   the earlier record. An event for other processes may be pending until the earlier record is reached too.
     /// - `event.record-device`: a stream of another device than the event's returns `WrongDevice`.
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()>;
 
