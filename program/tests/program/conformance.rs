@@ -277,10 +277,11 @@ fn conformance_writes_its_certificate_to_its_own_output_in_one_piece() {
     let mut command = command_on("devices=1", &["conformance", "--certificate", "/dev/stdout", "--json"]);
     let status = command.stdout(fs::File::create(&file).unwrap()).status().unwrap();
     let text = fs::read_to_string(&file).unwrap();
-    assert!(status.success(), "{status}: {text}");
     let objects: Result<Vec<Value>, _> = serde_json::Deserializer::from_str(&text).into_iter().collect();
-    let objects = objects.unwrap_or_else(|error| panic!("{error}: {text}"));
-    assert_eq!(objects.len(), 2);
+    let objects = objects.unwrap_or_else(|error| panic!("{status}: {error}: {text}"));
+    assert_eq!(objects.len(), 2, "{status}: {text}");
+    let report = &objects[1];
+    assert!(status.success(), "{status}: {} {} {}", report["failures"], report["worker_end"], report["drawn_from"]);
     assert_eq!((&objects[0]["conforms"], &objects[1]["failed"]), (&true.into(), &0.into()));
     fs::remove_dir_all(&folder).unwrap();
 }
