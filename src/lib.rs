@@ -36,6 +36,7 @@
 //! | record work once and launch it often | [`Stream::capture`], [`Graph`] |
 //! | share a tensor with another process | [`Device::allocate_shared`], [`DeviceBuffer::share`], [`Ticket`] |
 //! | share the tensors of a model | [`Runtime::share_all`](highwater_core::Runtime::share_all), [`TicketBatch`] |
+//! | learn that the owner of opened memory has died | [`DeviceBuffer::owner`], [`Owner`], [`ImportOptions`] |
 //! | pool handles of your own type | [`HandlePool`] |
 //! | launch a kernel of your own | [`Stream::raw`], [`Stream::note_device_use`], [`Device::stream_from_raw`] |
 //! | see what the pools hold | [`Runtime::statistics`](highwater_core::Runtime::statistics), [`statistics`] |
@@ -96,9 +97,10 @@ pub use highwater_plugin as plugin;
 pub use highwater_rocm as rocm;
 
 pub use highwater_core::{
-    Access, BlasLease, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease, HandlePool,
-    HostMemoryOptions, HugePages, LtLease, Matmul, Matrix, Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut,
-    PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream, Ticket, TicketBatch, numerics,
+    Access, BlasLease, DeathWatch, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease,
+    HandlePool, HostMemoryOptions, HugePages, ImportOptions, LtLease, Matmul, Matrix, Numerics, Owner, OwnerDeath,
+    PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream,
+    Ticket, TicketBatch, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,

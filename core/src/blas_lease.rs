@@ -275,7 +275,9 @@ impl BlasLease<'_> {
             pooled.apply_numerics(operation, self.stream, policy, data_type)?;
         }
         if turn.recording.is_some() || noted != Noted::Ordered {
-            check_recordable(operation, self.stream)?;
+            if turn.recording.is_some() {
+                check_recordable(operation, self.stream)?;
+            }
             product::keep_recorded(operation, &mut turn, noted, blocks)?;
         }
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).

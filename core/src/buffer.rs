@@ -10,7 +10,7 @@ use crate::capture::thread::refuse_in_capture;
 use crate::device_block::{DeviceBlock, Origin};
 use crate::pool::pinned::Liveness;
 use crate::runtime::Runtime;
-use crate::sharing::{Exported, Ticket};
+use crate::sharing::{Exported, Owner, Ticket};
 use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, Result};
 
 /// `len` values of `T` in the memory of one device.
@@ -219,6 +219,13 @@ impl<T: Element> DeviceBuffer<T> {
     /// - Otherwise the backend's error.
     pub fn share(&self) -> Result<Ticket> {
         DeviceSlice::from(self).share()
+    }
+
+    /// Returns the process that owns the memory of a buffer which [`Runtime::open_shared`](crate::Runtime::open_shared) opened.
+    /// `None` for memory of this runtime and for memory that [`Device::adopt`](crate::Device::adopt) took.
+    #[must_use]
+    pub fn owner(&self) -> Option<Owner> {
+        self.block.owner()
     }
 
     /// Returns the same buffer as values of another type. The bytes stay as they are.

@@ -13,7 +13,7 @@ use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::stream_memory::{Lot, Placed, StreamMemory, Waiting};
 use crate::pool::stream_use::{StreamUse, UseEnd};
 use crate::services::Services;
-use crate::sharing::Ticket;
+use crate::sharing::{Owner, Revocation, Ticket};
 use crate::stream::core::StreamCore;
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result, Transport};
 
@@ -41,6 +41,8 @@ pub(crate) struct DeviceBlock {
 pub(crate) enum Noted {
     /// All later work of the stream comes after it.
     Ordered,
+    /// As `Ordered`. The memory may be revoked, so the call checks that under the submission lock.
+    Revocable,
     /// Each launch of the graph comes after it. The stream takes part in a capture, where it cannot wait for work
     /// outside.
     InCapture,
@@ -48,13 +50,16 @@ pub(crate) enum Noted {
 
 impl Noted {
     pub(crate) fn and(self, other: Self) -> Self {
-        if self == Self::Ordered { other } else { self }
+        match (self, other) {
+            (Self::Ordered, other) | (Self::Revocable, other @ Self::InCapture) => other,
+            (earlier, _) => earlier,
+        }
     }
 
     /// Refuses work that would execute instead of being recorded, because the capture ended between note and call.
     pub(crate) fn check_executed(self, operation: &'static str) -> Result<()> {
         match self {
-            Self::Ordered => Ok(()),
+            Self::Ordered | Self::Revocable => Ok(()),
             Self::InCapture => Err(Error::new(
                 ErrorKind::Capture,
                 operation,
@@ -99,6 +104,14 @@ pub(crate) trait SharedMemory: Send + Sync {
     fn transport(&self, device: u32) -> Result<Transport>;
     /// Returns the bytes of the shared allocation that the block has.
     fn range(&self) -> Range<u64>;
+    /// Returns the state of memory that is revoked when its owner dies. `None` for all other memory.
+    fn revocation(&self) -> Option<&Revocation> {
+        None
+    }
+    /// Returns the process that owns the memory, unless it is this one.
+    fn owner(&self) -> Option<Owner> {
+        None
+    }
 }
 
 impl fmt::Debug for DeviceBlock {
@@ -164,6 +177,44 @@ impl DeviceBlock {
         if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
     }
 
+    /// Returns the state of memory that is revoked when its owner dies.
+    fn revocation(&self) -> Option<&Revocation> {
+        match &self.origin {
+            Origin::Shared(memory) => memory.revocation(),
+            Origin::Own | Origin::Ordered(_) => None,
+        }
+    }
+
+    /// Refuses memory that was revoked. A call that uses [`Noted::Revocable`] memory calls it under the submission lock.
+    pub(crate) fn check_usable(&self, operation: &'static str) -> Result<()> {
+        self.revocation().map_or(Ok(()), |revocation| revocation.check(operation))
+    }
+
+    /// Notes that other code has the address. Then the memory is released with the block and not earlier.
+    pub(crate) fn note_lent(&self) {
+        if let Some(revocation) = self.revocation() {
+            let _uses = self.uses.lock();
+            revocation.lend();
+        }
+    }
+
+    /// Refuses all later uses of the memory of a dead owner. Returns the streams that used it. A call that was noted earlier
+    /// either comes before the completion of its stream or finds the memory revoked, because it checks under the submission
+    /// lock. `None` if the memory is released with the block: other code has the address.
+    pub(crate) fn revoke(&self) -> Option<Vec<StreamUse>> {
+        let revocation = self.revocation()?;
+        let uses = self.uses.lock();
+        revocation.revoke().then(|| uses.iter().map(|(use_, _)| use_.clone()).collect())
+    }
+
+    /// Returns the process that owns the memory, unless it is this one.
+    pub(crate) fn owner(&self) -> Option<Owner> {
+        match &self.origin {
+            Origin::Shared(memory) => memory.owner(),
+            Origin::Own | Origin::Ordered(_) => None,
+        }
+    }
+
     /// Returns whether the block is allocated and freed in the order of the stream, or the stream's part in a capture, with this
     /// key.
     pub(crate) fn is_in_order_of(&self, key: u64) -> bool {
@@ -201,7 +252,10 @@ impl DeviceBlock {
         }
         let count = uses.len();
         drop(uses);
-        if noted == Noted::Ordered {
+        if self.revocation().is_some() {
+            // No short cut: each use must look whether the memory is revoked.
+            noted = noted.and(Noted::Revocable);
+        } else if noted == Noted::Ordered {
             self.last_use.store(stream.key, Ordering::Relaxed);
         }
         // From time to time, so that a buffer that outlives many streams does not remember all of them.
@@ -288,6 +342,7 @@ impl DeviceBlock {
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
         self.services().check("share")?;
         refuse_in_capture("share")?;
+        self.check_usable("share")?;
         if self.recording.load(Ordering::Relaxed) > 0 {
             return Err(Error::new(
                 ErrorKind::Capture,

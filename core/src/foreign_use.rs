@@ -133,6 +133,9 @@ impl Stream {
     /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
     /// a note of its own.
     ///
+    /// Memory that was opened with [`OwnerDeath::Release`](crate::OwnerDeath::Release) is released with its buffer after a
+    /// note, and not when its owner dies: Highwater cannot take an address back.
+    ///
     /// ```
     /// # use highwater_core::{Backend, DevicePtr, FillPattern, MemoryFill};
     /// use highwater_core::{Access, Runtime};
@@ -159,8 +162,8 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; else the
-    /// error of ordering the stream after the allocation. After an error the caller must not enqueue the work.
+    /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; `Expired` if
+    /// the memory was released because its owner has died; else the error of ordering the stream after the allocation. After an error the caller must not enqueue the work.
     pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, access: Access) -> Result<()> {
         const OPERATION: &str = "note_device_use";
         // Reads and writes both keep the memory.
@@ -169,6 +172,7 @@ impl Stream {
         self.runtime().inner.check(OPERATION)?;
         self.check_slice(OPERATION, &slice.untyped())?;
         let noted = slice.block.note_use(self.core())?;
+        slice.block.note_lent();
         self.core().enter(OPERATION)?.keep_device(OPERATION, noted, &[slice.block])
     }
 

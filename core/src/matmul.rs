@@ -188,6 +188,10 @@ impl<T: Scalar, R: Scalar> Matmul<'_, '_, T, R> {
             let (of_a, of_b, of_c) = (a.bytes("A")?, b.bytes("B")?, c.bytes("C")?);
             for (name, factor, bytes) in [("A", a, of_a), ("B", b, of_b)] {
                 if c.values.untyped().overlaps(of_c, &factor.values.untyped(), bytes) {
+                    // The address of released memory may belong to another buffer by now.
+                    for block in [c.values.block(), factor.values.block()] {
+                        block.check_usable(OPERATION)?;
+                    }
                     return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("C overlaps {name}"))
                         .with_hint("write to a buffer of its own"));
                 }

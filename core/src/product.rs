@@ -112,6 +112,8 @@ impl<'b> Product<'b> {
         let Self { operation, gemm: Gemm { shape, .. }, types: [of_factors, of_result], .. } = self;
         let [a, b, c] = self.slices();
         stream.runtime().inner.check(operation)?;
+        // The address of released memory may belong to another buffer by now.
+        self.blocks.iter().try_for_each(|block| block.check_usable(operation))?;
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
         for (what, of_shape, of_buffers) in
             [("factors", shape.data_type, of_factors), ("a result", shape.output, of_result)]

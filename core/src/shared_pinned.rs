@@ -11,8 +11,8 @@ use crate::pool::block::OwnedBlock;
 use crate::pool::file_access::FileAccess;
 use crate::pool::pinned::PinnedPool;
 use crate::runtime::Runtime;
-use crate::sharing::Ticket;
 use crate::sharing::pinned::{MadeHere, PinnedOrigin, open};
+use crate::sharing::{Owner, Ticket};
 use highwater_hal::{DevicePtr, Element, Error, ErrorKind, HostPtr, Result};
 
 impl Runtime {
@@ -187,6 +187,12 @@ impl<T: Element> SharedPinnedBuffer<T> {
     pub fn as_mut_ptr(&self) -> Result<*mut T> {
         self.check_writable()?;
         Ok(self.ptr().as_ptr().cast())
+    }
+
+    /// Returns the process that made the memory. `None` if it is this one. The memory stays when that process dies.
+    #[must_use]
+    pub fn owner(&self) -> Option<Owner> {
+        self.origin.owner()
     }
 
     /// Returns whether values may still be written: the buffer was not shared, or was shared as writable.

@@ -207,6 +207,9 @@ impl Recorded {
 
         let mut submission = core.enter_outside(OPERATION)?;
         noted.check_executed(OPERATION)?;
+        if noted != Noted::Ordered {
+            self.device.values().try_for_each(|block| block.check_usable(OPERATION))?;
+        }
         let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, completion)| completion);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
         let mut awaited: Vec<&Arc<CompletionEvent>> = racing.into_iter().flatten().collect();

@@ -14,6 +14,11 @@ pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
     /// Records a completion event after all work enqueued on the stream so far, except captured work.
     fn completion(&self) -> Result<Arc<CompletionEvent>>;
 
+    /// As [`LiveStream::completion`], for a thread that must not wait for long. `None` if another thread is enqueuing.
+    fn completion_soon(&self) -> Result<Option<Arc<CompletionEvent>>> {
+        self.completion().map(Some)
+    }
+
     /// Records an event after the work that the stream has recorded in a capture so far. The address identifies the capture.
     /// `None` if the stream takes no part in it.
     fn completion_in(&self, _capture: usize) -> Result<Option<Arc<CompletionEvent>>> {
@@ -131,10 +136,20 @@ impl StreamUse {
 
     /// Records the end of all work enqueued on the stream so far.
     pub(crate) fn completion(&self) -> UseEnd {
+        self.completion_by(|stream| stream.completion().map(Some))
+    }
+
+    /// As [`StreamUse::completion`], for a thread that must not wait for long. `Later` if another thread is enqueuing.
+    pub(crate) fn completion_soon(&self) -> UseEnd {
+        self.completion_by(|stream| stream.completion_soon())
+    }
+
+    fn completion_by(&self, record: impl FnOnce(&dyn LiveStream) -> Result<Option<Arc<CompletionEvent>>>) -> UseEnd {
         if let Some(stream) = self.stream() {
             // The reference keeps the stream from being destroyed in the meantime.
-            return match stream.completion() {
-                Ok(completion) => UseEnd::At(completion),
+            return match record(&*stream) {
+                Ok(Some(completion)) => UseEnd::At(completion),
+                Ok(None) => UseEnd::Later,
                 Err(error) if error.kind() == ErrorKind::Capture => UseEnd::Later,
                 Err(error) => {
                     stream.count_failed_release(&error);

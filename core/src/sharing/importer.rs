@@ -6,8 +6,8 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -22,7 +22,9 @@ use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
+use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
+use crate::pool::stream_use::{StreamUse, UseEnd};
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
 pub(super) const OPERATION: &str = "open_shared";
@@ -67,6 +69,8 @@ pub(crate) struct Importer {
     /// True while a thread processes `pending`. One thread at a time, so that no thread finds the list empty while another
     /// holds its entries.
     asking: AtomicBool,
+    /// The blocks that are revoked when the owner of their memory dies, by their addresses.
+    revocable: Mutex<HashMap<usize, RevocableBlock>>,
     /// Imports to unmap as soon as no buffer has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
     /// Imports that the backend has refused to unmap. The service does not retry them on its own.
@@ -122,7 +126,7 @@ struct ImportKey {
 #[derive(Debug)]
 pub(crate) struct Link {
     incarnation: [u8; 16],
-    pub(crate) process: Process,
+    pub(crate) process: Arc<Process>,
     socket: OwnedFd,
     /// Number of the last request. The lock is held from a request to its answer.
     channel: Mutex<u32>,
@@ -162,12 +166,30 @@ pub(crate) struct Import {
     open: OpenCount,
 }
 
+/// A block that is revoked when the owner of its memory dies.
+type RevocableBlock = (Arc<Import>, Weak<DeviceBlock>);
+
 #[derive(Debug)]
 struct PendingRelease {
     import: Arc<Import>,
     after: Vec<Arc<CompletionEvent>>,
+    /// Uses that have no completion event yet.
+    later: Vec<StreamUse>,
     /// True if the end of a stream's use is unknown. Then the end of the runtime releases the import.
     unmarked: bool,
+}
+
+impl PendingRelease {
+    /// Records the ends of the uses that have no completion event yet.
+    fn record_later(&mut self) {
+        for use_ in std::mem::take(&mut self.later) {
+            match use_.completion_soon() {
+                UseEnd::At(completion) => self.after.push(completion),
+                UseEnd::Later => self.later.push(use_),
+                UseEnd::Unknown => self.unmarked = true,
+            }
+        }
+    }
 }
 
 /// The operations for mapping, provided by the runtime.
@@ -337,7 +359,7 @@ impl Link {
         let (line, theirs) = line()?;
         let link = Self {
             incarnation: ticket.incarnation,
-            process,
+            process: Arc::new(process),
             socket,
             channel: Mutex::new(0),
             line,
@@ -1091,15 +1113,51 @@ impl Importer {
             return self.release(&import, bell);
         }
         let mut pending = self.pending.lock();
-        pending.push(PendingRelease { import, after, unmarked });
+        pending.push(PendingRelease { import, after, later: Vec::new(), unmarked });
         self.count_pending(&pending);
         drop(pending);
         bell.ring();
     }
 
+    /// Releases an import once these uses have ended.
+    pub(crate) fn release_after_uses(&self, import: Arc<Import>, later: Vec<StreamUse>, bell: &Bell) {
+        if later.is_empty() {
+            return self.release(&import, bell);
+        }
+        let mut pending = self.pending.lock();
+        pending.push(PendingRelease { import, after: Vec::new(), later, unmarked: false });
+        self.count_pending(&pending);
+        drop(pending);
+        bell.ring();
+    }
+
+    // ---------------------------------------------------------------- revocable blocks
+
+    /// Notes a block that is revoked when the owner of its memory dies.
+    pub(crate) fn add_revocable(&self, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
+        let entry = (Arc::clone(import), Arc::downgrade(block));
+        self.revocable.lock().insert(Arc::as_ptr(block).addr(), entry);
+    }
+
+    /// Forgets a block whose owner is gone.
+    pub(crate) fn forget_revocable(&self, block: &DeviceBlock) {
+        // Dropped without the lock.
+        let forgotten = self.revocable.lock().remove(&std::ptr::from_ref(block).addr());
+        drop(forgotten);
+    }
+
+    /// Takes the blocks out that a connection opened. Blocks that are being dropped release their memory themselves.
+    pub(crate) fn take_revocable(&self, link: &Arc<Link>) -> Vec<(Arc<Import>, Arc<DeviceBlock>)> {
+        let mut revocable = self.revocable.lock();
+        let taken = revocable.extract_if(|_, (import, _)| Arc::ptr_eq(&import.link, link));
+        let taken: Vec<_> = taken.map(|(_, entry)| entry).collect();
+        drop(revocable);
+        taken.into_iter().filter_map(|(import, block)| block.upgrade().map(|block| (import, block))).collect()
+    }
+
     /// Stores the number of releases that can be queried. An import without completion events waits for the end of the runtime.
     fn count_pending(&self, pending: &[PendingRelease]) {
-        let asked = pending.iter().filter(|release| !release.after.is_empty()).count();
+        let asked = pending.iter().filter(|release| !release.after.is_empty() || !release.later.is_empty()).count();
         self.pending_count.store(asked as u64, Ordering::Relaxed);
     }
 
@@ -1121,8 +1179,12 @@ impl Importer {
         let mut pending = std::mem::take(&mut *self.pending.lock());
         let before = pending.len();
         pending.retain_mut(|release| {
+            if at_end {
+                release.later.clear();
+            }
+            release.record_later();
             release.after.retain(|completion| !at_end && !is_passed(completion));
-            let waits = !release.after.is_empty() || release.unmarked && !at_end;
+            let waits = !release.after.is_empty() || !release.later.is_empty() || release.unmarked && !at_end;
             if !waits {
                 self.release(&release.import, bell);
             }
@@ -1168,9 +1230,12 @@ impl Importer {
         self.state.lock().retire(link);
     }
 
-    /// Handles the end of an exporter's process: its tickets expire, and memory that no buffer has open is unmapped.
-    pub(crate) fn link_ended(&self, link: &Arc<Link>) {
-        link.lost.store(true, Ordering::Relaxed);
+    /// Handles the end of an exporter's process: its tickets expire, and memory that no buffer has open is unmapped. Returns
+    /// `false` if this was done before.
+    pub(crate) fn link_ended(&self, link: &Arc<Link>) -> bool {
+        if link.lost.swap(true, Ordering::Relaxed) {
+            return false;
+        }
         let mut state = self.state.lock();
         state.lost_links += 1;
         let imports = state.imports.values().flatten().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
@@ -1178,6 +1243,7 @@ impl Importer {
         if link.imports.load(Ordering::Relaxed) == 0 {
             state.retire(link);
         }
+        true
     }
 
     /// Unmaps the allocations that exporters have freed, and those on the list.
@@ -1283,11 +1349,16 @@ impl Importer {
 #[cfg(test)]
 impl Importer {
     pub(crate) fn is_locked(&self) -> bool {
-        self.state.is_locked() || self.pending.is_locked() || self.to_unmap.is_locked() || self.refused.is_locked()
+        self.state.is_locked()
+            || self.pending.is_locked()
+            || self.revocable.is_locked()
+            || self.to_unmap.is_locked()
+            || self.refused.is_locked()
     }
 
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.state.lock(), self.pending.lock(), self.to_unmap.lock(), self.refused.lock()))
+        let imports = (self.revocable.lock(), self.to_unmap.lock(), self.refused.lock());
+        crate::testing::Held((self.state.lock(), self.pending.lock(), imports))
     }
 }
 

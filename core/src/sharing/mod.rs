@@ -26,7 +26,9 @@
 //!
 //! # Death of the exporter
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
-//! belongs to the exporter, and the vendor defines what remains of it.
+//! belongs to the exporter, and the vendor defines what remains of it. An importer that opened memory with
+//! [`OwnerDeath::Release`] keeps nothing: its blocks are revoked (`revocation.rs`), and the memory is unmapped once its own work
+//! on it is done. `owner.rs` is the program's view of the exporter.
 
 mod batch;
 mod counts;
@@ -37,8 +39,10 @@ mod message;
 mod open;
 mod open_count;
 mod origin;
+mod owner;
 pub(crate) mod pinned;
 mod pinned_handle;
+mod revocation;
 mod segment;
 mod service;
 mod spread;
@@ -54,13 +58,16 @@ use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use batch::TicketBatch;
+pub use owner::{DeathWatch, ImportOptions, Owner, OwnerDeath};
 pub use ticket::Ticket;
 
 pub(crate) use exporter::{MemoryPart, WeakMemory};
 pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
+pub(crate) use revocation::Revocation;
 
+use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
 use crate::own_thread::spawn;
 use crate::pool::completion_events::CompletionEvent;
@@ -70,11 +77,12 @@ use crate::pool::host_files::HostFiles;
 use crate::services::Services;
 use exporter::{Exporter, Grant, Memory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
-use importer::{Importer, Mapper, Pieces};
+use importer::{Importer, Link, Mapper, Pieces};
 use joined::{Joined, unmap_joined};
+use owner::Deaths;
 use pinned_handle::PINNED;
 use service::Service;
-use system::{Bell, os_error};
+use system::{Bell, Process, os_error};
 
 /// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
@@ -95,6 +103,8 @@ pub(crate) struct Sharing {
     boot: [u8; 16],
     exporter: Exporter,
     importer: Importer,
+    /// The closures of the program that wait for deaths.
+    deaths: Deaths,
     bell: Bell,
     /// Bound by the first share.
     listener: OnceLock<OwnedFd>,
@@ -222,6 +232,7 @@ impl Sharing {
             boot: system::boot_id(),
             exporter: Exporter::default(),
             importer: Importer::default(),
+            deaths: Deaths::default(),
             bell: Bell::new(operation)?,
             listener: OnceLock::new(),
             binding: Mutex::new(()),
@@ -484,6 +495,47 @@ impl Sharing {
         self.importer.release_after(import, after, unmarked, &self.bell);
     }
 
+    /// Notes a block that is revoked when the owner of its memory dies.
+    pub(crate) fn watch_owner(&self, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
+        self.importer.add_revocable(import, block);
+        if import.link.is_lost() {
+            // The owner died in the meantime.
+            self.revoke(&import.link);
+        }
+    }
+
+    /// Forgets a block that [`Sharing::watch_owner`] noted, whose owner is gone.
+    pub(crate) fn forget_block(&self, block: &DeviceBlock) {
+        self.importer.forget_revocable(block);
+    }
+
+    /// Revokes the blocks of a dead owner, and releases their memory once the work on it is done.
+    fn revoke(&self, link: &Arc<Link>) {
+        for (import, block) in self.importer.take_revocable(link) {
+            if let Some(uses) = block.revoke() {
+                self.importer.release_after_uses(import, uses, &self.bell);
+            }
+        }
+    }
+
+    /// Handles the end of an exporter's process.
+    fn link_ended(&self, link: &Arc<Link>) {
+        if self.importer.link_ended(link) {
+            self.revoke(link);
+        }
+    }
+
+    /// Handles the end of a process whose death closures wait for.
+    fn watched_ended(&self, process: &Arc<Process>) {
+        // The memory is revoked before the closures run.
+        for link in self.importer.links() {
+            if link.process.has_ended() {
+                self.link_ended(&link);
+            }
+        }
+        self.deaths.call(process);
+    }
+
     /// Unmaps the memory that no buffer has open.
     pub(crate) fn unmap_idle(&self) {
         self.importer.unmap_idle(&self.mapper());
@@ -534,13 +586,18 @@ impl Drop for Sharing {
 impl Sharing {
     /// Returns whether a lock is held that must not be held during a call of the backend.
     pub(crate) fn is_locked(&self) -> bool {
-        self.exporter.is_locked() || self.importer.is_locked() || self.binding.is_locked() || self.thread.is_locked()
+        self.exporter.is_locked()
+            || self.importer.is_locked()
+            || self.deaths.is_locked()
+            || self.binding.is_locked()
+            || self.thread.is_locked()
     }
 
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((
             self.exporter.hold_lock(),
             self.importer.hold_locks(),
+            self.deaths.hold_lock(),
             self.binding.lock(),
             self.thread.lock(),
             self.changing.lock(),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::batch::{BatchBuilder, BatchSlice, too_many};
 use super::exporter::Memory;
 use super::ticket::{not_given_out, values};
-use super::{Import, Imported, Sharing, Ticket, TicketBatch, Wanted};
+use super::{Import, ImportOptions, Imported, OwnerDeath, Sharing, Ticket, TicketBatch, Wanted};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
@@ -68,6 +68,15 @@ impl Runtime {
     /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
+        self.open_shared_with(ticket, &ImportOptions::new())
+    }
+
+    /// Opens a buffer as [`Runtime::open_shared`] does, and chooses what happens when the exporter dies. For a ticket of this
+    /// runtime, the options have no effect. [`Owner`](crate::Owner) has an example.
+    ///
+    /// # Errors
+    /// As [`Runtime::open_shared`].
+    pub fn open_shared_with<T: Element>(&self, ticket: &Ticket, options: &ImportOptions) -> Result<DeviceBuffer<T>> {
         const OPERATION: &str = "open_shared";
         let inner = &self.inner;
         inner.check(OPERATION)?;
@@ -86,7 +95,7 @@ impl Runtime {
         }
         let device = device_with_transport(OPERATION, device, ticket)?;
         let import = sharing.open(Wanted { ticket, device })?;
-        Ok(DeviceBuffer::part(self.clone(), self.imported(import), range))
+        Ok(DeviceBuffer::part(self.clone(), self.imported(import, options), range))
     }
 
     /// Returns the device of a ticket.
@@ -108,10 +117,16 @@ impl Runtime {
     }
 
     /// Returns the block of an import. Its end releases the import.
-    fn imported(&self, import: Arc<Import>) -> Arc<DeviceBlock> {
+    fn imported(&self, import: Arc<Import>, options: &ImportOptions) -> Arc<DeviceBlock> {
         let (device, ptr) = (import.device, import.ptr);
-        let origin = Origin::Shared(Box::new(Imported::new(self.clone(), import)));
-        DeviceBlock::new(&self.inner.frees, device, ptr, origin)
+        let origin = Imported::new(self.clone(), Arc::clone(&import), options);
+        let block = DeviceBlock::new(&self.inner.frees, device, ptr, Origin::Shared(Box::new(origin)));
+        if options.owner_death() == OwnerDeath::Release
+            && let Some(sharing) = self.inner.sharing.get()
+        {
+            sharing.watch_owner(&import, &block);
+        }
+        block
     }
 
     /// Shares many slices at once. The batch names each allocation once, so that another process opens each once, and all slices
@@ -196,6 +211,19 @@ impl Runtime {
     /// As [`Runtime::open_shared`]. The message names the slice or the allocation. The time limits for answers hold for each
     /// allocation.
     pub fn open_shared_all<T: Element>(&self, batch: &TicketBatch) -> Result<Vec<DeviceBuffer<T>>> {
+        self.open_shared_all_with(batch, &ImportOptions::new())
+    }
+
+    /// Opens the slices of a batch as [`Runtime::open_shared_all`] does, and chooses what happens when an exporter dies. The
+    /// options apply to the allocations of other runtimes.
+    ///
+    /// # Errors
+    /// As [`Runtime::open_shared_all`].
+    pub fn open_shared_all_with<T: Element>(
+        &self,
+        batch: &TicketBatch,
+        options: &ImportOptions,
+    ) -> Result<Vec<DeviceBuffer<T>>> {
         const OPERATION: &str = "open_shared_all";
         let inner = &self.inner;
         inner.check(OPERATION)?;
@@ -223,7 +251,8 @@ impl Runtime {
         let wanted: Vec<_> = foreign.iter().map(|(_, wanted)| *wanted).collect();
         let imports = sharing.open_all(&wanted).map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
         // From here on, the blocks release the imports if the call fails.
-        let mut imported = imports.into_iter().map(|import| self.imported(import)).collect::<Vec<_>>().into_iter();
+        let mut imported =
+            imports.into_iter().map(|import| self.imported(import, options)).collect::<Vec<_>>().into_iter();
         let mut blocks = Vec::with_capacity(allocations.len());
         for (number, ticket) in allocations.iter().enumerate() {
             let block = if sharing.is_own(ticket) {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use super::{ExportKey, Import, MemoryPart, Ticket, WeakMemory};
+use super::{ExportKey, Import, ImportOptions, MemoryPart, Owner, OwnerDeath, Revocation, Ticket, WeakMemory};
 use crate::device_block::{DeviceBlock, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
@@ -59,11 +59,15 @@ impl SharedMemory for Exported {
 pub(crate) struct Imported {
     runtime: Runtime,
     import: Arc<Import>,
+    /// `None` for memory that is kept when its owner dies.
+    revocation: Option<Revocation>,
 }
 
 impl Imported {
-    pub(crate) fn new(runtime: Runtime, import: Arc<Import>) -> Self {
-        Self { runtime, import }
+    pub(crate) fn new(runtime: Runtime, import: Arc<Import>, options: &ImportOptions) -> Self {
+        let is_revocable = options.owner_death() == OwnerDeath::Release;
+        let revocation = is_revocable.then(|| Revocation::new(Arc::clone(&import.link.process)));
+        Self { runtime, import, revocation }
     }
 }
 
@@ -82,8 +86,22 @@ impl SharedMemory for Imported {
         0..self.import.ticket.allocation_bytes
     }
 
+    fn revocation(&self) -> Option<&Revocation> {
+        self.revocation.as_ref()
+    }
+
+    fn owner(&self) -> Option<Owner> {
+        self.runtime.inner.sharing.get().map(|sharing| Owner::new(&self.import.link.process, sharing))
+    }
+
     fn release(&self, block: &mut DeviceBlock) {
         if let Some(sharing) = self.runtime.inner.sharing.get() {
+            if let Some(revocation) = &self.revocation {
+                sharing.forget_block(block);
+                if revocation.is_released() {
+                    return;
+                }
+            }
             let (after, unmarked) = block.outstanding();
             sharing.release_after(Arc::clone(&self.import), after, unmarked);
         }

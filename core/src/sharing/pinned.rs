@@ -25,7 +25,7 @@ use super::exporter::{Memory, SharedFile, WeakMemory};
 use super::pinned_handle::{PINNED, of_file, registers_read_only};
 use super::system::os_error;
 use super::ticket::not_given_out;
-use super::{ExportKey, Import, Ticket, Wanted};
+use super::{ExportKey, Import, Owner, Ticket, Wanted};
 use crate::capture::thread::refuse_in_capture;
 use crate::pool::block::{Block, MOST_PAGES, OwnedBlock, SharedPages};
 use crate::pool::file_access::FileAccess;
@@ -176,6 +176,17 @@ impl PinnedOrigin {
         match self {
             Self::Made(made) => *made.access.lock(),
             Self::Opened(opened) => opened.access,
+        }
+    }
+
+    /// Returns the process that made the memory, unless it is this one.
+    pub(crate) fn owner(&self) -> Option<Owner> {
+        match self {
+            Self::Made(_) => None,
+            Self::Opened(opened) => {
+                let sharing = opened.runtime.inner.sharing.get()?;
+                Some(Owner::new(&opened.import.link.process, sharing))
+            }
         }
     }
 

@@ -79,6 +79,7 @@ enum Source {
     PeerEnded(Arc<Peer>),
     LinkRings(Arc<Link>),
     LinkEnded(Arc<Link>),
+    WatchedEnded(Arc<Process>),
 }
 
 impl Service {
@@ -121,6 +122,7 @@ impl Service {
         }
         let peers = sharing.exporter.peers();
         let links = sharing.importer.links();
+        let watched = sharing.deaths.processes();
         let mut sources = vec![Source::Bell];
         let mut ends = vec![PollFd::from_borrowed_fd(sharing.bell.descriptor(), PollFlags::IN)];
         if let Some(listener) = sharing.listener.get().filter(|_| self.closed_until.is_none()) {
@@ -145,6 +147,10 @@ impl Service {
                 sources.push(Source::LinkRings(Arc::clone(link)));
                 ends.push(PollFd::from_borrowed_fd(link.line.as_fd(), PollFlags::IN));
             }
+        }
+        for process in &watched {
+            sources.push(Source::WatchedEnded(Arc::clone(process)));
+            ends.push(PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN));
         }
         let second = (silent || self.closed_until.is_some()).then_some(LOOK_EVERY);
         let timeout = pause.or(second).and_then(|pause| rustix::time::Timespec::try_from(pause).ok());
@@ -175,7 +181,8 @@ impl Service {
                     self.sharing.importer.hung_up(&link);
                 }
             }
-            Source::LinkEnded(link) => self.sharing.importer.link_ended(&link),
+            Source::LinkEnded(link) => self.sharing.link_ended(&link),
+            Source::WatchedEnded(process) => self.sharing.watched_ended(&process),
         }
     }
 

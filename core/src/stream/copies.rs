@@ -266,6 +266,8 @@ impl Stream {
             self.check_here(OPERATION, &dst.untyped())?;
         }
         if src.untyped().overlaps(src.bytes(), &dst.untyped(), dst.bytes()) {
+            // The address of released memory may belong to another buffer by now.
+            src.block.check_usable(OPERATION).and_then(|()| dst.block.check_usable(OPERATION))?;
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{src:?} and {dst:?} overlap"))
                 .with_hint("copy through a third buffer"));
         }

@@ -8,10 +8,11 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::submission::SubmissionState;
+use super::submission::{SubmissionGuard, SubmissionState};
 use crate::capture::thread::let_go;
 use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool, Point};
@@ -186,8 +187,17 @@ impl StreamCore {
             let latest = self.lock_submission().latest.clone();
             return latest.ok_or_else(|| not_the_owner("record_event"));
         }
-        let mut completion = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
-        let mut submission = self.enter("record_event")?;
+        let completion = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
+        let submission = self.enter("record_event")?;
+        self.complete(submission, completion)
+    }
+
+    /// Records a completion event under the submission lock, which ends before the event goes back to its pool.
+    fn complete(
+        &self,
+        mut submission: SubmissionGuard<'_>,
+        mut completion: CompletionEvent,
+    ) -> Result<Arc<CompletionEvent>> {
         if let Some(recording) = &submission.recording {
             return Ok(Arc::clone(&recording.before));
         }
@@ -230,6 +240,17 @@ impl LiveStream for StreamCore {
 
     fn completion(&self) -> Result<Arc<CompletionEvent>> {
         Self::completion(self)
+    }
+
+    fn completion_soon(&self) -> Result<Option<Arc<CompletionEvent>>> {
+        const SOON: Duration = Duration::from_millis(1);
+        if self.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
+            let Some(submission) = self.submission.try_lock_for(SOON) else { return Ok(None) };
+            return submission.latest.clone().ok_or_else(|| not_the_owner("record_event")).map(Some);
+        }
+        let completion = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
+        let Some(submission) = self.submission.try_lock_for(SOON) else { return Ok(None) };
+        self.complete(submission.into(), completion).map(Some)
     }
 
     fn is_over(&self) -> bool {

@@ -115,6 +115,9 @@ impl SubmissionState {
         noted: Noted,
         blocks: &[&Arc<DeviceBlock>],
     ) -> Result<()> {
+        if noted != Noted::Ordered {
+            blocks.iter().try_for_each(|block| block.check_usable(operation))?;
+        }
         let Some(recording) = &mut self.recording else { return noted.check_executed(operation) };
         for &block in blocks {
             recording.keep_device(block);

@@ -7,6 +7,7 @@ mod graphs;
 mod hostile;
 mod kills;
 mod lives;
+mod owners;
 mod peer;
 mod pinned;
 mod promises;

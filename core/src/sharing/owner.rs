@@ -1,0 +1,268 @@
+//! [`Owner`]: the process that owns opened memory, and what an importer does when it dies.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+use super::Sharing;
+use super::system::{Process, os_error};
+use highwater_hal::{Error, ErrorKind, Result};
+
+/// What happens to opened memory when the process that owns it dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum OwnerDeath {
+    /// The buffer stays usable, and the memory is released with it. With [`Transport::Descriptor`](crate::Transport::Descriptor)
+    /// its contents stay. With other transports the vendor defines what remains.
+    #[default]
+    Keep,
+    /// The memory is released promptly, even if the program still has the buffer. First the queued work of this process that
+    /// uses it ends. From the death on, each operation on the buffer returns an error of kind `Expired`, and so does the launch
+    /// of a graph that uses it.
+    ///
+    /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. Then the memory is
+    /// released once the program has dropped the buffer.
+    Release,
+}
+
+/// How a process opens memory of another one: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).
+///
+/// ```
+/// use highwater_core::{OwnerDeath, ImportOptions};
+///
+/// let options = ImportOptions::new().with_owner_death(OwnerDeath::Release);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ImportOptions {
+    owner_death: OwnerDeath,
+}
+
+impl ImportOptions {
+    /// Returns the options that [`Runtime::open_shared`](crate::Runtime::open_shared) uses: the memory of a dead owner is kept.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets what happens to the memory when its owner dies.
+    #[must_use]
+    pub fn with_owner_death(self, owner_death: OwnerDeath) -> Self {
+        Self { owner_death }
+    }
+
+    /// Returns what happens to the memory when its owner dies.
+    #[must_use]
+    pub fn owner_death(&self) -> OwnerDeath {
+        self.owner_death
+    }
+}
+
+/// The process that owns the memory of an opened buffer: [`DeviceBuffer::owner`](crate::DeviceBuffer::owner).
+///
+/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death: an owner that is
+/// stopped, or whose connection is closed, is alive. The system reports the end of a process that has zombie threads or a
+/// parent that does not wait for it, too.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use highwater_core::{OwnerDeath, ImportOptions, Runtime, Ticket};
+/// # use highwater_mock::{MockGpu, MockOptions};
+///
+/// # fn main() -> highwater_core::Result<()> {
+/// # let (runtime, ticket) = (Runtime::new(MockGpu::open(MockOptions::new())?)?, Ticket::from_bytes(&[])?);
+/// let options = ImportOptions::new().with_owner_death(OwnerDeath::Release);
+/// let weights = runtime.open_shared_with::<f32>(&ticket, &options)?;
+/// // `None` if this process made the buffer.
+/// if let Some(owner) = weights.owner() {
+///     let pid = owner.pid();
+///     let watch = owner.on_death(move || eprintln!("process {pid} has died, and its weights are gone"))?;
+///     while owner.is_alive() {
+///         // Use the weights.
+/// #       break;
+///     }
+///     let is_dead = owner.wait(Duration::from_secs(1))?;
+/// #   let _ = (is_dead, watch);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// [`AsFd`] returns the pidfd of the owner. It becomes readable at the owner's death, so `poll`, `epoll` and asynchronous
+/// runtimes can wait for it.
+#[derive(Clone)]
+pub struct Owner {
+    process: Arc<Process>,
+    sharing: Weak<Sharing>,
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Owner").field("pid", &self.pid()).field("is_alive", &self.is_alive()).finish()
+    }
+}
+
+impl AsFd for Owner {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.process.pidfd()
+    }
+}
+
+impl Owner {
+    pub(super) fn new(process: &Arc<Process>, sharing: &Arc<Sharing>) -> Self {
+        Self { process: Arc::clone(process), sharing: Arc::downgrade(sharing) }
+    }
+
+    /// Returns the process id, as this process sees it. After the death, the id may name another process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid.cast_unsigned()
+    }
+
+    /// Returns whether the process is alive.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        !self.process.has_ended()
+    }
+
+    /// Waits for the death of the process, for at most `timeout`. Returns whether it is dead.
+    ///
+    /// # Errors
+    /// `OperatingSystem` if the system refuses the wait.
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        // `None` for a time that does not end.
+        let until = Instant::now().checked_add(timeout);
+        loop {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = left.and_then(|left| rustix::time::Timespec::try_from(left).ok());
+            let mut end = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
+            match rustix::event::poll(&mut end, left.as_ref()) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(os_error("wait", "wait for the death of a process", errno)),
+            }
+        }
+    }
+
+    /// Calls a closure once, when the process dies; at once, if it is dead. Operations on buffers that were opened with
+    /// [`OwnerDeath::Release`] are refused by then, and their memory is about to be released. Dropping the result cancels the
+    /// call, unless it has begun.
+    ///
+    /// The sharing thread of the runtime makes the call. Until the closure returns, that thread answers no other process and
+    /// releases no memory. The closure should only signal another thread. It may drop buffers. The call does not take place if
+    /// the runtime ends before the process.
+    ///
+    /// # Errors
+    /// `ShuttingDown` if the runtime has ended; `Forked` in a forked child; `OperatingSystem` if no thread can be started.
+    pub fn on_death(&self, call: impl FnOnce() + Send + 'static) -> Result<DeathWatch> {
+        const OPERATION: &str = "on_death";
+        let ended = || {
+            Error::new(ErrorKind::ShuttingDown, OPERATION, "the runtime has ended")
+                .with_hint("keep the runtime, or wait for the owner with `Owner::wait`")
+        };
+        let sharing = self.sharing.upgrade().ok_or_else(ended)?;
+        sharing.services().check(OPERATION)?;
+        sharing.start(OPERATION)?;
+        let number = sharing.deaths.add(&self.process, Box::new(call));
+        sharing.ring();
+        Ok(DeathWatch { number, sharing: Weak::clone(&self.sharing) })
+    }
+}
+
+/// A closure that waits for the death of a process: [`Owner::on_death`]. Dropping it cancels the call.
+#[must_use = "dropping the watch cancels the call"]
+#[derive(Debug)]
+pub struct DeathWatch {
+    number: u64,
+    sharing: Weak<Sharing>,
+}
+
+impl Drop for DeathWatch {
+    fn drop(&mut self) {
+        if let Some(sharing) = self.sharing.upgrade().filter(|sharing| sharing.generation.is_current()) {
+            // Dropped without the lock: a closure may own anything.
+            let cancelled = sharing.deaths.cancel(self.number);
+            drop(cancelled);
+        }
+    }
+}
+
+type Call = Box<dyn FnOnce() + Send>;
+
+/// A process whose death closures wait for.
+struct Watched {
+    process: Arc<Process>,
+    calls: Vec<(u64, Call)>,
+}
+
+/// The closures that wait for the deaths of processes.
+#[derive(Default)]
+pub(super) struct Deaths {
+    watched: Mutex<Vec<Watched>>,
+    last: AtomicU64,
+}
+
+impl fmt::Debug for Deaths {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Deaths").finish_non_exhaustive()
+    }
+}
+
+impl Deaths {
+    fn add(&self, process: &Arc<Process>, call: Call) -> u64 {
+        // Relaxed: the numbers only need to be unique.
+        let number = self.last.fetch_add(1, Ordering::Relaxed);
+        let mut watched = self.watched.lock();
+        match watched.iter_mut().find(|watched| Arc::ptr_eq(&watched.process, process)) {
+            Some(watched) => watched.calls.push((number, call)),
+            None => watched.push(Watched { process: Arc::clone(process), calls: vec![(number, call)] }),
+        }
+        number
+    }
+
+    fn cancel(&self, number: u64) -> Option<(Call, Option<Watched>)> {
+        let mut list = self.watched.lock();
+        let (at, place) = list.iter().enumerate().find_map(|(at, watched)| {
+            watched.calls.iter().position(|(known, _)| *known == number).map(|place| (at, place))
+        })?;
+        let (_, call) = list[at].calls.swap_remove(place);
+        let watched = list[at].calls.is_empty().then(|| list.swap_remove(at));
+        Some((call, watched))
+    }
+
+    /// Returns the processes that closures wait for.
+    pub(super) fn processes(&self) -> Vec<Arc<Process>> {
+        self.watched.lock().iter().map(|watched| Arc::clone(&watched.process)).collect()
+    }
+
+    /// Makes the calls that waited for the death of a process.
+    pub(super) fn call(&self, process: &Arc<Process>) {
+        let watched = {
+            let mut list = self.watched.lock();
+            let at = list.iter().position(|watched| Arc::ptr_eq(&watched.process, process));
+            at.map(|at| list.swap_remove(at))
+        };
+        for (_, call) in watched.into_iter().flat_map(|watched| watched.calls) {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err() {
+                tracing::warn!("a closure for the death of process {} has panicked", process.pid);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+impl Deaths {
+    pub(super) fn is_locked(&self) -> bool {
+        self.watched.is_locked()
+    }
+
+    pub(super) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.watched.lock())
+    }
+}

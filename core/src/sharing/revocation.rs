@@ -1,0 +1,65 @@
+//! Memory that is revoked when its owner dies: the state of one block of it.
+//!
+//! | state | a use | the death of the owner | the end of the block |
+//! | --- | --- | --- | --- |
+//! | usable | is allowed | makes it revoked, and releases the memory after the uses so far | releases the memory |
+//! | lent: other code has the address | is allowed | makes it revoked and lent | releases the memory |
+//! | revoked | `Expired` | nothing | nothing: the memory is released |
+//! | revoked and lent | `Expired` | nothing | releases the memory |
+//!
+//! The state changes under the lock of the block's list of uses. A call enters its stream in that list first, and looks at the
+//! state later, under the submission lock of the stream. So a call that finds the memory usable is in the list, and the
+//! completion event that the release records under the same submission lock comes after its work.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::system::Process;
+use highwater_hal::{Error, ErrorKind, Result};
+
+const REVOKED: u8 = 1;
+const LENT: u8 = 2;
+
+/// The state of a block that is revoked when its owner dies.
+#[derive(Debug)]
+pub(crate) struct Revocation {
+    owner: Arc<Process>,
+    state: AtomicU8,
+}
+
+impl Revocation {
+    pub(super) fn new(owner: Arc<Process>) -> Self {
+        Self { owner, state: AtomicU8::new(0) }
+    }
+
+    /// Refuses a use of memory that was revoked.
+    pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
+        // Relaxed: the caller's locks order the state.
+        if self.state.load(Ordering::Relaxed) & REVOKED == 0 {
+            return Ok(());
+        }
+        let message =
+            format!("the owner of the buffer (process {}) has died, and its memory was released", self.owner.pid);
+        Err(Error::new(ErrorKind::Expired, operation, message).with_hint(
+            "drop the buffer and request a new ticket; to keep the memory of a dead owner, open it with `OwnerDeath::Keep`",
+        ))
+    }
+
+    /// Notes that other code has the address, unless the memory is revoked. The caller must hold the lock of the uses.
+    pub(crate) fn lend(&self) {
+        // Relaxed, and not one operation: the lock guards the state.
+        if self.state.load(Ordering::Relaxed) & REVOKED == 0 {
+            self.state.fetch_or(LENT, Ordering::Relaxed);
+        }
+    }
+
+    /// Revokes the memory. Returns whether the caller releases it. The caller must hold the lock of the uses.
+    pub(crate) fn revoke(&self) -> bool {
+        self.state.fetch_or(REVOKED, Ordering::Relaxed) == 0
+    }
+
+    /// Returns whether the end of the block has nothing to release. The block has no owner any more.
+    pub(super) fn is_released(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == REVOKED
+    }
+}
