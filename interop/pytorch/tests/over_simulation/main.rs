@@ -204,9 +204,7 @@ fn the_memory_stays_readable_after_the_stand_in_was_killed() {
             let tuple = Tuple::read(&lines[0]);
             let counters = stand_in::Counters::attach(&tuple.file, false).unwrap();
             until("each count is 0", || (0..TENSORS).all(|slot| counters.get(slot) == 0));
-            // PyTorch's file stays when PyTorch is killed.
-            counters.users().fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
-            drop(counters);
+            tuple.remove_file();
             assert_eq!(runtime.close().unwrap().total(), 0);
         }
     }
@@ -223,10 +221,11 @@ fn an_open_waits_for_the_work_of_the_stand_in() {
             let mut other = Other::start(TEST, "stand-in");
             let first = other.read();
             // The sender's stream sleeps, and its process does not.
-            let opened = open_all(&runtime, &[first]);
+            let opened = open_all(&runtime, std::slice::from_ref(&first));
             assert_eq!(stream.download(&opened[0]).unwrap(), [tensor(0).1]);
             drop((opened, stream));
             other.kill();
+            Tuple::read(&first).remove_file();
             assert_eq!(runtime.close().unwrap().total(), 0);
         }
     }

@@ -56,6 +56,11 @@ impl Tuple {
         format!("{device}:{handle}:{size}:{offset}:{file}:{slot}:{event}:{}", i32::from(self.waits))
     }
 
+    /// Removes the file of a sender that was killed. PyTorch leaves it.
+    pub(super) fn remove_file(&self) {
+        std::fs::remove_file(format!("/dev/shm{}", self.file)).unwrap();
+    }
+
     pub(super) fn read(text: &str) -> Self {
         let fields: Vec<_> = text.split(':').collect();
         assert_eq!(fields.len(), 8);
