@@ -339,6 +339,41 @@ impl<T: Element> fmt::Debug for DeviceSlice<'_, T> {
     }
 }
 
+impl Runtime {
+    /// Returns another buffer over the values of a slice of memory that other processes can open. The memory stays while either
+    /// buffer exists, as it does for another process. Makes no call of the backend.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// let stream = device.create_stream()?;
+    /// let layer = device.allocate_shared::<f32>(1000)?;
+    /// stream.fill(&layer, 0.5_f32)?;
+    /// let tensor = runtime.keep(layer.slice(600..900)?)?;
+    /// drop(layer);
+    /// assert_eq!(stream.download(&tensor)?, vec![0.5; 300]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the slice belongs to another runtime, or no other process can open its memory; `Forked` in a forked
+    /// child.
+    pub fn keep<'b, T: Element>(&self, slice: impl Into<DeviceSlice<'b, T>>) -> Result<DeviceBuffer<T>> {
+        const OPERATION: &str = "keep";
+        let slice = slice.into();
+        self.inner.check(OPERATION)?;
+        slice.block.check_runtime(OPERATION, &self.inner.services)?;
+        if slice.block.shared_range().is_none() {
+            let message = "the memory was not allocated for several processes";
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                .with_hint("allocate it with `Device::allocate_shared`, or adopt it"));
+        }
+        Ok(DeviceBuffer::part(self.clone(), Arc::clone(slice.block), slice.offset..slice.offset + slice.len))
+    }
+}
+
 impl<'b, T: Element> From<&'b DeviceBuffer<T>> for DeviceSlice<'b, T> {
     fn from(buffer: &'b DeviceBuffer<T>) -> Self {
         Self { block: &buffer.block, offset: buffer.offset, len: buffer.len, elements: PhantomData }

@@ -207,6 +207,17 @@ impl Runtime {
         self.inner.workspaces.trim(false)
     }
 
+    /// Refuses a call that must not come now, as all methods that call the backend do. Crates that call the backend of a runtime
+    /// themselves begin with it.
+    ///
+    /// # Errors
+    /// With `operation` in its message: `Forked` in a forked child, `Capture` in a thread inside a capture, and the error of a
+    /// backend that ends.
+    pub fn check_outside_capture(&self, operation: &'static str) -> Result<()> {
+        self.inner.check(operation)?;
+        refuse_in_capture(operation)
+    }
+
     /// Returns the block of device memory that contains an address, if this runtime allocated it.
     #[must_use]
     pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
