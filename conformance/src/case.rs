@@ -1,5 +1,6 @@
 //! A case: its name, the clauses that it proves, the needs that a backend must meet, and its function.
 
+use std::cell::Cell;
 use std::fmt;
 use std::panic::Location;
 
@@ -37,10 +38,29 @@ pub(crate) enum Run {
 }
 
 impl Case {
-    /// Returns why the case proves nothing about a backend with these capabilities on device 0 and this many devices, if so.
+    /// Returns why the case proves nothing about a backend whose devices have these capabilities, if so. The case uses the first
+    /// device as device 0.
     #[must_use]
-    pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
-        self.needs.iter().find_map(|need| need.unmet(capabilities, device_count))
+    pub fn unmet(&self, devices: &[Capabilities]) -> Option<String> {
+        self.needs.iter().find_map(|need| need.unmet(devices))
+    }
+
+    /// Returns whether a run with two devices runs the case a second time, with the devices exchanged. The tables of the other
+    /// groups have an axis for the device.
+    pub(crate) fn repeats_on_the_second_device(&self) -> bool {
+        const ON_BOTH: [&str; 10] = [
+            "cells",
+            "transfers",
+            "kinds",
+            "products",
+            "refusals",
+            "sizes",
+            "registrations",
+            "stability",
+            "handles",
+            "fork",
+        ];
+        !ON_BOTH.contains(&self.group)
     }
 
     /// Returns whether the case starts a second process, which needs a [`Launcher`].
@@ -54,14 +74,14 @@ impl Case {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Need {
-    /// The capability is true on device 0.
+    /// The capability is true on the device of the case.
     Capability {
         /// Its name.
         name: &'static str,
         /// Reads it.
         get: fn(&Capabilities) -> bool,
     },
-    /// The capability is false on device 0, and the case uses it anyway.
+    /// The capability is false on the device of the case, which uses it anyway.
     Denied {
         /// Its name.
         name: &'static str,
@@ -70,25 +90,34 @@ pub enum Need {
     },
     /// The backend has at least two devices.
     TwoDevices,
-    /// Memory of device 0 can be shared by this transport.
+    /// Memory of the device of the case can be shared by this transport.
     Transport(Transport),
 }
 
 impl Need {
-    /// Returns why the backend does not meet the need, if so.
+    /// Returns why a backend whose devices have these capabilities does not meet the need, if so.
     #[must_use]
-    pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
+    pub fn unmet(&self, devices: &[Capabilities]) -> Option<String> {
+        // A backend has a device.
+        let first = devices.first()?;
         match *self {
-            Self::Capability { name, get } if !get(capabilities) => Some(format!("the capability `{name}` is false")),
-            Self::Denied { name, get } if get(capabilities) => Some(format!("the capability `{name}` is true")),
-            Self::Transport(transport) if !capabilities.ipc_transports.contains(transport) => {
+            Self::Capability { name, get } if !get(first) => Some(format!("the capability `{name}` is false")),
+            Self::Denied { name, get } if get(first) => Some(format!("the capability `{name}` is true")),
+            // Calls that name no device, or two, are denied only if each device denies them.
+            Self::Denied { name, get } if OF_ALL_DEVICES.contains(&name) && devices.iter().any(get) => {
+                Some(format!("the capability `{name}` is true on another device"))
+            }
+            Self::Transport(transport) if !first.ipc_transports.contains(transport) => {
                 Some(format!("the capability `ipc_transports` lacks {transport:?}"))
             }
-            Self::TwoDevices if device_count < 2 => Some("the backend has one device".to_owned()),
+            Self::TwoDevices if devices.len() < 2 => Some("the backend has one device".to_owned()),
             _ => None,
         }
     }
 }
+
+/// Capabilities of calls that name no device, or two.
+const OF_ALL_DEVICES: [&str; 4] = ["host_register", "host_register_read_only", "write_combined", "peer_copy"];
 
 /// Needs by name: `has::gemm_f64`, `lacks::capture`, `TWO_DEVICES`.
 pub(crate) mod needs {
@@ -150,6 +179,42 @@ pub(crate) mod needs {
         event_waits_end_with_peer,
         lt_handle_per_stream,
     );
+}
+
+thread_local! {
+    /// The needs of the case that this thread runs.
+    static NEEDS: Cell<&'static [Need]> = const { Cell::new(&[]) };
+}
+
+/// Runs a case with these needs in this thread.
+pub(crate) fn during<T>(needs: &'static [Need], run: impl FnOnce() -> T) -> T {
+    struct Restored(&'static [Need]);
+    impl Drop for Restored {
+        fn drop(&mut self) {
+            NEEDS.set(self.0);
+        }
+    }
+    let _restored = Restored(NEEDS.replace(needs));
+    run()
+}
+
+/// Runs a part of the case of this thread on the first two devices. A device that lacks a need of the case is left out.
+pub(crate) fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResult) -> CaseResult {
+    let capabilities = all_capabilities(backend)?;
+    for device in 0..capabilities.len().min(2) {
+        let mut seen_from_there = capabilities.clone();
+        seen_from_there.swap(0, device);
+        if NEEDS.get().iter().all(|need| need.unmet(&seen_from_there).is_none()) {
+            let device = device as u32;
+            prove(device).map_err(|failure| failure.with_details(&format!("on device {device}")))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the capabilities of each device.
+pub(crate) fn all_capabilities(backend: &dyn Backend) -> highwater_hal::Result<Vec<Capabilities>> {
+    (0..backend.device_count()).map(|device| backend.capabilities(device)).collect()
 }
 
 /// The result of a case.

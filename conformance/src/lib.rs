@@ -72,7 +72,8 @@
 //!
 //! # What a case may assume
 //! - The case has the backend to itself. After the case, `live_objects()` must be what it was before.
-//! - The case uses device 0, unless it is about several devices. With one device, those cases are skipped.
+//! - The case uses device 0, unless it is about several devices. With one device, those cases are skipped. With two, most cases
+//!   run again with the ordinals of the devices exchanged.
 //! - The second process has one stream and follows the commands of the case over a socket. If it does not answer within 30 seconds,
 //!   it is killed and the case fails. No second process outlives its case.
 //!
@@ -85,6 +86,7 @@
 mod case;
 mod cases;
 mod device;
+mod exchanged;
 mod idle_stream;
 mod matrix;
 mod mutants;

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use highwater_hal::{Backend, Identity};
 
-use crate::case::{Case, CaseResult, Run};
+use crate::case::{Case, CaseResult, Run, all_capabilities, during};
+use crate::exchanged::Exchanged;
 use crate::options::Options;
 use crate::peer::Launcher;
 use crate::report::{CaseReport, Progress, Report, Status};
@@ -49,19 +50,17 @@ impl<'b> InProcess<'b> {
     }
 
     /// Runs a case through the validation layer. Returns its result and the layer's findings.
-    fn validated(
+    fn validated<'v>(
         &self,
+        backend: &'v dyn Backend,
         case: &'static Case,
         gate: Option<Gate>,
-    ) -> Result<(Status, Vec<String>, Validated<'b>), Status> {
-        let backend = self.backend;
-        let capabilities = match backend.capabilities(0) {
+    ) -> Result<(Status, Vec<String>, Validated<'v>), Status> {
+        let capabilities = match all_capabilities(backend) {
             Ok(capabilities) => capabilities,
-            Err(error) => {
-                return Err(Status::Failed(format!("the capabilities of device 0 cannot be read: {error}")));
-            }
+            Err(error) => return Err(Status::Failed(format!("the capabilities cannot be read: {error}"))),
         };
-        if let Some(reason) = case.unmet(&capabilities, backend.device_count()) {
+        if let Some(reason) = case.unmet(&capabilities) {
             return Err(Status::Skipped(reason));
         }
         let body = match (case.run, &self.launcher) {
@@ -72,7 +71,9 @@ impl<'b> InProcess<'b> {
             (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
         let validated = Validated::new(backend, gate);
-        let status = match catch_unwind(AssertUnwindSafe(|| seed::during(self.seed, || body(&validated)))) {
+        let status = match catch_unwind(AssertUnwindSafe(|| {
+            during(case.needs, || seed::during(self.seed, || body(&validated)))
+        })) {
             Ok(Ok(())) => Status::Passed,
             Ok(Err(failure)) => Status::Failed(failure.explained(backend).to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),
@@ -80,6 +81,18 @@ impl<'b> InProcess<'b> {
         validated.release_refused();
         let findings = validated.findings();
         Ok((status, findings, validated))
+    }
+}
+
+impl InProcess<'_> {
+    /// Runs a case on this backend, or on this backend with exchanged devices.
+    fn run_on(&self, backend: &dyn Backend, case: &'static Case) -> Status {
+        // The backend may also panic outside of the case.
+        let run = || match self.validated(backend, case, None) {
+            Ok((status, findings, _)) => with_findings(status, &findings),
+            Err(status) => status,
+        };
+        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|payload| Status::Failed(panic_message(&*payload)))
     }
 }
 
@@ -96,16 +109,21 @@ impl Executor for InProcess<'_> {
     }
 
     fn run(&mut self, case: &'static Case) -> Status {
-        // The backend may also panic outside of the case.
-        let run = || match self.validated(case, None) {
-            Ok((status, findings, _)) => with_findings(status, &findings),
-            Err(status) => status,
-        };
-        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|payload| Status::Failed(panic_message(&*payload)))
+        let first = self.run_on(self.backend, case);
+        if self.backend.device_count() < 2 || matches!(first, Status::Failed(_)) || !case.repeats_on_the_second_device()
+        {
+            return first;
+        }
+        match self.run_on(&Exchanged(self.backend), case) {
+            Status::Failed(message) => Status::Failed(format!("{message}; device 0 of this case is the second device")),
+            // The second device may lack an ability that the first one has, or have one that it lacks.
+            Status::Skipped(_) => first,
+            second => second,
+        }
     }
 
     fn points(&mut self, case: &'static Case) -> Points {
-        let run = || match self.validated(case, Some(Gate::new(None))) {
+        let run = || match self.validated(self.backend, case, Some(Gate::new(None))) {
             Ok((status, findings, validated)) => match with_findings(status, &findings) {
                 Status::Passed => Points::Calls(validated.gate().map(Gate::calls).unwrap_or_default()),
                 status => Points::Not(status),
@@ -117,7 +135,7 @@ impl Executor for InProcess<'_> {
     }
 
     fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted {
-        let run = || match self.validated(case, Some(Gate::new(Some(fault.clone())))) {
+        let run = || match self.validated(self.backend, case, Some(Gate::new(Some(fault.clone())))) {
             Ok((status, findings, validated)) => Faulted {
                 status,
                 findings,

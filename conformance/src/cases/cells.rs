@@ -15,7 +15,7 @@ use highwater_hal::{
     GemmShape, PlanId, PlanOptions, Result, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport,
 };
 
-use crate::case::{Case, CaseResult, Failure, cases, check};
+use crate::case::{Case, CaseResult, Failure, all_capabilities, cases, check};
 use crate::device::{Block, Capture, Event, Executable, Handle, Memory, Object, Pinned, Span, Stream};
 use crate::seed::with_seed;
 use crate::validation::made_here;
@@ -359,8 +359,8 @@ pub struct CellTable {
 /// # Errors
 /// If the capabilities of the first device cannot be read.
 pub fn cell_tables(backend: &dyn Backend) -> Result<Vec<CellTable>> {
-    let capabilities = backend.capabilities(0)?;
-    let runs = |case: &Case| case.unmet(&capabilities, backend.device_count()).is_none();
+    let capabilities = all_capabilities(backend)?;
+    let runs = |case: &Case| case.unmet(&capabilities).is_none();
     let works = CASES.iter().zip(Work::ALL).filter(|(case, _)| runs(case));
     let table = |(case, work): (&Case, Work)| {
         let axes = Axes::of(backend, work)?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, CaptureMode, EventOptions, FillPattern, Result, StreamId, StreamOptions, StreamPriority};
 
-use crate::case::{CaseResult, Failure, cases, check, check_error};
+use crate::case::{CaseResult, Failure, cases, check, check_error, on_devices};
 use crate::device::{Block, Capture, DEVICE, Event, Object, Pinned, Stream};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -151,12 +151,6 @@ struct AnyEvent<'b> {
     event: Event<'b>,
     /// The original of an event of other code. Dropped last.
     _owner: Option<Event<'b>>,
-}
-
-/// Proves a clause on the first two devices.
-fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResult) -> CaseResult {
-    (0..backend.device_count().min(2))
-        .try_for_each(|device| prove(device).map_err(|failure| failure.with_details(&format!("on device {device}"))))
 }
 
 fn on_each_event(backend: &dyn Backend, prove: impl Fn(u32, EventKind, &Event<'_>) -> CaseResult) -> CaseResult {

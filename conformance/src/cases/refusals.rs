@@ -14,7 +14,7 @@ use highwater_hal::{
 
 use super::blas::kinds;
 use super::ids::forge;
-use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, on_devices};
 use crate::device::{Addresses, Block, Capture, Destroy, Event, Handle, Object, PhysicalMemory, Pinned, Stream};
 use crate::matrix::Product;
 use crate::sweep::as_one;
@@ -63,12 +63,6 @@ impl<'b> Before<'b> {
         check_eq!(Self::totals(self.backend)?, self.totals, "total memory after {what} was refused");
         Ok(())
     }
-}
-
-/// Runs a case on the first two devices.
-pub(super) fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResult) -> CaseResult {
-    (0..backend.device_count().min(2))
-        .try_for_each(|device| prove(device).map_err(|failure| failure.with_details(&format!("on device {device}"))))
 }
 
 /// Ids that no call accepts, and two objects of the same kind.

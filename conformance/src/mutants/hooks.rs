@@ -101,6 +101,17 @@ impl Hooks {
         });
     }
 
+    /// Changes the capabilities that the backend reports of each device but the first.
+    pub(super) fn claim_of_others(&mut self, change: impl Fn(&mut Capabilities) + Send + Sync + 'static) {
+        self.backend.capabilities(move |reference, device| {
+            let mut capabilities = reference.capabilities(device)?;
+            if device > 0 {
+                change(&mut capabilities);
+            }
+            Ok(capabilities)
+        });
+    }
+
     /// Changes the living objects that the backend reports.
     pub(super) fn count(&mut self, change: impl Fn(&mut LiveObjects) + Send + Sync + 'static) {
         self.live_objects = Some(Box::new(move |reference| {

@@ -11,6 +11,13 @@ macro_rules! denied {
     };
 }
 
+/// Denies one ability of each device but the first.
+macro_rules! denied_there {
+    ($ability:ident) => {
+        |h| h.claim_of_others(|capabilities| capabilities.$ability = false)
+    };
+}
+
 // Each denies one ability, and breaks the method that should refuse to use it.
 mutants! {
     in "backend.lacking":
@@ -66,4 +73,22 @@ mutants! {
         });
         h.backend.event_elapsed_ns(|_, _, _| Err(wrong(ErrorKind::Unsupported, "event_elapsed_ns")));
     };
+    "doubles-denied-there": "Reports `gemm_f64` of the second device as false, and multiplies there." => denied_there!(gemm_f64);
+    "tf32-denied-there": "Reports `tf32` of the second device as false, and accepts the mode there." => denied_there!(tf32);
+    "atomics-denied-there": "Reports `atomics_mode` of the second device as false, and accepts the mode there." =>
+        denied_there!(atomics_mode);
+    "plans-denied-there": "Reports `lt_plans` of the second device as false, and makes such handles there." =>
+        denied_there!(lt_plans);
+    "captures-denied-there": "Reports `capture` of the second device as false, and captures there." => denied_there!(capture);
+    "timing-denied-there": "Reports `event_timing` of the second device as false, and times there." => denied_there!(event_timing);
+    "priorities-denied-there": "Reports `stream_priority` of the second device as false, and makes such streams there." =>
+        denied_there!(stream_priority);
+    "stream-ordered-memory-denied-there": "Reports `stream_ordered_memory` of the second device as false, and allocates it there." =>
+        denied_there!(stream_ordered_memory);
+    "shareable-memory-denied-there": "Reports `shareable_memory` of the second device as false, and allocates it there." =>
+        denied_there!(shareable_memory);
+    "the-legacy-stream-denied-there": "Reports `legacy_default_stream` of the second device as false, and uses it there." =>
+        denied_there!(legacy_default_stream);
+    "foreign-memory-denied-there": "Reports `foreign_memory` of the second device as false, and describes memory there." =>
+        denied_there!(foreign_memory);
 }
