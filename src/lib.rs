@@ -111,6 +111,11 @@ pub use open::open_auto;
 pub use open::{Fallback, OpenError, OpenOptions, Opened, open, open_best};
 pub use runtime::Runtime;
 
+/// What the processes of a user share: the library's side of `highwater ipc ls`.
+pub mod ipc {
+    pub use highwater_core::ipc::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+}
+
 /// The report of what was opened, or was not, and why.
 pub mod opening {
     #[cfg(feature = "plugins")]

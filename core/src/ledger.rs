@@ -41,7 +41,7 @@ struct DeviceBlock {
     owned: bool,
     /// True if a pool divides the block, and knows what lies in it.
     divided: bool,
-    /// Number of mappings of another process's memory that the backend gave this one address.
+    /// Number of mappings of another process's memory that the backend gave this one address. 0 for memory of this process.
     opens: u32,
 }
 
@@ -62,12 +62,12 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// Adds a block. Refuses one that overlaps a live block, which a correct backend never returns.
     pub(crate) fn insert_device(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: false, divided: false, opens: 1 })
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: false, opens: 0 })
     }
 
     /// As [`Ledger::insert_device`], for a block that a buffer owns.
     pub(crate) fn insert_owned(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: true, divided: false, opens: 1 })
+        self.insert_block(DeviceBlock { info: block, owned: true, divided: false, opens: 0 })
     }
 
     /// Adds memory of another process that the backend has opened. A backend gives the address again when the same memory is
@@ -75,11 +75,12 @@ impl Ledger {
     pub(crate) fn insert_opened(&self, block: DeviceBlockInfo) -> Result<()> {
         if let Some(there) = self.device.lock().get_mut(&block.base.get())
             && there.info == block
+            && there.opens > 0
         {
             there.opens += 1;
             return Ok(());
         }
-        self.insert_device(block)
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: false, opens: 1 })
     }
 
     /// Removes memory of [`Ledger::insert_opened`] once.
@@ -96,17 +97,25 @@ impl Ledger {
 
     /// As [`Ledger::insert_device`], for a block that a pool divides.
     pub(crate) fn insert_divided(&self, block: DeviceBlockInfo) -> Result<()> {
-        self.insert_block(DeviceBlock { info: block, owned: false, divided: true, opens: 1 })
+        self.insert_block(DeviceBlock { info: block, owned: false, divided: true, opens: 0 })
     }
 
     fn insert_block(&self, block: DeviceBlock) -> Result<()> {
         let mut blocks = self.device.lock();
         let info = block.info;
         let start = info.base.get();
-        let end = start.saturating_add(info.bytes as u64);
-        if let Some((_, DeviceBlock { info: before, .. })) = blocks.range(..end).next_back()
-            && before.base.get().saturating_add(before.bytes as u64) > start
-        {
+        let Some(end) = start.checked_add(info.bytes as u64) else {
+            let message = format!("the backend allocated {info:?}, which ends after the last address");
+            return Err(Error::new(ErrorKind::InvalidPointer, "allocate", message)
+                .with_hint("the backend is at fault; run the conformance suite on it"));
+        };
+        let overlaps = |before: &DeviceBlockInfo| before.base.get() + before.bytes as u64 > start;
+        // A block without bytes overlaps none, but would take the entry of another one.
+        let there = blocks.get(&start).or_else(|| {
+            let (_, before) = blocks.range(..end).next_back()?;
+            overlaps(&before.info).then_some(before)
+        });
+        if let Some(DeviceBlock { info: before, .. }) = there {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 "allocate",
@@ -208,6 +217,28 @@ mod tests {
         assert_eq!(ledger.find_device(DevicePtr::new(0x1100)), None);
         ledger.remove_device(0, DevicePtr::new(0x1000)).unwrap();
         assert_eq!(kind(0, 0x1000), ErrorKind::InvalidPointer);
+    }
+
+    // Found by `scripts/fuzz.sh`: the inputs `opened-over-own`, `nothing-at-a-block`, `a-block-at-nothing` and `past-the-end`.
+    #[test]
+    fn a_backend_that_gives_an_address_of_a_live_block_again_is_caught() {
+        let ledger = Ledger::default();
+        let local = block(0, 0x1000, 0x100);
+        ledger.insert_owned(local).unwrap();
+        assert!(ledger.insert_opened(local).is_err(), "memory of this process was counted as an import");
+        assert!(ledger.insert_device(block(0, 0x1000, 0)).is_err(), "a block without bytes took the place of another");
+        ledger.insert_device(block(0, 0x2000, 0)).unwrap();
+        assert!(ledger.insert_device(block(0, 0x2000, 0x10)).is_err(), "a block took the place of one without bytes");
+        assert!(ledger.insert_device(block(0, u64::MAX - 1, 2)).is_err(), "a block ends after the last address");
+        assert_eq!(ledger.held_bytes(0), Held { buffers: 0x100, others: 0 });
+        // The same memory of another process, opened twice.
+        let opened = block(0, 0x3000, 0x10);
+        ledger.insert_opened(opened).unwrap();
+        ledger.insert_opened(opened).unwrap();
+        for _ in 0..2 {
+            assert_eq!(ledger.remove_opened(0, opened.base).unwrap(), opened);
+        }
+        assert!(ledger.remove_opened(0, opened.base).is_err());
     }
 
     #[test]

@@ -26,6 +26,9 @@ mod event;
 mod foreign_use;
 #[cfg(test)]
 mod fork_tests;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod ledger;
 mod matmul;
 pub mod numerics;
@@ -62,6 +65,11 @@ pub use pool::{
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
+/// What the processes of a user share.
+pub mod ipc {
+    pub use crate::sharing::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+}
+
 pub use sharing::{DeathWatch, ImportOptions, Owner, OwnerDeath, SharingStatistics, Ticket, TicketBatch};
 pub use stream::{Scope, Stream};
 

@@ -12,10 +12,11 @@ use std::fmt::Debug;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use parking_lot::Mutex;
 
+use super::listing::{Listed, ListedExport};
 use super::message::ExportKey;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
@@ -99,6 +100,13 @@ impl WeakMemory {
     pub(crate) fn is_pinned(&self) -> bool {
         matches!(self, Self::Pinned(_))
     }
+
+    fn device(&self) -> Option<u32> {
+        match self {
+            Self::Device(block, _) => block.upgrade().map(|block| block.device),
+            Self::Pinned(_) => None,
+        }
+    }
 }
 
 /// The free of an allocation that its owner has dropped. `None` for page-locked memory, which the system frees.
@@ -109,6 +117,11 @@ struct Export {
     serial: u64,
     bytes: u64,
     transport: Transport,
+    /// `None` for page-locked memory.
+    device: Option<u32>,
+    device_uuid: [u8; 16],
+    /// Time of the first share.
+    since: SystemTime,
     memory: WeakMemory,
     /// Number of the most recent share.
     number: u64,
@@ -256,7 +269,15 @@ pub(crate) struct ExporterCounts {
 
 impl Exporter {
     /// Registers an allocation at its first share.
-    pub(crate) fn register(&self, memory: WeakMemory, bytes: u64, transport: Transport) -> Result<ExportKey> {
+    pub(crate) fn register(
+        &self,
+        memory: WeakMemory,
+        bytes: u64,
+        transport: Transport,
+        device_uuid: [u8; 16],
+    ) -> Result<ExportKey> {
+        // Before the lock: the last reference to a block closes its export.
+        let (device, since) = (memory.device(), SystemTime::now());
         let mut state = self.state.lock();
         let index = match state.free.last() {
             Some(&index) => index,
@@ -271,7 +292,8 @@ impl Exporter {
         state.ready[part].segment.begin(slot);
         state.last_serial += 1;
         let serial = state.last_serial;
-        let export = Export { serial, bytes, transport, memory, number: 0, peers: Vec::new(), limbo: None };
+        let (number, peers, limbo) = (0, Vec::new(), None);
+        let export = Export { serial, bytes, transport, device, device_uuid, since, memory, number, peers, limbo };
         if index as usize == state.exports.len() {
             state.exports.push(Some(export));
         } else {
@@ -583,6 +605,23 @@ impl Exporter {
                 let _ = rustix::net::shutdown(line, rustix::net::Shutdown::Both);
             }
         }
+    }
+
+    /// Returns the shared allocations, each with the processes that have it open or mapped.
+    pub(crate) fn list(&self) -> Vec<ListedExport> {
+        let state = self.state.lock();
+        let list = |(index, export): (usize, &Option<Export>)| {
+            let (index, export) = (u32::try_from(index).ok()?, export.as_ref()?);
+            let books = export.peers.iter().filter_map(|peer| state.peers.get(peer));
+            let holding = books.filter(|book| book.holds(index, export.serial, true));
+            let mut holders: Vec<u32> = holding.map(|book| u32::try_from(book.peer.process.pid).unwrap_or(0)).collect();
+            holders.sort_unstable();
+            holders.dedup();
+            let Export { transport, device, device_uuid, bytes, since, .. } = *export;
+            let what = Listed { transport, device, device_uuid, bytes, since };
+            Some(ListedExport { what, is_dropped: export.limbo.is_some(), holders })
+        };
+        state.exports.iter().enumerate().filter_map(list).collect()
     }
 
     pub(crate) fn counts(&self) -> ExporterCounts {

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
+use super::listing::{Listed, ListedImport};
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
 use super::open_count::OpenCount;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
@@ -162,6 +163,8 @@ pub(crate) struct Import {
     pub(crate) ptr: DevicePtr,
     /// True if several parts were mapped as one range.
     is_joined: bool,
+    /// Time of the open that mapped it.
+    since: SystemTime,
     /// Decides whether the import may be unmapped.
     open: OpenCount,
 }
@@ -1082,7 +1085,8 @@ impl Importer {
         };
         let ptr = mapped.inspect_err(|_| abandon())?;
         let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
-        let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, open });
+        let since = SystemTime::now();
+        let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, since, open });
         let index = (ticket.incarnation, ticket.index);
         let mut state = self.state.lock();
         state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -1222,6 +1226,23 @@ impl Importer {
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         let state = self.state.lock();
         state.links.values().flatten().chain(&state.former).filter(|link| !link.is_lost()).cloned().collect()
+    }
+
+    /// Returns the allocations of other runtimes that are mapped.
+    pub(crate) fn list(&self) -> Vec<ListedImport> {
+        let state = self.state.lock();
+        let list = |import: &Arc<Import>| {
+            let Ticket { transport, device_uuid, allocation_bytes: bytes, is_pinned, .. } = import.ticket;
+            let device = (!is_pinned).then_some(import.device);
+            let process = &import.link.process;
+            ListedImport {
+                what: Listed { transport, device, device_uuid, bytes, since: import.since },
+                owner: u32::try_from(process.pid).unwrap_or(0),
+                owner_has_ended: import.link.is_lost() || process.has_ended(),
+                is_idle: !import.open.is_open(),
+            }
+        };
+        state.imports.values().flatten().map(list).collect()
     }
 
     /// Handles an exporter that has hung up. It or its runtime has ended, or the connection was cut.

@@ -33,8 +33,11 @@
 mod batch;
 mod counts;
 mod exporter;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzed;
 mod importer;
 mod joined;
+mod listing;
 mod message;
 mod open;
 mod open_count;
@@ -42,6 +45,7 @@ mod origin;
 mod owner;
 pub(crate) mod pinned;
 mod pinned_handle;
+mod processes;
 mod revocation;
 mod segment;
 mod service;
@@ -59,6 +63,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use batch::TicketBatch;
 pub use owner::{DeathWatch, ImportOptions, Owner, OwnerDeath};
+pub use processes::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
 pub use ticket::Ticket;
 
 pub(crate) use exporter::{MemoryPart, WeakMemory};
@@ -109,6 +114,8 @@ pub(crate) struct Sharing {
     /// Bound by the first share.
     listener: OnceLock<OwnedFd>,
     binding: Mutex<()>,
+    /// On which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
+    lister: OnceLock<Option<OwnedFd>>,
     stopping: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Held while the service starts or ends, so that at most one exists. The service itself never takes it.
@@ -236,6 +243,7 @@ impl Sharing {
             bell: Bell::new(operation)?,
             listener: OnceLock::new(),
             binding: Mutex::new(()),
+            lister: OnceLock::new(),
             stopping: AtomicBool::new(false),
             thread: Mutex::default(),
             changing: Mutex::new(()),
@@ -272,6 +280,11 @@ impl Sharing {
             return Ok(());
         }
         self.stopping.store(false, Ordering::Release);
+        self.lister.get_or_init(|| {
+            // Sharing works without it.
+            let unlisted = |error: &Error| tracing::debug!("this runtime cannot be listed: {error}");
+            listing::listen(&self.incarnation).inspect_err(unlisted).ok()
+        });
         let service = Service::new(Arc::clone(self));
         *thread = Some(spawn(("highwater-share", operation, ""), move || service.run())?);
         Ok(())
@@ -310,11 +323,16 @@ impl Sharing {
 
     /// Closes the connections of importers and accepts no more. Called at the end of the runtime.
     pub(crate) fn hang_up(&self) {
-        if let Some(listener) = self.listener.get() {
+        for listener in self.listener.get().into_iter().chain(self.lister()) {
             // A forked child may keep the socket open, so shut it down.
             let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
         }
         self.exporter.disconnect();
+    }
+
+    /// Returns the socket for requests of the list, if there is one.
+    fn lister(&self) -> Option<&OwnedFd> {
+        self.lister.get()?.as_ref()
     }
 
     /// Listens for importers.
@@ -361,7 +379,7 @@ impl Sharing {
                 match export.get() {
                     Some(key) => *key,
                     None => {
-                        let key = self.exporter.register(memory, bytes, transport)?;
+                        let key = self.exporter.register(memory, bytes, transport, device_uuid)?;
                         *export.get_or_init(|| key)
                     }
                 }

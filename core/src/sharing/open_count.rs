@@ -50,6 +50,12 @@ impl OpenCount {
         self.0.store(0, Ordering::Release);
     }
 
+    /// Returns whether a buffer has the import open.
+    pub(crate) fn is_open(&self) -> bool {
+        let open = self.0.load(Ordering::Acquire);
+        open & GONE == 0 && open != 0
+    }
+
     /// Returns whether the import is unmapped or about to be.
     pub(crate) fn is_gone(&self) -> bool {
         self.0.load(Ordering::Acquire) & GONE != 0

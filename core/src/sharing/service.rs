@@ -75,6 +75,7 @@ struct Request {
 enum Source {
     Bell,
     Listener,
+    Lister,
     Question(Arc<Peer>),
     PeerEnded(Arc<Peer>),
     LinkRings(Arc<Link>),
@@ -129,6 +130,10 @@ impl Service {
             sources.push(Source::Listener);
             ends.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
         }
+        if let Some(lister) = sharing.lister() {
+            sources.push(Source::Lister);
+            ends.push(PollFd::from_borrowed_fd(lister.as_fd(), PollFlags::IN));
+        }
         let mut silent = false;
         for peer in &peers {
             silent |= peer.line.get().is_none() || !peer.connected.load(Ordering::Relaxed);
@@ -171,6 +176,7 @@ impl Service {
         match source {
             Source::Bell => self.sharing.bell.drain(),
             Source::Listener => self.let_in(),
+            Source::Lister => self.sharing.lister().into_iter().for_each(|lister| self.sharing.answer_listers(lister)),
             Source::Question(peer) => self.answer(&peer),
             Source::PeerEnded(peer) => {
                 let freed = self.sharing.exporter.peer_ended(peer.id);
