@@ -62,7 +62,7 @@ pub use pool::{
 };
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
-pub use sharing::{SharingStatistics, Ticket, TicketBatch};
+pub use sharing::{Openers, Rendezvous, SharingOptions, SharingReport, SharingStatistics, Ticket, TicketBatch};
 pub use stream::{Scope, Stream};
 
 /// The example of the README, compiled with the other doc tests.
