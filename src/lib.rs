@@ -124,6 +124,11 @@ pub mod opening {
     pub use highwater_hal::OpenFailure;
 }
 
+/// How processes that share memory find each other, and who may open it.
+pub mod sharing {
+    pub use highwater_core::{Openers, Rendezvous, SharingOptions, SharingReport};
+}
+
 /// The counts that [`Runtime::statistics`](highwater_core::Runtime::statistics) returns, and what is known of a block.
 pub mod statistics {
     pub use highwater_core::{

@@ -70,7 +70,10 @@ pub mod ipc {
     pub use crate::sharing::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
 }
 
-pub use sharing::{DeathWatch, ImportOptions, Owner, OwnerDeath, SharingStatistics, Ticket, TicketBatch};
+pub use sharing::{
+    DeathWatch, ImportOptions, Openers, Owner, OwnerDeath, Rendezvous, SharingOptions, SharingReport,
+    SharingStatistics, Ticket, TicketBatch,
+};
 pub use stream::{Scope, Stream};
 
 /// The example of the README, compiled with the other doc tests.

@@ -23,6 +23,9 @@ const AFTER_HELP: &str = r#"Environment:
                   folders with plugins, separated by colons, searched before those of the user and the system
   HIGHWATER_ALLOW_INSECURE_PLUGINS
                   1: load plugins that other users can change
+  HIGHWATER_SHARING
+                  how processes that share memory find each other, and who may open it, as key=value pairs, separated by
+                  commas: rendezvous=directory:/run/highwater,openers=secret
   HIGHWATER_MOCK  describes the mock device as key=value pairs, separated by commas: memory=64MiB, latency=1ms,
                   devices=2, fail=run_plan:5 (the fifth call of run_plan fails), and more
 
@@ -115,6 +118,11 @@ pub(super) struct DigitsArguments {
     /// Measure the speed of 1, 2 and 4 workers
     #[arg(long, conflicts_with_all = ["workers", "die_at"])]
     pub(super) scale: bool,
+
+    /// Start each worker in user, network, PID, IPC and mount namespaces of its own, as in a container; needs `unshare` and a
+    /// rendezvous other than abstract names (HIGHWATER_SHARING)
+    #[arg(long)]
+    pub(super) isolate_workers: bool,
 
     /// Use of NVIDIA's multi-process service, with which several processes use one GPU at the same time
     #[arg(long, value_name = "MODE", value_enum, default_value = "auto")]
@@ -466,7 +474,9 @@ pub(super) fn parse_from<T: Into<std::ffi::OsString> + Clone>(
     let matches = command.try_get_matches_from_mut(arguments)?;
     if let Some((name, _)) = matches.subcommand() {
         // Options of the main job in front of a command would have no effect.
-        for option in ["backend", "workers", "threads", "repeat", "scale", "mps", "launcher", "die_at", "data"] {
+        for option in
+            ["backend", "workers", "threads", "repeat", "scale", "isolate_workers", "mps", "launcher", "die_at", "data"]
+        {
             if matches.value_source(option) == Some(ValueSource::CommandLine) {
                 let option = option.replace('_', "-");
                 let message = format!("`--{option}` in front of `{name}` has no effect; see `highwater {name} --help`");

@@ -50,16 +50,26 @@ impl Child {
     ///
     /// The parent of the child is the calling *thread*: the child dies with it.
     pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
-        let (socket, theirs) = UnixStream::pair()?;
         // Unlike `current_exe`, this is the same program even if the file was replaced.
-        let child = Command::new("/proc/self/exe")
-            .arg0("highwater")
-            .args(arguments)
-            .arg("--parent")
-            .arg(getpid().to_string())
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .spawn()?;
+        let mut command = Command::new("/proc/self/exe");
+        Self::spawn(command.arg0("highwater").args(arguments).arg("--parent").arg(getpid().to_string()))
+    }
+
+    /// Starts this program once more, in user, network, PID, IPC and mount namespaces of its own. It sees no process outside.
+    ///
+    /// A shell is the first process of the PID namespace and the parent of the child. The kernel ends the namespace with it, and
+    /// it with `unshare`, whose process stands for the child here.
+    pub(super) fn start_isolated(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
+        // The second command keeps the shell from replacing itself.
+        const SHELL: &str = r#""$@"; exit $?"#;
+        let mut command = Command::new("unshare");
+        command.args(["-Urnpifm", "--kill-child", "--", "sh", "-c", SHELL, "sh"]).arg(std::env::current_exe()?);
+        Self::spawn(command.args(arguments).args(["--parent", "1"]))
+    }
+
+    fn spawn(command: &mut Command) -> io::Result<Self> {
+        let (socket, theirs) = UnixStream::pair()?;
+        let child = command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null()).spawn()?;
         let pid = Pid::from_child(&child);
         // The id names no other process until the child has been waited for.
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| {

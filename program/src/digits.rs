@@ -55,7 +55,8 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     let device = runtime.device(first.unwrap_or(0))?.info().name.clone();
     let place = Place { backend: runtime.identity().name.clone(), reason, device };
     let threads = arguments.threads;
-    let spread = |workers| Spread { backend: &address, workers, threads, die_at: arguments.die_at };
+    let (isolated, die_at) = (arguments.isolate_workers, arguments.die_at);
+    let spread = |workers| Spread { backend: &address, workers, threads, isolated, die_at };
     if arguments.scale {
         drop(runtime);
         if !shareable {
@@ -254,7 +255,12 @@ mod tests {
     }
 
     fn run_here(gpu: Arc<MockGpu>, task: &Task, threads: usize) -> Result<Outcome> {
-        run(Runtime::new(gpu)?, task, Spread { backend: "mock", workers: 0, threads, die_at: None }, &quiet(task))
+        run(
+            Runtime::new(gpu)?,
+            task,
+            Spread { backend: "mock", workers: 0, threads, isolated: false, die_at: None },
+            &quiet(task),
+        )
     }
 
     #[test]

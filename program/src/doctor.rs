@@ -7,6 +7,7 @@ use highwater::Runtime;
 use highwater::cuda::mps::{self, Status};
 use highwater::hal::{Identity, display_foreign};
 use highwater::opening::{Candidate, LoadReport, Origin, Outcome, Place};
+use highwater::sharing::{Rendezvous, SharingReport};
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};
@@ -22,14 +23,20 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     // On a machine without NVIDIA's software, the service is no subject.
     let has_gpu = findings.iter().any(|finding| finding.is_usable() && finding.candidate.name == "cuda");
     let service = Some(mps::status()).filter(|status| has_gpu || status.running || status.control_program.is_some());
+    let sharing = SharingReport::of_environment();
     if json {
         let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
         let places: Vec<Value> = report.places.iter().map(place_to_json).collect();
-        output::object(
-            &json!({ "usable": usable, "backends": backends, "places": places, "mps": service.as_ref().map(service_to_json) }),
-        )?;
+        output::object(&json!({
+            "usable": usable,
+            "backends": backends,
+            "places": places,
+            "sharing": sharing_to_json(&sharing),
+            "mps": service.as_ref().map(service_to_json),
+        }))?;
     } else {
         print(&findings, &report)?;
+        paragraph(&sharing_to_text(&sharing))?;
         service.map_or(Ok(()), |service| paragraph(&service_to_text(&service)))?;
     }
     if usable.is_empty() {
@@ -149,6 +156,47 @@ fn place_to_json(place: &Place) -> Value {
         "reason": place.reason,
         "hint": place.hint,
     })
+}
+
+fn sharing_to_json(report: &SharingReport) -> Value {
+    let rendezvous = report.options.rendezvous.unwrap_or_default();
+    let place = match rendezvous {
+        Rendezvous::Directory(path) => json!(path.display().to_string()),
+        Rendezvous::Descriptor(number) => json!(number),
+        _ => Value::Null,
+    };
+    let (reason, hint) = report.problem.as_ref().map_or(("", ""), |problem| (problem.message(), problem.hint()));
+    json!({
+        "rendezvous": rendezvous.name(),
+        "place": place,
+        "openers": report.options.openers.unwrap_or_default().to_string(),
+        "set": report.is_set,
+        "works": report.problem.is_none(),
+        "reason": reason,
+        "hint": hint,
+        "kernel_names_peers": report.kernel_names_peers,
+        "maps_all_users": report.maps_all_users,
+    })
+}
+
+fn sharing_to_text(report: &SharingReport) -> String {
+    let (rendezvous, openers) =
+        (report.options.rendezvous.unwrap_or_default(), report.options.openers.unwrap_or_default());
+    let rendezvous = display_foreign(&rendezvous.to_string()).to_string();
+    let source = if report.is_set { "HIGHWATER_SHARING" } else { "default" };
+    let mut text = format!("sharing: rendezvous={rendezvous}, openers={openers} ({source}): ");
+    match &report.problem {
+        None => text += "works",
+        Some(problem) => text += &format!("does not work: {}\nhint: {}", problem.message(), problem.hint()),
+    }
+    if !report.kernel_names_peers {
+        text += "\nnote: this kernel, before Linux 6.5, does not name the process at the other end of a socket; processes of \
+                 different PID namespaces send each other their descriptors";
+    }
+    if !report.maps_all_users {
+        text += "\nnote: this user namespace does not map every user; users without an id here need `openers=secret`";
+    }
+    text
 }
 
 fn service_to_json(status: &Status) -> Value {

@@ -51,6 +51,8 @@ pub(super) struct Spread<'a> {
     pub(super) workers: usize,
     /// Threads of each worker.
     pub(super) threads: usize,
+    /// True if each worker gets namespaces of its own.
+    pub(super) isolated: bool,
     pub(super) die_at: Option<DieAt>,
 }
 
@@ -114,10 +116,14 @@ impl<'a> Job<'a> {
         for number in 1..=spread.workers {
             let arguments: Vec<String> =
                 std::iter::once("worker".to_owned()).chain(backends::arguments_of_children()).collect();
-            let child = Child::start(&arguments).map_err(|error| {
+            let start = if spread.isolated { Child::start_isolated } else { Child::start };
+            let child = start(&arguments).map_err(|error| {
                 let what = format!("worker {number} of {} could not be started", spread.workers);
-                let hint =
-                    "use fewer `--workers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
+                let hint = if spread.isolated {
+                    "install `unshare` of util-linux, which `--isolate-workers` needs"
+                } else {
+                    "use fewer `--workers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)"
+                };
                 Failure::new(ErrorKind::OperatingSystem, what, hint).because_of(error)
             })?;
             let place = (number - 1) % places.len();

@@ -911,6 +911,87 @@ fn doctor_names_every_backend_and_what_was_tried() {
 }
 
 #[test]
+fn doctor_reports_the_rendezvous_and_whether_it_works() {
+    let sharing = |value: Option<&str>| {
+        let mut command = command_on("", &["doctor", "--json"]);
+        command.env_remove("HIGHWATER_SHARING").envs(value.map(|value| ("HIGHWATER_SHARING", value)));
+        let object: Value = serde_json::from_slice(&command.output().unwrap().stdout).unwrap();
+        object["sharing"].clone()
+    };
+    let default = sharing(None);
+    assert_eq!((&default["rendezvous"], &default["openers"]), (&"abstract".into(), &"user".into()), "{default}");
+    assert_eq!((&default["works"], &default["set"]), (&true.into(), &false.into()), "{default}");
+    let folder = scratch_folder("rendezvous");
+    let there = sharing(Some(&format!("rendezvous=directory:{},openers=group:7", folder.display())));
+    assert_eq!((&there["rendezvous"], &there["openers"]), (&"directory".into(), &"group:7".into()), "{there}");
+    assert_eq!(there["place"], folder.display().to_string(), "{there}");
+    assert_eq!((&there["works"], &there["set"]), (&true.into(), &true.into()), "{there}");
+    fs::remove_dir(&folder).expect("doctor leaves nothing in the directory");
+    let gone = sharing(Some(&format!("rendezvous=directory:{}", folder.display())));
+    assert_eq!(gone["works"], false, "{gone}");
+    assert!(gone["reason"].as_str().unwrap().contains("cannot be opened"), "{gone}");
+    let wrong = sharing(Some("rendezvous=telepathy"));
+    assert_eq!(wrong["works"], false, "{wrong}");
+    assert!(wrong["hint"].as_str().unwrap().contains("`abstract`, `directory:PATH`"), "{wrong}");
+
+    let text = highwater(&["doctor"]).ended(0).stdout;
+    assert!(text.contains("sharing: rendezvous=abstract, openers=user (default): works"), "{text}");
+}
+
+// ---------------------------------------------------------------- containers
+
+/// Returns whether this user may make namespaces. Says so if not; with `HIGHWATER_NAMESPACES=required` it is a failure.
+fn has_namespaces() -> bool {
+    let tried = Command::new("unshare").args(["-Urnpifm", "true"]).output();
+    let why = match tried {
+        Ok(output) if output.status.success() => return true,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => error.to_string(),
+    };
+    let required = std::env::var_os("HIGHWATER_NAMESPACES").is_some_and(|value| value == "required");
+    assert!(!required, "`unshare -Urnpifm true`: {why}");
+    eprintln!("skipped: this system refuses user namespaces (`unshare -Urnpifm true`: {why})");
+    false
+}
+
+#[test]
+fn workers_in_containers_of_their_own_open_the_weights_through_a_directory() {
+    if !has_namespaces() {
+        return;
+    }
+    let folder = scratch_folder("containers");
+    let arguments = ["--isolate-workers", "--json"];
+    let run = |sharing: &str, arguments: &[&str]| {
+        let mut command = command_on("", arguments);
+        run_whole(
+            {
+                command.env("HIGHWATER_SHARING", sharing);
+                command
+            },
+            "",
+            arguments,
+        )
+    };
+    for openers in ["user", "secret"] {
+        let object =
+            run(&format!("rendezvous=directory:{},openers={openers}", folder.display()), &arguments).ended(0).object();
+        assert_eq!((&object["processes"], &object["leaks"]), (&3.into(), &0.into()), "{object}");
+        assert!(object["weights_shared_bytes"].as_u64().unwrap() > 0, "{object}");
+        assert_eq!(object["predictions_equal_cpu"], true, "{object}");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "a file was left in the directory");
+    }
+    // A worker that dies is named as every other.
+    let died = run(&format!("rendezvous=directory:{}", folder.display()), &["--isolate-workers", "--die-at", "7"]);
+    assert_eq!(died.code, Some(3), "{}", died.stderr);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "a file was left in the directory");
+    // The abstract name is in the network namespace of the owner.
+    let run = run("rendezvous=abstract", &["--isolate-workers"]);
+    run.assert_error(&["the exporter", "has ended"]);
+    assert!(run.stderr.contains("HIGHWATER_SHARING"), "{}", run.stderr);
+    fs::remove_dir(&folder).unwrap();
+}
+
+#[test]
 fn doctor_wraps_every_line_to_the_terminal() {
     for (width, path) in [(60, "/nowhere/1:/nowhere/2:/nowhere/3"), (100, "/tmp:relative/folder:/nowhere")] {
         let mut command = command_on("", &["doctor"]);

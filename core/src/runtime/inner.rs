@@ -17,7 +17,7 @@ use crate::pool::recorder::Recorder;
 use crate::pool::workspaces::Workspaces;
 use crate::pool::{DeviceMemoryOptions, HostMemoryOptions, Nodes, PoolKey};
 use crate::services::{Owner, Services};
-use crate::sharing::Sharing;
+use crate::sharing::{Meeting, Sharing};
 use crate::stream::core::StreamCore;
 use highwater_hal::Result;
 
@@ -47,7 +47,8 @@ impl Users {
         Ok(match self.sharing.get() {
             Some(sharing) => sharing,
             None => {
-                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), Arc::clone(&self.pinned.files), operation)?);
+                let (frees, files) = (Arc::clone(&self.frees), Arc::clone(&self.pinned.files));
+                let fresh = Arc::new(Sharing::new(frees, files, Arc::clone(&self.meeting), operation)?);
                 self.sharing.get_or_init(|| fresh)
             }
         })
@@ -80,6 +81,8 @@ pub(crate) struct RuntimeInner {
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) frees: Arc<DeferredFrees>,
     pub(crate) pinned: PinnedPools,
+    /// Where other processes that share memory are found.
+    pub(crate) meeting: Arc<Meeting>,
     /// Created by the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
     /// The vendor's legacy default stream of each device: one for all users, so that their calls share one submission lock.
@@ -104,6 +107,7 @@ impl RuntimeInner {
         (host_memory, device_memory): (&HostMemoryOptions, &DeviceMemoryOptions),
         nodes: &Nodes,
         recorder: Option<&Arc<Recorder>>,
+        meeting: Meeting,
     ) -> Arc<Self> {
         let memory = DeviceMemory::new(Arc::clone(&services), device_memory);
         let workspaces = Arc::new(Workspaces::new(Arc::clone(&memory)));
@@ -112,6 +116,7 @@ impl RuntimeInner {
             workspaces,
             frees: Arc::new(DeferredFrees::new(memory)),
             pinned: PinnedPools::new(&services, host_memory, nodes, recorder),
+            meeting: Arc::new(meeting),
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
             warm_up: OnceLock::new(),

@@ -22,6 +22,7 @@ use crate::pool::completion_events::EventPool;
 use crate::pool::recorder::Recorder;
 use crate::pool::{HostMemoryOptions, Nodes};
 use crate::services::{DeviceState, Services};
+use crate::sharing::{Meeting, SharingOptions};
 use crate::workspace_config;
 use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
 
@@ -77,8 +78,9 @@ impl Runtime {
     ///
     /// # Errors
     /// As [`Runtime::new`], and also:
-    /// - `InvalidArgument`: the variable `HIGHWATER_HOST_MEMORY` has an unknown key or a malformed value, a background thread is
-    ///   requested without an idle time, or the file of a trace cannot be created.
+    /// - `InvalidArgument`: the variable `HIGHWATER_HOST_MEMORY` or `HIGHWATER_SHARING` has an unknown key or a malformed value, a
+    ///   background thread is requested without an idle time, the file of a trace cannot be created, or the place of a
+    ///   rendezvous cannot be used.
     /// - `OperatingSystem`: the background thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         Self::on_nodes(backend, options, &Nodes::of_machine(Path::new("/")))
@@ -87,6 +89,7 @@ impl Runtime {
     /// Creates a runtime on a machine with these NUMA nodes.
     pub(crate) fn on_nodes(backend: Arc<dyn Backend>, options: &RuntimeOptions, nodes: &Nodes) -> Result<Self> {
         let host_memory = options.host_memory.or(HostMemoryOptions::from_environment()?);
+        let meeting = Meeting::open(options.sharing.or(SharingOptions::from_environment()?))?;
         let generation = Generation::current();
         let identity = backend.identity();
         let device = |ordinal| {
@@ -114,7 +117,8 @@ impl Runtime {
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let recorder = host_memory.record.map(Recorder::open).transpose()?;
         let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
-        let inner = RuntimeInner::new(services, (&host_memory, &options.device_memory), nodes, recorder.as_ref());
+        let inner =
+            RuntimeInner::new(services, (&host_memory, &options.device_memory), nodes, recorder.as_ref(), meeting);
         inner.pinned.start_background(&host_memory)?;
         let runtime = Self { inner: Arc::new(Users(inner)) };
         if options.warm_handles > 0 && runtime.device_count() > 0 {
@@ -253,7 +257,7 @@ impl Runtime {
                 return Err(Error::new(
                     ErrorKind::InvalidState,
                     "close",
-                    format!("other processes ({holders:?}) have {blocks} buffers of this runtime open, {bytes} bytes"),
+                    format!("other processes ({holders}) have {blocks} buffers of this runtime open, {bytes} bytes"),
                 )
                 .with_hint("first let those processes drop the buffers, or end"));
             }

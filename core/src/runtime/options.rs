@@ -2,6 +2,7 @@
 
 use crate::numerics::Numerics;
 use crate::pool::{DeviceMemoryOptions, HostMemoryOptions};
+use crate::sharing::SharingOptions;
 
 /// The options of a [`Runtime`](crate::Runtime).
 #[derive(Debug, Clone, Copy, Default)]
@@ -19,6 +20,8 @@ pub struct RuntimeOptions {
     pub host_memory: HostMemoryOptions,
     /// The options of the device memory that streams allocate.
     pub device_memory: DeviceMemoryOptions,
+    /// The options of memory that is shared with other processes.
+    pub sharing: SharingOptions,
     /// BLAS handles of device 0 that the runtime makes in the background: see
     /// [`with_warm_handles`](RuntimeOptions::with_warm_handles).
     pub warm_handles: usize,
@@ -34,6 +37,7 @@ impl RuntimeOptions {
             numerics: Numerics::new(),
             host_memory: HostMemoryOptions::new(),
             device_memory: DeviceMemoryOptions::new(),
+            sharing: SharingOptions::new(),
             warm_handles: 0,
         }
     }
@@ -96,6 +100,14 @@ impl RuntimeOptions {
     #[must_use]
     pub const fn with_device_memory(mut self, options: DeviceMemoryOptions) -> Self {
         self.device_memory = options;
+        self
+    }
+
+    /// Returns the options with these options of memory that is shared with other processes. The variable `HIGHWATER_SHARING` sets
+    /// those that the program does not set.
+    #[must_use]
+    pub const fn with_sharing(mut self, options: SharingOptions) -> Self {
+        self.sharing = options;
         self
     }
 

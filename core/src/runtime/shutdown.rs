@@ -57,7 +57,7 @@ impl RuntimeInner {
             let (blocks, bytes) = sharing.limbo();
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();
-                tracing::warn!("{blocks} buffers ({bytes} bytes) stay allocated: processes {holders:?} have them open");
+                tracing::warn!("{blocks} buffers ({bytes} bytes) stay allocated: processes {holders} have them open");
             }
         }
         result = result.and(twice(self.frees.take_all(), |free| {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::str::FromStr;
 
-use super::ticket::{Fields, Ticket, from_digits, is_inside, to_digits};
+use super::ticket::{Fields, OF_ALLOCATION, Ticket, from_digits, is_inside, to_digits};
 use highwater_hal::{Error, ErrorKind, Result};
 
 const MAGIC: [u8; 4] = *b"HWTB";
@@ -12,21 +12,25 @@ const MAGIC: [u8; 4] = *b"HWTB";
 const VERSION: u16 = 1;
 /// Oldest version of the format that a reader must know to use this batch.
 const OLDEST_READER: u16 = 1;
-/// Features that a reader must support beyond the version, one bit each. None is defined yet.
-const KNOWN_FEATURES: u32 = 0;
+/// The feature that each allocation has its own features and a secret, as a [`Ticket`] has.
+const FEATURES: u32 = 1;
+/// Features that a reader must support beyond the version, one bit each.
+const KNOWN_FEATURES: u32 = FEATURES;
 /// Bytes before the allocations.
 const HEADER: usize = 32;
 /// Offset of the bytes of the header that are 0.
 const RESERVED: usize = 20;
-/// Bytes of an allocation.
+/// Bytes of an allocation, and of its features and its secret.
 const ALLOCATION: usize = 84;
+const ALLOCATION_FEATURES: usize = 20;
 /// Bytes of a slice.
 const SLICE: usize = 20;
 /// Bytes of the checksum at the end.
 const SUM: usize = 4;
 /// Bytes of the largest batch.
 #[cfg(feature = "serde")]
-const LONGEST: usize = HEADER + ALLOCATION * TicketBatch::MAX_ALLOCATIONS + SLICE * TicketBatch::MAX_SLICES + SUM;
+const LONGEST: usize =
+    HEADER + (ALLOCATION + ALLOCATION_FEATURES) * TicketBatch::MAX_ALLOCATIONS + SLICE * TicketBatch::MAX_SLICES + SUM;
 
 const OPERATION: &str = "ticket_batch";
 
@@ -68,11 +72,11 @@ const OPERATION: &str = "ticket_batch";
 /// | 0 | 4 | `HWTB` |
 /// | 4 | 2 | version of the format, 1 |
 /// | 6 | 2 | oldest version that a reader must know, 1 |
-/// | 8 | 4 | features that a reader must support, one bit each, 0 |
+/// | 8 | 4 | features that a reader must support, one bit each: 1 if an allocation has features |
 /// | 12 | 4 | number of allocations, A |
 /// | 16 | 4 | number of slices, S |
 /// | 20 | 12 | 0 |
-/// | 32 | 84 A | the allocations: the bytes 12 to 95 of a [`Ticket`] of each |
+/// | 32 | 84 A | the allocations: the bytes 12 to 95 of a [`Ticket`] of each. With the feature 1, each has 104 bytes: its features (32, 64 and 128, as in a ticket) and its secret follow |
 /// | 32 + 84 A | 20 S | the slices: 4 bytes for the number of the allocation, 8 for the offset, 8 for the length in bytes |
 /// | 32 + 84 A + 20 S | 4 | CRC-32 of the preceding bytes |
 ///
@@ -140,17 +144,25 @@ impl TicketBatch {
     /// Returns the batch in the format above.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let length = HEADER + ALLOCATION * self.allocations.len() + SLICE * self.slices.len() + SUM;
+        let with_features = self.allocations.iter().any(|allocation| allocation.features() != 0);
+        let length =
+            HEADER + allocation_bytes(with_features) * self.allocations.len() + SLICE * self.slices.len() + SUM;
         let mut bytes = Vec::with_capacity(length);
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
-        bytes.extend(0_u32.to_le_bytes());
+        bytes.extend(if with_features { FEATURES } else { 0 }.to_le_bytes());
         // Neither count is above its maximum.
         bytes.extend((self.allocations.len() as u32).to_le_bytes());
         bytes.extend((self.slices.len() as u32).to_le_bytes());
         bytes.resize(HEADER, 0);
-        self.allocations.iter().for_each(|allocation| allocation.put_share(&mut bytes));
+        for allocation in &self.allocations {
+            allocation.put_share(&mut bytes);
+            if with_features {
+                bytes.extend(allocation.features().to_le_bytes());
+                bytes.extend(allocation.secret.map_or([0; 16], |secret| secret.0));
+            }
+        }
         for slice in &self.slices {
             let mut field = [0; SLICE];
             field[..4].copy_from_slice(&slice.allocation.to_le_bytes());
@@ -198,7 +210,8 @@ impl TicketBatch {
             return Err(too_many(OPERATION, "slices", slices, Self::MAX_SLICES));
         }
         // No overflow: both counts are limited.
-        let length = HEADER + ALLOCATION * allocations + SLICE * slices + SUM;
+        let allocation_bytes = allocation_bytes(features & FEATURES != 0);
+        let length = HEADER + allocation_bytes * allocations + SLICE * slices + SUM;
         if bytes.len() != length {
             return Err(invalid(format!(
                 "a batch of {slices} slices of {allocations} allocations has {length} bytes, not {}",
@@ -214,30 +227,44 @@ impl TicketBatch {
         if version < oldest || oldest == 0 || (version == VERSION && reserved.iter().any(|&byte| byte != 0)) {
             return Err(invalid(format!("the batch is not of format {version}, which it names")));
         }
-        let (allocation_fields, slice_fields) = checked[HEADER..].split_at(ALLOCATION * allocations);
-        let allocations = read_allocations(allocation_fields)?;
+        let (allocation_fields, slice_fields) = checked[HEADER..].split_at(allocation_bytes * allocations);
+        let allocations = read_allocations(allocation_fields, allocation_bytes)?;
         let slices = read_slices(slice_fields, &allocations)?;
         Ok(Self { allocations, slices })
     }
 }
 
-fn read_allocations(bytes: &[u8]) -> Result<Vec<Ticket>> {
-    let (fields, _) = bytes.as_chunks::<ALLOCATION>();
-    let mut names = HashSet::with_capacity(fields.len());
-    let read = |(place, field): (usize, &[u8; ALLOCATION])| {
-        let allocation = Ticket::take_share(&mut Fields { bytes: field })
+/// Returns the bytes of an allocation.
+const fn allocation_bytes(with_features: bool) -> usize {
+    if with_features { ALLOCATION + ALLOCATION_FEATURES } else { ALLOCATION }
+}
+
+fn read_allocations(bytes: &[u8], allocation_bytes: usize) -> Result<Vec<Ticket>> {
+    let mut names = HashSet::with_capacity(bytes.len() / allocation_bytes);
+    let read = |(place, field): (usize, &[u8])| {
+        let mut fields = Fields { bytes: field };
+        let allocation = Ticket::take_share(&mut fields)
             .ok_or_else(|| invalid(format!("allocation {place} of the batch is cut")))?
             .map_err(|transport| {
                 invalid(format!(
                     "allocation {place} of the batch has the transport {transport}, and this library knows 0 to 2"
                 ))
             })?;
+        let allocation = match (fields.u32(), fields.array()) {
+            (Some(features), Some(secret)) => {
+                let known = Some(allocation).filter(|_| features & !OF_ALLOCATION == 0);
+                known.and_then(|allocation| allocation.with_features(features, secret)).ok_or_else(|| {
+                    invalid(format!("allocation {place} of the batch has features {features:#x}, which do not fit"))
+                })?
+            }
+            _ => allocation,
+        };
         if !names.insert(name_of(&allocation)) {
             return Err(invalid(format!("the batch names allocation {place} twice")));
         }
         Ok(allocation)
     };
-    fields.iter().enumerate().map(read).collect()
+    bytes.chunks_exact(allocation_bytes).enumerate().map(read).collect()
 }
 
 fn read_slices(bytes: &[u8], allocations: &[Ticket]) -> Result<Vec<BatchSlice>> {
@@ -417,6 +444,8 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
+    use super::super::options::Method;
+    use super::super::ticket::Secret;
     use super::*;
 
     const BYTES: u64 = 4096;
@@ -425,6 +454,8 @@ mod tests {
         Ticket {
             transport: Transport::Descriptor,
             is_pinned: false,
+            method: Method::Abstract,
+            secret: None,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],
@@ -475,6 +506,27 @@ mod tests {
             assert_eq!(batch.to_string().parse::<TicketBatch>().unwrap(), batch);
             assert_eq!(batch.to_string().to_uppercase().parse::<TicketBatch>().unwrap(), batch);
         }
+    }
+
+    #[test]
+    fn allocations_keep_their_secrets_and_methods() {
+        let mut batch = BatchBuilder::new(2);
+        let secret = Some(Secret([9; 16]));
+        for ticket in [allocation(8), Ticket { secret, method: Method::Directory, ..allocation(9) }] {
+            let number = batch.allocation(ticket).unwrap();
+            batch.slice(number, 0, 16);
+        }
+        let batch = batch.end();
+        let bytes = batch.to_bytes();
+        assert_eq!(bytes.len(), HEADER + 2 * 104 + 2 * SLICE + SUM);
+        let read = TicketBatch::from_bytes(&bytes).unwrap();
+        assert_eq!(read, batch);
+        assert_eq!((read.ticket(0).unwrap().secret, read.ticket(1).unwrap().secret), (None, secret));
+        assert_eq!(read.ticket(1).unwrap().rendezvous(), "directory");
+        // Both methods; a feature of tickets alone; a secret without its feature.
+        is_refused(forged(&batch, |bytes| bytes[HEADER + 84] = 0xc0), "has features 0xc0");
+        is_refused(forged(&batch, |bytes| bytes[HEADER + 84] = 16), "has features 0x10");
+        is_refused(forged(&batch, |bytes| bytes[HEADER + 88] = 1), "has features 0x0");
     }
 
     #[test]
@@ -648,7 +700,7 @@ mod tests {
         fn a_sequence_without_an_end_is_refused_at_the_maximum() {
             let read = SeqDeserializer::<_, ValueError>::new(std::iter::repeat(0_u8));
             let error = TicketBatch::deserialize(read).unwrap_err();
-            assert!(error.to_string().contains("at most 26476580 bytes"), "{error}");
+            assert!(error.to_string().contains("at most 27787300 bytes"), "{error}");
         }
     }
 

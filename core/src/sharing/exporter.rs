@@ -16,11 +16,12 @@ use std::time::{Instant, SystemTime};
 
 use parking_lot::Mutex;
 
+use super::identity::Process;
 use super::listing::{Listed, ListedExport};
 use super::message::ExportKey;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
-use super::system::{Process, is_readable, ring};
-use super::ticket::not_given_out;
+use super::system::{is_readable, ring};
+use super::ticket::{Secret, not_given_out};
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
@@ -123,6 +124,8 @@ struct Export {
     /// Time of the first share.
     since: SystemTime,
     memory: WeakMemory,
+    /// What an open has to name, if the exporter admits anybody who has a ticket.
+    secret: Option<Secret>,
     /// Number of the most recent share.
     number: u64,
     /// Importers that have opened the allocation.
@@ -275,6 +278,7 @@ impl Exporter {
         bytes: u64,
         transport: Transport,
         device_uuid: [u8; 16],
+        secret: Option<Secret>,
     ) -> Result<ExportKey> {
         // Before the lock: the last reference to a block closes its export.
         let (device, since) = (memory.device(), SystemTime::now());
@@ -293,7 +297,8 @@ impl Exporter {
         state.last_serial += 1;
         let serial = state.last_serial;
         let (number, peers, limbo) = (0, Vec::new(), None);
-        let export = Export { serial, bytes, transport, device, device_uuid, since, memory, number, peers, limbo };
+        let export =
+            Export { serial, bytes, transport, device, device_uuid, since, memory, secret, number, peers, limbo };
         if index as usize == state.exports.len() {
             state.exports.push(Some(export));
         } else {
@@ -302,6 +307,11 @@ impl Exporter {
         }
         state.exported_bytes += bytes;
         Ok(ExportKey { index, serial })
+    }
+
+    /// Returns the secret of an allocation, if it has one.
+    pub(crate) fn secret(&self, key: ExportKey) -> Option<Secret> {
+        self.state.lock().export(key)?.secret
     }
 
     /// Returns the number of a share after device work. The ready segment reaches the number when the work is done. Without
@@ -480,11 +490,11 @@ impl Exporter {
         if idle().count() <= most {
             return None;
         }
-        let mut of_process: HashMap<i32, usize> = HashMap::new();
-        idle().for_each(|peer| *of_process.entry(peer.process.pid).or_default() += 1);
+        let mut of_process: HashMap<(i32, u64), usize> = HashMap::new();
+        idle().for_each(|peer| *of_process.entry(peer.process.key()).or_default() += 1);
         let (crowd, _) = of_process.into_iter().max_by_key(|&(_, connections)| connections)?;
         let droppable = |peer: &&Arc<Peer>| {
-            peer.process.pid == crowd && (peer.line.get().is_some() || !is_readable(peer.socket.as_fd()))
+            peer.process.key() == crowd && (peer.line.get().is_some() || !is_readable(peer.socket.as_fd()))
         };
         idle().filter(droppable).min_by_key(|peer| peer.id).cloned()
     }
@@ -494,7 +504,7 @@ impl Exporter {
     }
 
     /// Counts an open of an allocation by an importer.
-    pub(crate) fn grant(&self, peer: u64, key: ExportKey) -> Result<Grant> {
+    pub(crate) fn grant(&self, peer: u64, key: ExportKey, secret: Option<Secret>) -> Result<Grant> {
         // Declared before the lock so that it drops after the lock: the last reference to a block closes its export.
         let memory;
         let mut state = self.state.lock();
@@ -502,6 +512,10 @@ impl Exporter {
         let expired =
             || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        if export.secret.is_some_and(|expected| !secret.is_some_and(|secret| secret.matches(&expected))) {
+            let what = "the ticket does not have the secret of its allocation";
+            return Err(Error::new(ErrorKind::PermissionDenied, "open_shared", what));
+        }
         memory = export.memory.upgrade().ok_or_else(expired)?;
         let (part, slot) = place_of(key.index);
         let (transport, bytes) = (export.transport, export.bytes);
@@ -614,7 +628,7 @@ impl Exporter {
             let (index, export) = (u32::try_from(index).ok()?, export.as_ref()?);
             let books = export.peers.iter().filter_map(|peer| state.peers.get(peer));
             let holding = books.filter(|book| book.holds(index, export.serial, true));
-            let mut holders: Vec<u32> = holding.map(|book| u32::try_from(book.peer.process.pid).unwrap_or(0)).collect();
+            let mut holders: Vec<u32> = holding.map(|book| book.peer.process.number()).collect();
             holders.sort_unstable();
             holders.dedup();
             let Export { transport, device, device_uuid, bytes, since, .. } = *export;
@@ -636,8 +650,8 @@ impl Exporter {
         }
     }
 
-    /// Returns the ids of the processes that hold allocations in limbo.
-    pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
+    /// Returns the processes that hold allocations in limbo.
+    pub(crate) fn holders_of_limbo(&self) -> String {
         let state = self.state.lock();
         let in_limbo = |index: &u32| {
             let export = state.exports.get(*index as usize).and_then(Option::as_ref);
@@ -648,10 +662,17 @@ impl Exporter {
                 .iter()
                 .any(|index| in_limbo(index).is_some_and(|(serial, or_maps)| book.holds(*index, serial, or_maps)))
         };
-        let mut pids: Vec<i32> = state.peers.values().filter(holds).map(|book| book.peer.process.pid).collect();
-        pids.sort_unstable();
-        pids.dedup();
-        pids
+        let holders = state.peers.values().filter(holds).map(|book| &book.peer.process);
+        let mut keys: Vec<_> = holders.map(Process::key).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let hidden = keys.iter().filter(|(pid, _)| *pid == 0).count();
+        let mut named: Vec<_> = keys.iter().filter(|(pid, _)| *pid != 0).map(|(pid, _)| pid.to_string()).collect();
+        named.dedup();
+        if hidden > 0 {
+            named.push(format!("{hidden} of other PID namespaces"));
+        }
+        named.join(", ")
     }
 }
 

@@ -13,16 +13,17 @@ use std::time::{Duration, Instant, SystemTime};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
+use super::identity::Process;
 use super::listing::{Listed, ListedImport};
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
 use super::open_count::OpenCount;
+use super::rendezvous::Meeting;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
-use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
-use super::ticket::{Ticket, not_given_out};
+use super::system::{Bell, Received, invalid_message, line, os_error, receive, send};
+use super::ticket::{Secret, Ticket, not_given_out};
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::stream_use::{StreamUse, UseEnd};
@@ -209,6 +210,8 @@ pub(crate) trait Mapper: Sync {
     fn check(&self) -> Result<()>;
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
+    /// Where exporters are found.
+    fn meeting(&self) -> &Meeting;
 }
 
 /// The handles of an allocation's parts, as the exporter sends them.
@@ -260,6 +263,10 @@ impl Import {
         if ticket.allocation_bytes != self.ticket.allocation_bytes {
             return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
         }
+        // The exporter has confirmed the secret of this one.
+        if self.ticket.secret.is_some() && ticket.secret != self.ticket.secret {
+            return Err(not_given_out("it does not have the secret of its allocation"));
+        }
         Ok(())
     }
 
@@ -308,7 +315,7 @@ impl Link {
     }
 
     fn ended(&self) -> Error {
-        expired(format!("the exporter (process {}) has ended", self.process.pid))
+        expired(format!("the exporter ({}) has ended", self.process))
     }
 
     fn is_cut(&self) -> bool {
@@ -322,40 +329,14 @@ impl Link {
 
     /// Connects to the exporter of a ticket.
     fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
-        let socket = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )
-        .map_err(|errno| os_error(OPERATION, "socket", errno))?;
-        let address = SocketAddrUnix::new_abstract_name(&super::address(&ticket.incarnation))
-            .map_err(|errno| os_error(OPERATION, "socket address", errno))?;
-        loop {
-            match rustix::net::connect(&socket, &address) {
-                Ok(()) => break,
-                Err(Errno::INTR) => {}
-                // The exporter's queue of connections is full.
-                Err(Errno::AGAIN) if !patience.is_over() => std::thread::sleep(Duration::from_millis(2)),
-                Err(Errno::AGAIN) => return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid))),
-                Err(Errno::CONNREFUSED | Errno::NOENT) => {
-                    return Err(expired(format!(
-                        "the exporter (process {}) or its runtime has ended",
-                        ticket.pid
-                    ))
-                    .with_hint(
-                        "request a new ticket; between containers, share the network namespace, in which the exporter listens",
-                    ));
-                }
-                Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
-            }
-        }
-        let process = Process::of_peer(OPERATION, socket.as_fd())?;
+        let (meeting, who) = (mapper.meeting(), format!("process {}", ticket.pid));
+        let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
+        let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers)?;
         // After the exporter has ended, any process of this user can take its name.
         if process.own_number().is_some_and(|number| number != ticket.pid) {
             return Err(expired(format!(
-                "the exporter (process {}) has ended, and process {} has taken its name",
-                ticket.pid, process.pid
+                "the exporter (process {}) has ended, and {process} has taken its name",
+                ticket.pid
             )));
         }
         let hello = Message::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL };
@@ -372,11 +353,13 @@ impl Link {
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
         };
-        let said = link.say(&hello, &[theirs.as_fd()], mapper, patience);
-        drop(theirs);
+        let own = link.process.own_pidfd(OPERATION)?;
+        let sent: Vec<_> = [&theirs].into_iter().chain(&own).map(AsFd::as_fd).collect();
+        let said = link.say(&hello, &sent, mapper, patience);
+        drop((theirs, own));
         // An exporter that refuses the connection gives the reason before it hangs up.
         let heard = link.hear(mapper, patience);
-        let (answer, _) = match (said, heard) {
+        let (answer, descriptors) = match (said, heard) {
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
             (_, heard) => heard?,
         };
@@ -394,6 +377,7 @@ impl Link {
         if incarnation != ticket.incarnation {
             return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
+        link.process.identify(OPERATION, descriptors.into_iter().next())?;
         Ok(link)
     }
 
@@ -403,6 +387,7 @@ impl Link {
     fn open(
         &self,
         keys: &[ExportKey],
+        secrets: &[Option<Secret>],
         mapper: &dyn Mapper,
         patience: &mut Patience,
     ) -> (Vec<(usize, Granted)>, Option<Error>) {
@@ -415,7 +400,8 @@ impl Link {
                 let question = first.wrapping_add(sent as u32);
                 let part = self.part(keys[sent]);
                 let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
-                let request = Message::Open { question, key: keys[sent], wants_counts, wants_ready };
+                let secret = secrets[sent];
+                let request = Message::Open { question, key: keys[sent], wants_counts, wants_ready, secret };
                 *channel = question;
                 match self.say(&request, &[], mapper, *patience) {
                     Ok(()) => sent += 1,
@@ -573,10 +559,7 @@ impl Link {
                 Err(Errno::AGAIN) => self.wait_for(PollFlags::OUT, mapper, patience)?,
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
                     self.cut.store(true, Ordering::Relaxed);
-                    return Err(expired(format!(
-                        "the exporter (process {}) or its runtime has ended",
-                        self.process.pid
-                    )));
+                    return Err(expired(format!("the exporter ({}) or its runtime has ended", self.process)));
                 }
                 Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
             }
@@ -608,7 +591,7 @@ impl Link {
                 }
                 Ok(Received::End) => {
                     self.cut.store(true, Ordering::Relaxed);
-                    return Err(expired(format!("the exporter (process {}) has closed the connection", process.pid)));
+                    return Err(expired(format!("the exporter ({process}) has closed the connection")));
                 }
                 Ok(Received::Nothing) => {}
                 Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
@@ -621,23 +604,21 @@ impl Link {
     fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
         if process.has_ended() {
-            return Err(expired(format!("the exporter (process {}) has ended", process.pid)));
+            return Err(expired(format!("the exporter ({process}) has ended")));
         }
         mapper.check()?;
         if patience.is_over() {
-            return Err(
-                patience.lost_with(&format!("process {}, which listens for the ticket's exporter,", process.pid))
-            );
+            return Err(patience.lost_with(&format!("{process}, which listens for the ticket's exporter,")));
         }
-        let mut ends = [
-            PollFd::from_borrowed_fd(self.socket.as_fd(), what),
-            PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN),
-        ];
+        let mut ends = vec![PollFd::from_borrowed_fd(self.socket.as_fd(), what)];
+        ends.extend(process.pidfd().map(|pidfd| PollFd::from_borrowed_fd(pidfd, PollFlags::IN)));
         let most = patience.left().min(Duration::from_secs(1));
         let most = rustix::time::Timespec { tv_sec: most.as_secs().cast_signed(), tv_nsec: most.subsec_nanos().into() };
         // Interrupted or not, the caller checks everything again.
-        if rustix::event::poll(&mut ends, Some(&most)) == Ok(0) && process.is_stopped() {
-            let pid = process.pid;
+        if rustix::event::poll(&mut ends, Some(&most)) == Ok(0)
+            && process.is_stopped()
+            && let Some(pid) = process.pid()
+        {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 OPERATION,
@@ -667,13 +648,13 @@ enum Answer {
 
 /// The time that one open waits for its exporter.
 #[derive(Debug, Clone, Copy)]
-struct Patience {
+pub(super) struct Patience {
     limit: Duration,
     until: Instant,
 }
 
 impl Patience {
-    fn new(limit: Duration) -> Self {
+    pub(super) fn new(limit: Duration) -> Self {
         Self { limit, until: Instant::now() + limit }
     }
 
@@ -682,28 +663,28 @@ impl Patience {
         *self = Self::new(self.limit);
     }
 
-    fn left(self) -> Duration {
+    pub(super) fn left(self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }
 
-    fn is_over(self) -> bool {
+    pub(super) fn is_over(self) -> bool {
         self.left().is_zero()
     }
 
     /// Returns the error for a wait that is over. `who` has not answered.
-    fn lost_with(self, who: &str) -> Error {
+    pub(super) fn lost_with(self, who: &str) -> Error {
         let what = format!("{who} is alive but has not answered for {} s", self.limit.as_secs());
         Error::new(ErrorKind::InvalidState, OPERATION, what)
             .with_hint("check whether it is blocked or short of processor time, then open the ticket again")
     }
 }
 
-fn expired(message: String) -> Error {
+pub(super) fn expired(message: String) -> Error {
     Error::new(ErrorKind::Expired, OPERATION, message).with_hint("request a new ticket from a running process")
 }
 
 /// Returns the exporter's refusal with a remedy for either side.
-fn refusal(kind: ErrorKind, text: String) -> Error {
+pub(super) fn refusal(kind: ErrorKind, text: String) -> Error {
     Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
         ErrorKind::Expired => {
             "request a new ticket, and keep the buffer in the exporter until the ticket has been opened"
@@ -714,7 +695,9 @@ fn refusal(kind: ErrorKind, text: String) -> Error {
         ErrorKind::OutOfMemory => {
             "free memory in the exporter, or open fewer of its buffers, then open the ticket again"
         }
-        ErrorKind::PermissionDenied => "run both processes as one user",
+        ErrorKind::PermissionDenied => {
+            "run both processes as one user, or set `openers` in the exporter and pass its ticket unchanged"
+        }
         ErrorKind::Unsupported => "use the same version of this library, and a transport that both devices support",
         ErrorKind::ShuttingDown => "the exporter is shutting down: request a ticket from another exporter",
         ErrorKind::InvalidArgument => "pass the ticket unchanged",
@@ -1008,7 +991,8 @@ impl Importer {
             let at = first.at;
             let link = self.link(ticket, mapper, patience).map_err(|error| (at, error))?;
             let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
-            let (mut granted, failed) = link.open(&keys, mapper, &mut patience);
+            let secrets: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.ticket.secret).collect();
+            let (mut granted, failed) = link.open(&keys, &secrets, mapper, &mut patience);
             let answered = failed.clone().map_or(Ok(()), Err);
             self.note_answer(ticket, &answered);
             if let Some(error) = failed {
@@ -1237,7 +1221,7 @@ impl Importer {
             let process = &import.link.process;
             ListedImport {
                 what: Listed { transport, device, device_uuid, bytes, since: import.since },
-                owner: u32::try_from(process.pid).unwrap_or(0),
+                owner: process.number(),
                 owner_has_ended: import.link.is_lost() || process.has_ended(),
                 is_idle: !import.open.is_open(),
             }
@@ -1388,10 +1372,19 @@ mod tests {
     use std::os::fd::BorrowedFd;
 
     use highwater_hal::Transport;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+    use super::super::name::Name;
+    use super::super::options::{Method, SharingOptions};
     use super::*;
 
-    struct NoMapper(Bell);
+    struct NoMapper(Bell, Meeting);
+
+    impl NoMapper {
+        fn new() -> Self {
+            Self(Bell::new(OPERATION).unwrap(), Meeting::open(SharingOptions::new()).unwrap())
+        }
+    }
 
     impl Mapper for NoMapper {
         fn map(&self, _: u32, _: &MemoryHandle) -> Result<DevicePtr> {
@@ -1417,6 +1410,10 @@ mod tests {
         fn bell(&self) -> &Bell {
             &self.0
         }
+
+        fn meeting(&self) -> &Meeting {
+            &self.1
+        }
     }
 
     fn hear(socket: BorrowedFd<'_>) -> bool {
@@ -1428,6 +1425,8 @@ mod tests {
         Ticket {
             transport: Transport::Descriptor,
             is_pinned: false,
+            method: Method::Abstract,
+            secret: None,
             boot: [0; 16],
             incarnation,
             device_uuid: [0; 16],
@@ -1445,7 +1444,8 @@ mod tests {
     fn listen(incarnation: &[u8; 16]) -> OwnedFd {
         let flags = SocketFlags::CLOEXEC;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let address = SocketAddrUnix::new_abstract_name(&super::super::address(incarnation)).unwrap();
+        let address =
+            SocketAddrUnix::new_abstract_name(&Name { boot: [0; 16], incarnation: *incarnation }.address()).unwrap();
         rustix::net::bind(&listener, &address).unwrap();
         rustix::net::listen(&listener, 4).unwrap();
         listener
@@ -1460,7 +1460,7 @@ mod tests {
         let took: Vec<_> = (0..3)
             .map(|_| {
                 let started = Instant::now();
-                let mapper = NoMapper(Bell::new(OPERATION).unwrap());
+                let mapper = NoMapper::new();
                 let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
                 assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
@@ -1495,7 +1495,7 @@ mod tests {
         // So that the limit is the short one.
         importer.state.lock().silent.insert(incarnation);
         let started = Instant::now();
-        let mapper = NoMapper(Bell::new(OPERATION).unwrap());
+        let mapper = NoMapper::new();
         let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());

@@ -39,7 +39,9 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::Sharing;
-use super::system::{Process, os_error, send};
+use super::identity::Process;
+use super::options::Openers;
+use super::system::{os_error, send};
 use super::ticket::Fields;
 use highwater_hal::{Error, Result, Transport};
 
@@ -270,7 +272,7 @@ impl Sharing {
                 Err(_) => return,
             };
             // A process of another user gets nothing, and learns nothing.
-            if Process::of_peer("list", socket.as_fd()).is_err() {
+            if Process::of_peer("list", socket.as_fd(), Openers::SameUser).is_err() {
                 continue;
             }
             let made = match file.take() {

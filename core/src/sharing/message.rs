@@ -4,17 +4,20 @@
 //!
 //! | importer | exporter |
 //! | --- | --- |
+//! | `Knock`, only on an inherited descriptor (`rendezvous.rs`) | `Door`, with the connection for all other messages, or `Refused` |
 //! | `Hello`, with a line to ring the importer on | `Welcome` or `Refused` |
 //! | `Open` | `Opened`, with the descriptors of the memory and of the requested counts, or `Refused` |
 //! | `Parts`: further parts of an allocation whose `Opened` announced some | `PartsOpened`, with their descriptors, or `Refused` |
 //! | `Abandon`: an `Opened` that could not be used | nothing |
 //! | `Ring`: check the flags in the counts | nothing |
 //!
+//! An `Open` names the secret of a ticket that has one. Before Linux 6.5, `Hello` and `Welcome` also bring the pidfd of their senders.
+//!
 //! Version 3 added the parts of adopted memory. An exporter refuses to open memory of several parts for an importer of version 2.
 //!
 //! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
-use super::ticket::Fields;
+use super::ticket::{Fields, Secret};
 use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
@@ -39,6 +42,8 @@ const REFUSED: u16 = 6;
 const RING: u16 = 7;
 const PARTS: u16 = 8;
 const PARTS_OPENED: u16 = 9;
+const KNOCK: u16 = 20;
+const DOOR: u16 = 21;
 
 /// Names an allocation of an exporter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -69,9 +74,11 @@ pub(crate) struct Part {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
+    Knock { incarnation: [u8; 16] },
+    Door,
     Hello { version: u16, oldest: u16 },
     Welcome { version: u16, oldest: u16, incarnation: [u8; 16] },
-    Open { question: u32, key: ExportKey, wants_counts: bool, wants_ready: bool },
+    Open { question: u32, key: ExportKey, wants_counts: bool, wants_ready: bool, secret: Option<Secret> },
     Opened { question: u32, opened: Opened },
     Parts { question: u32, key: ExportKey, first: u32 },
     PartsOpened { question: u32, parts: Vec<Part> },
@@ -112,11 +119,14 @@ impl Message {
             Self::Ring => RING,
             Self::Parts { .. } => PARTS,
             Self::PartsOpened { .. } => PARTS_OPENED,
+            Self::Knock { .. } => KNOCK,
+            Self::Door => DOOR,
         };
         bytes.extend(kind.to_le_bytes());
         bytes.extend(0_u16.to_le_bytes());
         match self {
-            Self::Ring => {}
+            Self::Ring | Self::Door => {}
+            Self::Knock { incarnation } => bytes.extend(incarnation),
             Self::Hello { version, oldest } => {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
@@ -126,11 +136,13 @@ impl Message {
                 bytes.extend(oldest.to_le_bytes());
                 bytes.extend(incarnation);
             }
-            Self::Open { question, key, wants_counts, wants_ready } => {
+            Self::Open { question, key, wants_counts, wants_ready, secret } => {
                 bytes.extend(question.to_le_bytes());
                 bytes.extend(key.index.to_le_bytes());
                 bytes.extend(key.serial.to_le_bytes());
-                bytes.extend((u32::from(*wants_counts) | u32::from(*wants_ready) << 1).to_le_bytes());
+                let wants = u32::from(*wants_counts) | u32::from(*wants_ready) << 1 | u32::from(secret.is_some()) << 2;
+                bytes.extend(wants.to_le_bytes());
+                bytes.extend(secret.iter().flat_map(|secret| secret.0));
             }
             Self::Opened { question, opened } => {
                 bytes.extend(question.to_le_bytes());
@@ -183,7 +195,8 @@ impl Message {
                 let question = fields.u32()?;
                 let key = ExportKey { index: fields.u32()?, serial: fields.u64()? };
                 let wants = fields.u32()?;
-                Self::Open { question, key, wants_counts: wants & 1 != 0, wants_ready: wants & 2 != 0 }
+                let secret = if wants & 4 != 0 { Some(Secret(fields.array()?)) } else { None };
+                Self::Open { question, key, wants_counts: wants & 1 != 0, wants_ready: wants & 2 != 0, secret }
             }
             OPENED => {
                 let question = fields.u32()?;
@@ -220,6 +233,8 @@ impl Message {
                 Self::Refused { question, kind, text }
             }
             RING => Self::Ring,
+            KNOCK => Self::Knock { incarnation: fields.array()? },
+            DOOR => Self::Door,
             _ => return None,
         };
         fields.bytes.is_empty().then_some(message)
@@ -246,7 +261,10 @@ mod tests {
         vec![
             Message::Hello { version: 1, oldest: 1 },
             Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16] },
-            Message::Open { question: 8, key, wants_counts: true, wants_ready: false },
+            Message::Open { question: 8, key, wants_counts: true, wants_ready: false, secret: None },
+            Message::Open { question: 8, key, wants_counts: false, wants_ready: true, secret: Some(Secret([6; 16])) },
+            Message::Knock { incarnation: [5; 16] },
+            Message::Door,
             Message::Opened { question: 8, opened },
             Message::Parts { question: 8, key, first: 70_000 },
             Message::PartsOpened { question: 8, parts },
@@ -279,7 +297,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn garbage_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0_u8..11) {
+        fn garbage_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0_u8..24) {
             if bytes.len() >= 8 {
                 bytes[..4].copy_from_slice(&MAGIC);
                 bytes[4..6].copy_from_slice(&[kind, 0]);

@@ -5,8 +5,8 @@
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
 //!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which returns a [`Ticket`]: plain bytes for any channel.
 //! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation sends a request
-//!    to the exporter over a Unix socket with an abstract name. Both sides check that the other process belongs to the same
-//!    user. The answer contains the memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two
+//!    to the exporter over a Unix socket, which it finds by an abstract name, in a directory or by an inherited descriptor
+//!    (`rendezvous.rs`). Both sides check the credentials of the other process (`identity.rs`). The answer contains the memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two
 //!    processes map the table. Later opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
@@ -35,21 +35,26 @@ mod counts;
 mod exporter;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzed;
+mod identity;
 mod importer;
 mod joined;
 mod listing;
 mod message;
+mod name;
 mod open;
 mod open_count;
+mod options;
 mod origin;
 mod owner;
 pub(crate) mod pinned;
 mod pinned_handle;
 mod processes;
+mod rendezvous;
 mod revocation;
 mod segment;
 mod service;
 mod spread;
+mod survey;
 mod system;
 mod ticket;
 
@@ -59,17 +64,19 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use batch::TicketBatch;
+pub use options::{Openers, Rendezvous, SharingOptions};
 pub use owner::{DeathWatch, ImportOptions, Owner, OwnerDeath};
 pub use processes::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+pub use survey::SharingReport;
 pub use ticket::Ticket;
 
 pub(crate) use exporter::{MemoryPart, WeakMemory};
 pub(crate) use importer::{Failed, Import, Wanted};
 pub(crate) use message::ExportKey;
 pub(crate) use origin::{Exported, Imported};
+pub(crate) use rendezvous::Meeting;
 pub(crate) use revocation::Revocation;
 
 use crate::device_block::DeviceBlock;
@@ -82,20 +89,16 @@ use crate::pool::host_files::HostFiles;
 use crate::services::Services;
 use exporter::{Exporter, Grant, Memory};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
+use identity::Process;
 use importer::{Importer, Link, Mapper, Pieces};
 use joined::{Joined, unmap_joined};
+use name::Name;
 use owner::Deaths;
 use pinned_handle::PINNED;
+use rendezvous::Listener;
 use service::Service;
-use system::{Bell, Process, os_error};
-
-/// Maximum number of connections that wait to be accepted.
-const BACKLOG: i32 = 1024;
-
-/// Returns the address of the exporter with an incarnation: an abstract socket name.
-fn address(incarnation: &[u8; 16]) -> Vec<u8> {
-    format!("highwater-{:032x}", u128::from_be_bytes(*incarnation)).into_bytes()
-}
+use system::Bell;
+use ticket::Secret;
 
 /// The shared and opened memory of a runtime. The first share or open creates it.
 pub(crate) struct Sharing {
@@ -112,7 +115,8 @@ pub(crate) struct Sharing {
     deaths: Deaths,
     bell: Bell,
     /// Bound by the first share.
-    listener: OnceLock<OwnedFd>,
+    listener: OnceLock<Listener>,
+    meeting: Arc<Meeting>,
     binding: Mutex<()>,
     /// On which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
     lister: OnceLock<Option<OwnedFd>>,
@@ -166,6 +170,7 @@ struct DeviceMapper<'s> {
     memory: &'s DeviceMemory,
     files: &'s HostFiles,
     bell: &'s Bell,
+    meeting: &'s Meeting,
 }
 
 impl Mapper for DeviceMapper<'_> {
@@ -225,11 +230,20 @@ impl Mapper for DeviceMapper<'_> {
     fn bell(&self) -> &Bell {
         self.bell
     }
+
+    fn meeting(&self) -> &Meeting {
+        self.meeting
+    }
 }
 
 impl Sharing {
     /// Creates the state. `operation` is the first operation that needs it.
-    pub(crate) fn new(frees: Arc<DeferredFrees>, files: Arc<HostFiles>, operation: &'static str) -> Result<Self> {
+    pub(crate) fn new(
+        frees: Arc<DeferredFrees>,
+        files: Arc<HostFiles>,
+        meeting: Arc<Meeting>,
+        operation: &'static str,
+    ) -> Result<Self> {
         Ok(Self {
             generation: frees.memory.services.generation,
             frees,
@@ -242,6 +256,7 @@ impl Sharing {
             deaths: Deaths::default(),
             bell: Bell::new(operation)?,
             listener: OnceLock::new(),
+            meeting,
             binding: Mutex::new(()),
             lister: OnceLock::new(),
             stopping: AtomicBool::new(false),
@@ -255,7 +270,7 @@ impl Sharing {
     }
 
     fn mapper(&self) -> DeviceMapper<'_> {
-        DeviceMapper { memory: &self.frees.memory, files: &self.files, bell: &self.bell }
+        DeviceMapper { memory: &self.frees.memory, files: &self.files, bell: &self.bell, meeting: &self.meeting }
     }
 
     /// Wakes the service.
@@ -323,9 +338,12 @@ impl Sharing {
 
     /// Closes the connections of importers and accepts no more. Called at the end of the runtime.
     pub(crate) fn hang_up(&self) {
-        for listener in self.listener.get().into_iter().chain(self.lister()) {
+        if let Some(listener) = self.listener.get() {
+            self.meeting.close(listener, self.name());
+        }
+        if let Some(lister) = self.lister() {
             // A forked child may keep the socket open, so shut it down.
-            let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
+            let _ = rustix::net::shutdown(lister, rustix::net::Shutdown::Both);
         }
         self.exporter.disconnect();
     }
@@ -344,15 +362,9 @@ impl Sharing {
         if self.listener.get().is_some() {
             return Ok(());
         }
-        let failed = |errno| os_error("share", "socket for importers", errno);
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
-        let address = SocketAddrUnix::new_abstract_name(&address(&self.incarnation)).map_err(failed)?;
-        rustix::net::bind(&socket, &address).map_err(failed)?;
-        rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
+        let listener = self.meeting.listen(self.name())?;
         // The lock is held, so the value is not set.
-        let _ = self.listener.set(socket);
+        let _ = self.listener.set(listener);
         self.bell.ring();
         Ok(())
     }
@@ -379,7 +391,7 @@ impl Sharing {
                 match export.get() {
                     Some(key) => *key,
                     None => {
-                        let key = self.exporter.register(memory, bytes, transport, device_uuid)?;
+                        let key = self.exporter.register(memory, bytes, transport, device_uuid, self.new_secret()?)?;
                         *export.get_or_init(|| key)
                     }
                 }
@@ -393,6 +405,8 @@ impl Sharing {
         Ok(Ticket {
             transport,
             is_pinned,
+            method: self.meeting.method(),
+            secret: self.exporter.secret(key),
             boot: self.boot,
             incarnation: self.incarnation,
             device_uuid,
@@ -404,6 +418,17 @@ impl Sharing {
             offset: 0,
             length: bytes,
         })
+    }
+
+    /// Returns the name under which this runtime is found.
+    fn name(&self) -> Name {
+        Name { boot: self.boot, incarnation: self.incarnation }
+    }
+
+    /// Returns a secret for an allocation, if anybody who has the ticket may open it.
+    fn new_secret(&self) -> Result<Option<Secret>> {
+        let has_secrets = self.meeting.openers == Openers::Secret;
+        has_secrets.then(|| highwater_hal::random("share").map(Secret)).transpose()
     }
 
     /// Closes a shared allocation that its owner drops. Returns the free to run now.
@@ -462,7 +487,7 @@ impl Sharing {
     }
 
     /// Returns the processes that hold memory in limbo.
-    pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
+    pub(crate) fn holders_of_limbo(&self) -> String {
         self.exporter.holders_of_limbo()
     }
 

@@ -1,7 +1,7 @@
 //! [`Owner`]: the process that owns opened memory, and what an importer does when it dies.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -11,7 +11,8 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::Sharing;
-use super::system::{Process, os_error};
+use super::identity::Process;
+use super::system::os_error;
 use highwater_hal::{Error, ErrorKind, Result};
 
 /// What happens to opened memory when the process that owns it dies.
@@ -82,7 +83,7 @@ impl ImportOptions {
 /// // `None` if this process made the buffer.
 /// if let Some(owner) = weights.owner() {
 ///     let pid = owner.pid();
-///     let watch = owner.on_death(move || eprintln!("process {pid} has died, and its weights are gone"))?;
+///     let watch = owner.on_death(move || eprintln!("process {pid:?} has died, and its weights are gone"))?;
 ///     while owner.is_alive() {
 ///         // Use the weights.
 /// #       break;
@@ -99,6 +100,7 @@ impl ImportOptions {
 #[derive(Clone)]
 pub struct Owner {
     process: Arc<Process>,
+    pidfd: Arc<OwnedFd>,
     sharing: Weak<Sharing>,
 }
 
@@ -110,19 +112,22 @@ impl fmt::Debug for Owner {
 
 impl AsFd for Owner {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.process.pidfd()
+        self.pidfd.as_fd()
     }
 }
 
 impl Owner {
-    pub(super) fn new(process: &Arc<Process>, sharing: &Arc<Sharing>) -> Self {
-        Self { process: Arc::clone(process), sharing: Arc::downgrade(sharing) }
+    /// Returns the owner behind a connection; `None` before it has sent its greeting.
+    pub(super) fn new(process: &Arc<Process>, sharing: &Arc<Sharing>) -> Option<Self> {
+        let pidfd = Arc::clone(process.shared_pidfd()?);
+        Some(Self { process: Arc::clone(process), pidfd, sharing: Arc::downgrade(sharing) })
     }
 
-    /// Returns the process id, as this process sees it. After the death, the id may name another process.
+    /// Returns the process id, as this process sees it. After the death, the id may name another process. `None` for a process of
+    /// another PID namespace.
     #[must_use]
-    pub fn pid(&self) -> u32 {
-        self.process.pid.cast_unsigned()
+    pub fn pid(&self) -> Option<u32> {
+        self.process.pid().and_then(|pid| u32::try_from(pid).ok())
     }
 
     /// Returns whether the process is alive.
@@ -250,7 +255,7 @@ impl Deaths {
         };
         for (_, call) in watched.into_iter().flat_map(|watched| watched.calls) {
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err() {
-                tracing::warn!("a closure for the death of process {} has panicked", process.pid);
+                tracing::warn!("a closure for the death of {process} has panicked");
             }
         }
     }

@@ -185,7 +185,7 @@ impl PinnedOrigin {
             Self::Made(_) => None,
             Self::Opened(opened) => {
                 let sharing = opened.runtime.inner.sharing.get()?;
-                Some(Owner::new(&opened.import.link.process, sharing))
+                Owner::new(&opened.import.link.process, sharing)
             }
         }
     }

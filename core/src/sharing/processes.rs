@@ -12,8 +12,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::identity::Process;
 use super::listing::{LONGEST, Listed, ListedExport, ListedImport, Listing, NAME, is_greeting, is_sealed};
-use super::system::{Process, Received, os_error, receive};
+use super::options::Openers;
+use super::system::{Received, os_error, receive};
 use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 const OPERATION: &str = "processes";
@@ -230,9 +232,9 @@ fn connect(name: &Name) -> Result<Connected<'_>> {
             Err(_) => return Ok(Connected::Nobody),
         }
     }
-    match Process::of_peer(OPERATION, socket.as_fd()) {
+    match Process::of_peer(OPERATION, socket.as_fd(), Openers::SameUser) {
         Ok(process) if !process.has_ended() => {
-            let pid = u32::try_from(process.pid).unwrap_or(0);
+            let pid = process.number();
             Ok(Connected::To(Asked { name, socket, process, pid }))
         }
         // The descriptors of this process have run out.

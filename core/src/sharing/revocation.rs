@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use super::system::Process;
+use super::identity::Process;
 use highwater_hal::{Error, ErrorKind, Result};
 
 const REVOKED: u8 = 1;
@@ -38,8 +38,7 @@ impl Revocation {
         if self.state.load(Ordering::Relaxed) & REVOKED == 0 {
             return Ok(());
         }
-        let message =
-            format!("the owner of the buffer (process {}) has died, and its memory was released", self.owner.pid);
+        let message = format!("the owner of the buffer ({}) has died, and its memory was released", self.owner);
         Err(Error::new(ErrorKind::Expired, operation, message).with_hint(
             "drop the buffer and request a new ticket; to keep the memory of a dead owner, open it with `OwnerDeath::Keep`",
         ))

@@ -12,16 +12,18 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
 
 use super::Sharing;
 use super::exporter::{Grant, Peer};
+use super::identity::Process;
 use super::importer::{AT_ONCE, Link};
 use super::message::{
     ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
 };
+use super::rendezvous::Listener;
 use super::spread::spread;
-use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
+use super::system::{Received, drain, is_readable, os_error, receive, send};
+use super::ticket::Secret;
 use highwater_hal::{Error, ErrorKind, Result};
 
 /// Interval between queries of device work: shortest and longest.
@@ -69,6 +71,7 @@ struct Request {
     key: ExportKey,
     wants_counts: bool,
     wants_ready: bool,
+    secret: Option<Secret>,
 }
 
 /// A source that woke the service.
@@ -126,9 +129,10 @@ impl Service {
         let watched = sharing.deaths.processes();
         let mut sources = vec![Source::Bell];
         let mut ends = vec![PollFd::from_borrowed_fd(sharing.bell.descriptor(), PollFlags::IN)];
-        if let Some(listener) = sharing.listener.get().filter(|_| self.closed_until.is_none()) {
+        let listener = sharing.listener.get().and_then(Listener::descriptor);
+        if let Some(listener) = listener.filter(|_| self.closed_until.is_none()) {
             sources.push(Source::Listener);
-            ends.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
+            ends.push(PollFd::from_borrowed_fd(listener, PollFlags::IN));
         }
         if let Some(lister) = sharing.lister() {
             sources.push(Source::Lister);
@@ -137,8 +141,10 @@ impl Service {
         let mut silent = false;
         for peer in &peers {
             silent |= peer.line.get().is_none() || !peer.connected.load(Ordering::Relaxed);
-            sources.push(Source::PeerEnded(Arc::clone(peer)));
-            ends.push(PollFd::from_borrowed_fd(peer.process.pidfd(), PollFlags::IN));
+            if let Some(pidfd) = peer.process.pidfd() {
+                sources.push(Source::PeerEnded(Arc::clone(peer)));
+                ends.push(PollFd::from_borrowed_fd(pidfd, PollFlags::IN));
+            }
             if peer.connected.load(Ordering::Relaxed) {
                 sources.push(Source::Question(Arc::clone(peer)));
                 ends.push(PollFd::from_borrowed_fd(peer.socket.as_fd(), PollFlags::IN));
@@ -146,16 +152,20 @@ impl Service {
         }
         for link in &links {
             silent |= !link.has_line.load(Ordering::Relaxed);
-            sources.push(Source::LinkEnded(Arc::clone(link)));
-            ends.push(PollFd::from_borrowed_fd(link.process.pidfd(), PollFlags::IN));
+            if let Some(pidfd) = link.process.pidfd() {
+                sources.push(Source::LinkEnded(Arc::clone(link)));
+                ends.push(PollFd::from_borrowed_fd(pidfd, PollFlags::IN));
+            }
             if link.has_line.load(Ordering::Relaxed) {
                 sources.push(Source::LinkRings(Arc::clone(link)));
                 ends.push(PollFd::from_borrowed_fd(link.line.as_fd(), PollFlags::IN));
             }
         }
         for process in &watched {
-            sources.push(Source::WatchedEnded(Arc::clone(process)));
-            ends.push(PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN));
+            if let Some(pidfd) = process.pidfd() {
+                sources.push(Source::WatchedEnded(Arc::clone(process)));
+                ends.push(PollFd::from_borrowed_fd(pidfd, PollFlags::IN));
+            }
         }
         let second = (silent || self.closed_until.is_some()).then_some(LOOK_EVERY);
         let timeout = pause.or(second).and_then(|pause| rustix::time::Timespec::try_from(pause).ok());
@@ -201,11 +211,14 @@ impl Service {
         let most_idle = most_idle();
         // A few at a time, so that accepted connections can greet before they count as idle.
         for _ in 0..most_idle / 2 {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match rustix::net::accept_with(listener, flags) {
-                Ok(socket) => {
-                    match Process::of_peer("share", socket.as_fd()) {
-                        Ok(process) => drop(sharing.exporter.add_peer(process, socket)),
+            match listener.accept(sharing.incarnation) {
+                Ok(None) => {}
+                Ok(Some(socket)) => {
+                    match Process::of_peer("share", socket.as_fd(), sharing.meeting.openers) {
+                        Ok(process) => match listener.admit(socket) {
+                            Ok(socket) => drop(sharing.exporter.add_peer(process, socket)),
+                            Err(error) => tracing::debug!("an importer was not reached: {error}"),
+                        },
                         Err(error) => refuse(&socket, 0, &error),
                     }
                     if let Some(peer) = sharing.exporter.crowding(most_idle) {
@@ -215,7 +228,7 @@ impl Service {
                 Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
                     // The spare descriptor serves to report the shortage.
                     let had_spare = self.spare.take().is_some();
-                    if had_spare && let Ok(socket) = rustix::net::accept_with(listener, flags) {
+                    if had_spare && let Ok(Some(socket)) = listener.accept(sharing.incarnation) {
                         refuse(&socket, 0, &os_error("share", "descriptor in the exporter", errno));
                     }
                     self.spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
@@ -250,7 +263,7 @@ impl Service {
     /// Drops an idle connection. An importer that has greeted connects again when it opens something.
     fn turn_out(&self, peer: &Peer) {
         if peer.line.get().is_none() {
-            let what = format!("process {} has too many silent connections", peer.process.pid);
+            let what = format!("{} has too many silent connections", peer.process);
             refuse(&peer.socket, 0, &Error::new(ErrorKind::OperatingSystem, "share", what));
         }
         self.disconnect(peer);
@@ -284,8 +297,10 @@ impl Service {
                 Ok(Received::End) | Err(_) => return self.disconnect(peer),
             };
             let said = match Message::decode(&buffer[..bytes]) {
-                Some(Message::Open { question, key, wants_counts, wants_ready }) if peer.line.get().is_some() => {
-                    requests.push(Request { question, key, wants_counts, wants_ready });
+                Some(Message::Open { question, key, wants_counts, wants_ready, secret })
+                    if peer.line.get().is_some() =>
+                {
+                    requests.push(Request { question, key, wants_counts, wants_ready, secret });
                     if requests.len() < AT_ONCE { Ok(()) } else { self.open(peer, std::mem::take(&mut requests)) }
                 }
                 // In the order of the messages: an allocation is abandoned after it was granted.
@@ -339,22 +354,25 @@ impl Service {
                 format!("the importer speaks protocols {oldest} to {version}, the exporter protocol {PROTOCOL}"),
             ));
         }
+        let mut descriptors = descriptors.into_iter();
         let line = descriptors
-            .into_iter()
             .next()
             .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
+        peer.process.identify("share", descriptors.next())?;
+        let own = peer.process.own_pidfd("share")?;
         peer.version.store(version, Ordering::Relaxed);
         // Only this thread sets the line, and it was not set.
         let _ = peer.line.set(line);
         let welcome =
             Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation: self.sharing.incarnation };
-        say(peer, &welcome, &[])
+        let own: Vec<_> = own.iter().map(AsFd::as_fd).collect();
+        say(peer, &welcome, &own)
     }
 
     /// Opens allocations for an importer, and answers in the order of its requests. Fails only if the importer cannot be reached.
     fn open(&self, peer: &Peer, requests: Vec<Request>) -> Result<()> {
         let grant = |request: Request| {
-            let granted = self.sharing.exporter.grant(peer.id, request.key);
+            let granted = self.sharing.exporter.grant(peer.id, request.key, request.secret);
             (request, granted)
         };
         let granted: Vec<_> = requests.into_iter().map(grant).collect();
@@ -378,7 +396,7 @@ impl Service {
         });
         let exported: Vec<_> = exported.collect();
         let mut said = Ok(());
-        for (Request { question, key, wants_counts, wants_ready }, exported) in exported {
+        for (Request { question, key, wants_counts, wants_ready, .. }, exported) in exported {
             let answered = match exported {
                 Err(error) => said.clone().and_then(|()| say(peer, &Message::refusal(question, &error), &[])),
                 Ok((Err(error), ..)) => {

@@ -1,8 +1,8 @@
-//! The operating system's part of sharing: the identity of a peer, whether it is alive, and a bell to wake it.
+//! The operating system's part of sharing: messages with descriptors, and bells that wake a thread.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
@@ -10,7 +10,6 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
-use rustix::process::{Pid, PidfdFlags};
 
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -52,150 +51,11 @@ pub(crate) fn boot_id() -> [u8; 16] {
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
 
-fn last_errno() -> Errno {
-    Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
-}
-
-/// The process at the other end of a socket.
-#[derive(Debug)]
-pub(crate) struct Process {
-    pub(crate) pid: i32,
-    pidfd: OwnedFd,
-}
-
-impl Process {
-    /// Returns the process at the other end of a socket, which must belong to the same user as this one.
-    ///
-    /// # Errors
-    /// `PermissionDenied` for another user's process; `Expired` for one that has ended.
-    pub(crate) fn of_peer(operation: &'static str, socket: BorrowedFd<'_>) -> Result<Self> {
-        let peer =
-            peer_credentials(socket).map_err(|errno| os_error(operation, "credentials of the other process", errno))?;
-        check_user(operation, peer.uid, rustix::process::geteuid().as_raw())?;
-        let pid = peer.pid;
-        match peer_pidfd(socket) {
-            Ok(pidfd) => Ok(Self { pid, pidfd }),
-            Err(Errno::SRCH | Errno::INVAL) => Err(ended(operation, pid)),
-            Err(Errno::NOPROTOOPT) => Self::of_pid(operation, pid),
-            Err(errno) => Err(os_error(operation, "descriptor of the other process", errno)),
-        }
-    }
-
-    /// Opens a process by its id. Before Linux 6.5 a socket provides only the id, which may belong to a newer process by now.
-    /// An answer on the socket after this call proves that it does not.
-    fn of_pid(operation: &'static str, pid: i32) -> Result<Self> {
-        let number = Pid::from_raw(pid).ok_or_else(|| {
-            Error::new(
-                ErrorKind::PermissionDenied,
-                operation,
-                "the other process is in a process namespace that is hidden from here",
-            )
-            .with_hint("run both processes in one container, or let it share the process namespace")
-        })?;
-        match rustix::process::pidfd_open(number, PidfdFlags::empty()) {
-            Ok(pidfd) => Ok(Self { pid, pidfd }),
-            Err(Errno::SRCH) => Err(ended(operation, pid)),
-            Err(errno) => Err(os_error(operation, "descriptor of the other process", errno)),
-        }
-    }
-
-    /// Returns whether the process has ended: its pidfd is readable. No other sign is reliable. A socket can be closed while
-    /// work of a dead process still runs on the device, and a forked child can keep it open.
-    pub(crate) fn has_ended(&self) -> bool {
-        is_readable(self.pidfd.as_fd())
-    }
-
-    pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
-    }
-
-    /// Returns the process id in the process's own namespace. `None` if the system does not report it.
-    pub(crate) fn own_number(&self) -> Option<u32> {
-        self.status("NSpid:")?.split_whitespace().next_back()?.parse().ok()
-    }
-
-    /// Returns whether the system reports the process as stopped, by a signal or a debugger.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
-    }
-
-    /// Returns the state of the process in `/proc`, if `/proc` shows this process's namespace.
-    fn status(&self, field: &str) -> Option<String> {
-        let shows = std::fs::read_link("/proc/self").ok()?;
-        if shows.to_str()?.parse() != Ok(std::process::id()) {
-            return None;
-        }
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
-        let value = status.lines().find_map(|line| line.strip_prefix(field))?.to_owned();
-        // The process was still alive here, so its id has not been reused.
-        (!self.has_ended()).then_some(value)
-    }
-}
-
 /// Returns whether a read from a descriptor would return at once.
 pub(crate) fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::event::poll(&mut polled, Some(&now)).is_ok_and(|count| count > 0)
-}
-
-fn ended(operation: &'static str, pid: i32) -> Error {
-    Error::new(ErrorKind::Expired, operation, format!("the other process ({pid}) has ended"))
-        .with_hint("request a ticket from a running process")
-}
-
-/// Refuses a process of another user.
-fn check_user(operation: &'static str, theirs: u32, ours: u32) -> Result<()> {
-    if theirs == ours {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::PermissionDenied,
-        operation,
-        format!("the other process belongs to user {theirs}, this one to user {ours}"),
-    )
-    .with_hint("run both processes as the same user"))
-}
-
-/// Reads the credentials of a peer. Not through rustix, whose process ids are never 0: a process in a hidden namespace has the
-/// id 0.
-fn peer_credentials(socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, Errno> {
-    let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
-    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: The call writes at most one `ucred`, and `length` is its size. Every bit pattern is a valid `ucred`.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut credentials).cast(),
-            &raw mut length,
-        )
-    };
-    if result == 0 { Ok(credentials) } else { Err(last_errno()) }
-}
-
-fn peer_pidfd(socket: BorrowedFd<'_>) -> std::result::Result<OwnedFd, Errno> {
-    let mut descriptor: libc::c_int = -1;
-    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: The call writes one `c_int` to `descriptor`, and `length` is its size.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERPIDFD,
-            (&raw mut descriptor).cast(),
-            &raw mut length,
-        )
-    };
-    if result != 0 {
-        return Err(last_errno());
-    }
-    // SAFETY: The call succeeded, so the descriptor is new and has no other owner.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(descriptor) };
-    // Old kernels return it without the flag.
-    let _ = rustix::io::fcntl_setfd(&pidfd, rustix::io::FdFlags::CLOEXEC);
-    Ok(pidfd)
 }
 
 /// Wakes the sharing thread of a runtime, from this process only.
@@ -325,14 +185,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_user_is_refused_and_told_why() {
-        assert!(check_user("open_shared", 1000, 1000).is_ok());
-        let error = check_user("open_shared", 1000, 0).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
-        assert!(error.message().contains("user 1000"), "{error}");
-    }
-
-    #[test]
     fn bells_ring_without_end_and_nobody_waits() {
         let bell = Bell::new("test").unwrap();
         (0..10_000).for_each(|_| bell.ring());
@@ -357,16 +209,5 @@ mod tests {
     #[test]
     fn the_boot_stays() {
         assert_eq!(boot_id(), boot_id());
-    }
-
-    #[test]
-    fn this_process_lives_and_a_child_ends() {
-        let (ours, _theirs) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        assert!(!Process::of_peer("test", ours.as_fd()).unwrap().has_ended());
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        let process = Process::of_pid("test", i32::try_from(child.id()).unwrap()).unwrap();
-        child.wait().unwrap();
-        assert!(process.has_ended());
     }
 }

@@ -4,6 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
+use super::name::Name;
+use super::options::Method;
 use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 const MAGIC: [u8; 4] = *b"HWTK";
@@ -13,18 +15,45 @@ const VERSION: u16 = 1;
 const OLDEST_READER: u16 = 1;
 /// The feature that the ticket names page-locked memory.
 const PINNED: u32 = 1 << 4;
+/// The feature that an open has to name the ticket's secret.
+const SECRET: u32 = 1 << 5;
+/// The features that the exporter is found in a directory, or by an inherited descriptor.
+const DIRECTORY: u32 = 1 << 6;
+const DESCRIPTOR: u32 = 1 << 7;
+/// Features of an allocation: the others than those of a ticket alone.
+pub(super) const OF_ALLOCATION: u32 = SECRET | DIRECTORY | DESCRIPTOR;
 /// Features that a reader must support beyond the version, one bit each.
-const KNOWN_FEATURES: u32 = PINNED;
+const KNOWN_FEATURES: u32 = PINNED | OF_ALLOCATION;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
-/// Offset of the bytes that are 0.
-const RESERVED: usize = 112;
+/// Offset of the secret; without one, of the bytes that are 0.
+const SECRET_AT: usize = 112;
+/// Offset of the bytes that are always 0.
+const RESERVED: usize = 128;
+
+/// The secret of an allocation. It is not printed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Secret(pub(crate) [u8; 16]);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+impl Secret {
+    /// Compares all bytes, so that the time of the comparison tells nothing.
+    pub(super) fn matches(&self, other: &Self) -> bool {
+        let differing = self.0.iter().zip(other.0).fold(0, |bits, (ours, theirs)| bits | (ours ^ theirs));
+        std::hint::black_box(differing) == 0
+    }
+}
 
 /// Names a range of a shared buffer, of device memory or of page-locked memory. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
 /// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
-/// keeps nothing alive. The processes must have the same user, the same running system, and the same network namespace, in
-/// which they reach the exporter's socket.
+/// keeps nothing alive. The processes must be on the same running system. [`SharingOptions`](crate::SharingOptions) decide how they
+/// find each other and who may open: by default, processes of the same user in the same network namespace.
 ///
 /// # Format
 /// A ticket has 136 bytes. Every number is little-endian. Its text is the same bytes in hexadecimal digits.
@@ -34,7 +63,7 @@ const RESERVED: usize = 112;
 /// | 0 | 4 | `HWTK` |
 /// | 4 | 2 | version of the format, 1 |
 /// | 6 | 2 | oldest version that a reader must know, 1 |
-/// | 8 | 4 | features that a reader must support, one bit each: 16 page-locked memory |
+/// | 8 | 4 | features that a reader must support, one bit each: 16 page-locked memory, 32 a secret, 64 an exporter in a directory, 128 an exporter at an inherited descriptor |
 /// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
@@ -46,15 +75,20 @@ const RESERVED: usize = 112;
 /// | 88 | 8 | bytes of the allocation |
 /// | 96 | 8 | offset of the range in bytes |
 /// | 104 | 8 | length of the range in bytes |
-/// | 112 | 20 | 0 |
+/// | 112 | 16 | the secret, with the feature 32; else 0 |
+/// | 128 | 4 | 0 |
 /// | 132 | 4 | CRC-32 of the preceding bytes |
 ///
-/// The checksum detects damage and not forgery. A later version of the format may use the bytes at 112.
+/// The checksum detects damage and not forgery. A later version of the format may use the bytes at 128.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
     /// True for page-locked memory, false for device memory.
     pub(crate) is_pinned: bool,
+    /// How the exporter is found.
+    pub(crate) method: Method,
+    /// What an open has to name, if the exporter admits anybody who has the ticket.
+    pub(crate) secret: Option<Secret>,
     pub(crate) boot: [u8; 16],
     pub(crate) incarnation: [u8; 16],
     pub(crate) device_uuid: [u8; 16],
@@ -99,6 +133,46 @@ impl Ticket {
         self.pid
     }
 
+    /// Returns the method by which the exporter is found: `abstract`, `directory` or `descriptor`.
+    #[must_use]
+    pub fn rendezvous(&self) -> &'static str {
+        self.method.name()
+    }
+
+    /// Returns whether the ticket carries a secret, with which any process may open it. Keep such a ticket as a password is kept.
+    #[must_use]
+    pub fn has_secret(&self) -> bool {
+        self.secret.is_some()
+    }
+
+    /// Returns the name of the exporter.
+    pub(crate) fn exporter(&self) -> Name {
+        Name { boot: self.boot, incarnation: self.incarnation }
+    }
+
+    /// Returns the features of the allocation.
+    pub(super) fn features(&self) -> u32 {
+        let method = match self.method {
+            Method::Abstract => 0,
+            Method::Directory => DIRECTORY,
+            Method::Descriptor => DESCRIPTOR,
+        };
+        method | if self.secret.is_some() { SECRET } else { 0 }
+    }
+
+    /// Sets what the features of an allocation state. `secret` has the 16 bytes of the secret, or zeros. `None` if the features
+    /// and the bytes do not agree.
+    pub(super) fn with_features(mut self, features: u32, secret: [u8; 16]) -> Option<Self> {
+        self.method = match features & (DIRECTORY | DESCRIPTOR) {
+            0 => Method::Abstract,
+            DIRECTORY => Method::Directory,
+            DESCRIPTOR => Method::Descriptor,
+            _ => return None,
+        };
+        self.secret = (features & SECRET != 0).then_some(Secret(secret));
+        (self.secret.is_some() || secret == [0; 16]).then_some(self)
+    }
+
     /// Returns the ticket of a range of bytes of the allocation.
     pub(crate) fn part(mut self, offset: u64, length: u64) -> Self {
         (self.offset, self.length) = (offset, length);
@@ -117,11 +191,12 @@ impl Ticket {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(OLDEST_READER.to_le_bytes());
-        let features = if self.is_pinned { PINNED } else { 0 };
+        let features = self.features() | if self.is_pinned { PINNED } else { 0 };
         bytes.extend(features.to_le_bytes());
         self.put_share(&mut bytes);
         bytes.extend(self.offset.to_le_bytes());
         bytes.extend(self.length.to_le_bytes());
+        bytes.extend(self.secret.iter().flat_map(|secret| secret.0));
         bytes.resize(CHECKED, 0);
         bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
         bytes
@@ -173,9 +248,15 @@ impl Ticket {
         let mut ticket = Self::take_share(&mut fields).ok_or_else(cut)?.map_err(|transport| {
             invalid(format!("the ticket has the transport {transport}, and this library knows 0 to 2"))
         })?;
-        ticket.is_pinned = features & PINNED != 0;
         ticket.offset = fields.u64().ok_or_else(cut)?;
         ticket.length = fields.u64().ok_or_else(cut)?;
+        let secret = checked[SECRET_AT..].first_chunk().copied().unwrap_or_default();
+        // A newer format that this version can read may use the bytes of a secret that is not there.
+        let secret = if features & SECRET != 0 || version == VERSION { secret } else { [0; 16] };
+        let mut ticket = ticket
+            .with_features(features, secret)
+            .ok_or_else(|| invalid(format!("the ticket is not of format {version}, which it names")))?;
+        ticket.is_pinned = features & PINNED != 0;
         if !is_inside(ticket.offset, ticket.length, ticket.allocation_bytes) {
             return Err(invalid("the ticket's range is not inside its allocation".to_owned()));
         }
@@ -207,6 +288,8 @@ impl Ticket {
         let ticket = known.map(|transport| Self {
             transport,
             is_pinned: false,
+            method: Method::Abstract,
+            secret: None,
             boot,
             incarnation,
             device_uuid,
@@ -349,6 +432,8 @@ mod tests {
         Ticket {
             transport: Transport::Descriptor,
             is_pinned: false,
+            method: Method::Abstract,
+            secret: None,
             boot: [1; 16],
             incarnation: [2; 16],
             device_uuid: [3; 16],
@@ -415,12 +500,54 @@ mod tests {
             Ticket::from_bytes(&bytes)
         };
         // Version 0, a reader older than the first, and each reserved byte.
-        for at in [4, 6].into_iter().chain(RESERVED..CHECKED) {
-            let value = u8::from(at >= RESERVED);
+        // The bytes of a secret are 0 without the feature.
+        for at in [4, 6].into_iter().chain(SECRET_AT..CHECKED) {
+            let value = u8::from(at >= SECRET_AT);
             assert_eq!(changed(at, value).unwrap_err().kind(), ErrorKind::InvalidArgument, "byte {at}");
         }
         // A later format that this version can read, by its own word.
         assert_eq!(changed(4, 2).unwrap(), ticket());
+    }
+
+    #[test]
+    fn a_ticket_with_a_secret_or_a_method_has_the_size_of_others_and_needs_a_reader_that_knows_them() {
+        for method in [Method::Abstract, Method::Directory, Method::Descriptor] {
+            for secret in [None, Some(Secret([9; 16]))] {
+                let ticket = Ticket { method, secret, ..ticket() };
+                let bytes = ticket.to_bytes();
+                assert_eq!(bytes.len(), BYTES);
+                let read = Ticket::from_bytes(&bytes).unwrap();
+                assert_eq!(read, ticket);
+                assert_eq!((read.rendezvous(), read.has_secret()), (method.name(), secret.is_some()));
+                // A reader that does not know these features refuses the ticket: only the ticket of before has none.
+                let features = u32::from_le_bytes(bytes[8..12].try_into().unwrap());
+                assert_eq!(features == 0, method == Method::Abstract && secret.is_none());
+                assert!(!format!("{ticket:?}").contains("9, 9"), "the secret is printed");
+            }
+        }
+        let other = Ticket { secret: Some(Secret([8; 16])), ..ticket() };
+        assert_ne!(other, Ticket { secret: Some(Secret([9; 16])), ..ticket() });
+        // Both methods at once.
+        let mut bytes = ticket().to_bytes();
+        bytes[8] = 0xc0;
+        let sum = crc32fast::hash(&bytes[..CHECKED]).to_le_bytes();
+        bytes[CHECKED..].copy_from_slice(&sum);
+        assert_eq!(Ticket::from_bytes(&bytes).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn the_bytes_of_before_are_read_and_written_as_before() {
+        // Written by the version of 2026-11-23, which knew neither secrets nor methods.
+        let mut expected = b"HWTK\x01\0\x01\0\0\0\0\0\x01\0\0\0".to_vec();
+        expected.extend([[1; 16], [2; 16], [3; 16]].concat());
+        expected.extend([4, 0, 0, 0, 5, 0, 0, 0]);
+        for number in [6_u64, 7, 4096, 16, 4080] {
+            expected.extend(number.to_le_bytes());
+        }
+        expected.resize(CHECKED, 0);
+        expected.extend(crc32fast::hash(&expected).to_le_bytes());
+        assert_eq!(ticket().to_bytes(), expected);
+        assert_eq!(Ticket::from_bytes(&expected).unwrap(), ticket());
     }
 
     #[test]

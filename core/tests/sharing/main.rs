@@ -2,6 +2,7 @@
 
 mod adopted;
 mod batches;
+mod containers;
 mod faults;
 mod graphs;
 mod hostile;

@@ -219,7 +219,7 @@ fn a_program_learns_of_the_death_in_each_way() {
     let [kept, released] =
         [importer.runtime.open_shared(&tickets[0].parse().unwrap()).unwrap(), importer.open_to_release(&tickets[1])];
     let owner = owner_of(&kept);
-    assert_eq!((owner.pid(), owner_of(&released).pid()), (peer.pid(), peer.pid()));
+    assert_eq!((owner.pid(), owner_of(&released).pid()), (Some(peer.pid()), Some(peer.pid())));
     assert!(owner.is_alive() && !owner.wait(Duration::ZERO).unwrap());
     let (sender, calls) = std::sync::mpsc::channel();
     let released = Arc::new(released);
