@@ -126,7 +126,7 @@ pub mod opening {
 pub mod statistics {
     pub use highwater_core::{
         DeviceBlockInfo, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostBlockInfo,
-        HostCacheStatistics, SharingStatistics, Statistics,
+        HostCacheStatistics, Limits, SharingStatistics, Statistics,
     };
     pub use highwater_hal::{LiveObjects, MemoryInfo};
 }
