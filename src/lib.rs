@@ -133,7 +133,7 @@ pub mod sharing {
 pub mod statistics {
     pub use highwater_core::{
         DeviceBlockInfo, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostBlockInfo,
-        HostCacheStatistics, SharingStatistics, Statistics,
+        HostCacheStatistics, Limits, SharingStatistics, Statistics,
     };
     pub use highwater_hal::{LiveObjects, MemoryInfo};
 }

@@ -46,6 +46,7 @@ mod sharing;
 mod stream;
 #[cfg(test)]
 mod testing;
+mod warnings;
 mod workspace_config;
 
 pub use blas_lease::{BlasLease, LtLease, RawBlas};
@@ -63,7 +64,7 @@ pub use pool::{
     DeviceMemoryOptions, DeviceMemoryStatistics, HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics,
     HostMemoryOptions, HugePages, PoolKey,
 };
-pub use runtime::{Runtime, RuntimeOptions, Statistics};
+pub use runtime::{Limits, Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
 /// What the processes of a user share.
 pub mod ipc {

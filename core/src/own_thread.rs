@@ -44,7 +44,7 @@ impl OwnThread {
         let Some(thread) = self.thread.lock().take().filter(|_| waits) else { return };
         let name = thread.thread().name().unwrap_or_default().to_owned();
         if thread.join().is_err() {
-            tracing::warn!("the thread `{name}` has panicked");
+            crate::warnings::warning!("the thread `{name}` has panicked");
         }
     }
 }

@@ -237,7 +237,7 @@ impl Services {
 
     pub(crate) fn count_failed_release(&self, error: &Error) {
         self.failed_releases.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!("a release was refused: {error}");
+        crate::warnings::warning!("a release was refused: {error}");
     }
 
     /// Counts a release if it failed, and passes its result on.

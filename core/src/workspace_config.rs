@@ -35,7 +35,7 @@ fn from_variables(
         // As in a shell, an empty variable is not set.
         let Some(text) = lookup(variable).filter(|text| !text.is_empty()) else { continue };
         return parse(&text).filter(|&bytes| isize::try_from(bytes).is_ok()).unwrap_or_else(|| {
-            tracing::warn!(
+            crate::warnings::warning!(
                 "{variable}={} is not {format}; correct or unset it; the default of {default} bytes is used",
                 display_foreign(&text)
             );

@@ -69,6 +69,8 @@ pub(super) enum Command {
     Doctor,
     /// Run the conformance suite against a backend
     Conformance(ConformanceArguments),
+    /// Show the memory that processes share
+    Ipc(IpcArguments),
     /// Run under random faults, and check that nothing is lost
     Soak(SoakArguments),
     /// Measure a part of the library against its bars
@@ -229,6 +231,18 @@ pub(super) struct ConformanceWorkerArguments {
 pub(super) struct SoakArguments {
     #[command(subcommand)]
     pub(super) what: Soak,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct IpcArguments {
+    #[command(subcommand)]
+    pub(super) what: Ipc,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Ipc {
+    /// List the processes of this user that share memory: with whom, how much, on which device, and since when
+    Ls,
 }
 
 #[derive(Debug, Subcommand)]

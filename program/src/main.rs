@@ -7,10 +7,11 @@
 //! - `child`, `frame`: the supervisor of child processes and the framing of messages, for all commands
 //! - `doctor`: the report on all backends
 //! - `conformance`: the suite against one backend, in a process of its own
+//! - `ipc`: the processes of this user that share memory
 //! - `soak`: sharing under random kills
 //! - `bench`: measurements of the library against their bars
 //! - `probe`: the trial of a plugin in a process of its own
-//! - `args`: the command line; `backends`: opening a backend; `output`: the two output streams; `table`: tables that fit the
+//! - `date`: times as dates; `args`: the command line; `backends`: opening a backend; `output`: the two output streams; `table`: tables that fit the
 //!   terminal; `progress`: a bar or plain lines; `failure`: errors with a hint; `warnings`: the library's warnings
 //!
 //! `docs/program.md` describes the commands, the output and the exit codes.
@@ -24,10 +25,12 @@ mod child;
 mod classifier;
 mod conformance;
 mod control;
+mod date;
 mod digits;
 mod doctor;
 mod failure;
 mod frame;
+mod ipc;
 mod model;
 mod mps;
 mod output;
@@ -46,7 +49,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-use self::args::{Command, Soak};
+use self::args::{Command, Ipc, Soak};
 
 /// The result of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,6 +88,9 @@ fn main() -> ExitCode {
         Some(Command::Conformance(arguments)) => conformance::command(arguments, json),
         Some(Command::Soak(arguments)) => match &arguments.what {
             Soak::Ipc(arguments) => soak::command(arguments, json),
+        },
+        Some(Command::Ipc(arguments)) => match &arguments.what {
+            Ipc::Ls => ipc::list(json),
         },
         Some(Command::Bench(arguments)) => bench::command(&arguments.what, json),
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),

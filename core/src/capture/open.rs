@@ -190,7 +190,7 @@ fn abandon(inner: &RuntimeInner, stream: StreamId) {
     match unsafe { inner.backend.end_capture(stream) } {
         // A refusal is counted and retried.
         Ok(graph) => drop(inner.destroy(Dropped::Graph(graph))),
-        Err(error) => tracing::warn!("a capture could not be ended: {error}"),
+        Err(error) => crate::warnings::warning!("a capture could not be ended: {error}"),
     }
 }
 

@@ -229,7 +229,7 @@ impl HostMemory {
             && let Err(error) = unsafe { decommit(ptr.offset(made), bytes - made) }
         {
             // The next growth at this address uses the pages again.
-            tracing::warn!("memory that is not page-locked stays resident: {error}");
+            crate::warnings::warning!("memory that is not page-locked stays resident: {error}");
         }
         match refused {
             None => (pieces, None),
@@ -261,7 +261,9 @@ impl HostMemory {
     fn note_lack(&self, error: Errno) {
         // Relaxed: orders nothing.
         if !self.has_lacked_pages.swap(true, Ordering::Relaxed) {
-            tracing::warn!("page-locked memory uses transparent huge pages, for lack of reserved ones: {error}");
+            crate::warnings::warning!(
+                "page-locked memory uses transparent huge pages, for lack of reserved ones: {error}"
+            );
         }
     }
 
@@ -480,7 +482,10 @@ impl<'t> Touching<'t> {
         if is_slow.swap(true, Ordering::Relaxed) {
             return;
         }
-        tracing::warn!("touching {} bytes in huge pages took {time:?}; new memory has small pages", end - start);
+        crate::warnings::warning!(
+            "touching {} bytes in huge pages took {time:?}; new memory has small pages",
+            end - start
+        );
         if end < self.bytes
             // SAFETY: The rest of the mapping, which lives until all threads are done; the advice changes no contents.
             && let Err(error) = unsafe { advise(self.ptr.offset(end), self.bytes - end, HugePages::Off) }
@@ -566,7 +571,7 @@ impl HostMemory {
             let start = std::ptr::without_provenance_mut(mapping.start);
             // SAFETY: The mapping is this module's own, and no code uses it, as the caller promises.
             if let Err(error) = unsafe { rustix::mm::munmap(start, mapping.len()) } {
-                tracing::warn!("{} bytes of addresses stay reserved: {error}", mapping.len());
+                crate::warnings::warning!("{} bytes of addresses stay reserved: {error}", mapping.len());
             }
         }
     }

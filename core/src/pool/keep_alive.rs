@@ -18,7 +18,7 @@ impl KeepAlive {
         let kept = self.0.lock().take();
         // It may end in a thread that serves other processes too.
         if catch_unwind(AssertUnwindSafe(|| drop(kept))).is_err() {
-            tracing::warn!("the object that kept adopted memory panicked when it was dropped");
+            crate::warnings::warning!("the object that kept adopted memory panicked when it was dropped");
         }
     }
 }

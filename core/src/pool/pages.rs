@@ -134,7 +134,7 @@ unsafe fn move_to(from: *mut c_void, bytes: usize, target: *mut c_void) -> Resul
 fn unmap(ptr: *mut c_void, bytes: usize) {
     // SAFETY: Only called for mappings of this file that no code uses.
     if let Err(error) = unsafe { rustix::mm::munmap(ptr, bytes) } {
-        tracing::warn!("{bytes} bytes of huge pages stay mapped: {error}");
+        crate::warnings::warning!("{bytes} bytes of huge pages stay mapped: {error}");
     }
 }
 

@@ -154,7 +154,7 @@ impl Recorder {
     /// Ends the recording after an error: a trace with a gap is of no use. A later runtime begins a new trace.
     fn stop_after(&self, trace: &mut Trace, result: io::Result<()>) {
         if let Err(error) = result {
-            tracing::warn!("the trace of page-locked memory in {} ends: {error}", self.file.display());
+            crate::warnings::warning!("the trace of page-locked memory in {} ends: {error}", self.file.display());
             // The lines that are still in memory are not written: the file may have another recorder soon.
             drop(trace.writer.take().map(BufWriter::into_parts));
             FILES.lock().retain(|_, recorder| !std::ptr::eq(Arc::as_ptr(recorder), self));

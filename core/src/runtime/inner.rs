@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use super::statistics::Limits;
 use super::warm_up::WarmUp;
 use crate::capture::thread::in_capture;
 use crate::pool::blas_handles::BlasHandles;
@@ -90,6 +91,8 @@ pub(crate) struct RuntimeInner {
     /// The thread that makes handles ahead of use, if the options request it.
     pub(super) warm_up: OnceLock<WarmUp>,
     pub(super) closed: AtomicBool,
+    /// The limits that the options and the environment set.
+    pub(super) limits: Limits,
 }
 
 impl Deref for RuntimeInner {
@@ -109,6 +112,12 @@ impl RuntimeInner {
         recorder: Option<&Arc<Recorder>>,
         meeting: Meeting,
     ) -> Arc<Self> {
+        let limits = Limits {
+            pinned_bytes: host_memory.cap_bytes,
+            idle_pinned_bytes: host_memory.idle_cap_bytes,
+            idle_pinned_time: host_memory.idle_time,
+            device_bytes: device_memory.cap_bytes,
+        };
         let memory = DeviceMemory::new(Arc::clone(&services), device_memory);
         let workspaces = Arc::new(Workspaces::new(Arc::clone(&memory)));
         let inner = Arc::new(Self {
@@ -120,6 +129,7 @@ impl RuntimeInner {
             sharing: OnceLock::new(),
             legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
             warm_up: OnceLock::new(),
+            limits,
             closed: AtomicBool::new(false),
             services,
         });

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub use options::RuntimeOptions;
-pub use statistics::Statistics;
+pub use statistics::{Limits, Statistics};
 
 pub(crate) use inner::{RuntimeInner, Users};
 
@@ -268,7 +268,7 @@ impl Runtime {
             if let Some(sharing) = shared.sharing.get()
                 && let Err(error) = sharing.start("close")
             {
-                tracing::warn!("the sharing thread could not be restarted: {error}");
+                crate::warnings::warning!("the sharing thread could not be restarted: {error}");
             }
             // The remaining objects are in use elsewhere. A refusal has been counted and logged.
             let _ = shared.trim();

@@ -26,7 +26,7 @@ impl RuntimeInner {
         let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
         let Some(_quiet) = quiet else {
             // The thread of the capture is ending, so no later call can end the runtime.
-            tracing::warn!("a runtime ended inside a capture; its memory and objects stay allocated");
+            crate::warnings::warning!("a runtime ended inside a capture; its memory and objects stay allocated");
             leave(self.handles.take_all());
             return Err(nothing_is_executed("close"));
         };
@@ -47,7 +47,7 @@ impl RuntimeInner {
         };
         if let Err(error) = self.devices.iter().try_for_each(wait) {
             // Work may be outstanding on a device that cannot be waited for. Its memory is not freed.
-            tracing::warn!("a device could not be waited for; memory is left allocated");
+            crate::warnings::warning!("a device could not be waited for; memory is left allocated");
             return Err(error);
         }
         // From here on no work is outstanding: every block can be freed, and every event is passed.
@@ -57,7 +57,9 @@ impl RuntimeInner {
             let (blocks, bytes) = sharing.limbo();
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();
-                tracing::warn!("{blocks} buffers ({bytes} bytes) stay allocated: processes {holders} have them open");
+                crate::warnings::warning!(
+                    "{blocks} buffers ({bytes} bytes) stay allocated: processes {holders} have them open"
+                );
             }
         }
         result = result.and(twice(self.frees.take_all(), |free| {

@@ -1,6 +1,7 @@
 //! [`Statistics`]: the state and the history of a runtime's pools.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::Runtime;
 use super::inner::RuntimeInner;
@@ -37,6 +38,10 @@ pub struct Statistics {
     pub sharing: SharingStatistics,
     /// Memory that captures and graphs hold.
     pub graphs: GraphStatistics,
+    /// The limits in force.
+    pub limits: Limits,
+    /// Warnings that core has given in this process so far, of all its runtimes: the events of level `WARN` of `tracing`.
+    pub warnings: u64,
     /// Releases that the backend refused.
     pub failed_releases: u64,
     /// Of those, streams, events and graphs that still wait to be destroyed.
@@ -46,6 +51,22 @@ pub struct Statistics {
     pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process was exiting.
     pub left_at_exit: u64,
+}
+
+/// The limits of a runtime that its options set, or the variable `HIGHWATER_HOST_MEMORY`. `None` for no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Limits {
+    /// Bytes of page-locked memory that the runtime may hold: [`HostMemoryOptions::cap_bytes`](crate::HostMemoryOptions::cap_bytes).
+    pub pinned_bytes: Option<u64>,
+    /// Bytes of page-locked memory that no buffer owns:
+    /// [`HostMemoryOptions::idle_cap_bytes`](crate::HostMemoryOptions::idle_cap_bytes).
+    pub idle_pinned_bytes: Option<u64>,
+    /// The time after which such memory is released: [`HostMemoryOptions::idle_time`](crate::HostMemoryOptions::idle_time).
+    pub idle_pinned_time: Option<Duration>,
+    /// Bytes of memory of each device that streams may hold:
+    /// [`DeviceMemoryOptions::cap_bytes`](crate::DeviceMemoryOptions::cap_bytes).
+    pub device_bytes: Option<u64>,
 }
 
 impl Runtime {
@@ -73,6 +94,8 @@ impl Runtime {
             device_memory: inner.frees.memory.statistics(),
             sharing: sharing_of(inner),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
+            limits: inner.limits,
+            warnings: crate::warnings::given(),
             failed_releases: inner.failed_releases(),
             refused_destroys: inner.refused_destroys(),
             left_at_exit: inner.left_at_exit(),
@@ -120,7 +143,8 @@ impl fmt::Display for Statistics {
         writeln!(f, "sharing: {}", self.sharing)?;
         writeln!(f, "graphs: {}", self.graphs)?;
         let Self { failed_releases, refused_destroys, left_at_exit, .. } = self;
-        write!(f, "releases: {failed_releases} refused, {refused_destroys} to retry, {left_at_exit} left at exit")
+        write!(f, "releases: {failed_releases} refused, {refused_destroys} to retry, {left_at_exit} left at exit")?;
+        write!(f, "\nlimits: {}\nwarnings: {}", self.limits, self.warnings)
     }
 }
 
@@ -181,7 +205,21 @@ impl fmt::Display for SharingStatistics {
         write!(f, "{} imported, {} mapped ({}), ", self.imports, self.mappings, Bytes(self.mapped_bytes))?;
         write!(f, "of which {} page-locked ({}), ", self.pinned_mappings, Bytes(self.pinned_mapped_bytes))?;
         write!(f, "{} opens ({} by kept mappings), ", self.opens, self.kept_opens)?;
-        write!(f, "{} exporters lost", self.lost_exporters)
+        write!(f, "{} exporters lost; ", self.lost_exporters)?;
+        write!(f, "{} trims freed {}", self.trims, Bytes(self.trimmed_bytes))
+    }
+}
+
+impl fmt::Display for Limits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |bytes| Bytes(bytes).to_string());
+        write!(f, "{} of page-locked memory, ", bytes(self.pinned_bytes))?;
+        write!(f, "{} of it idle, ", bytes(self.idle_pinned_bytes))?;
+        match self.idle_pinned_time {
+            Some(time) => write!(f, "for {time:?} at most; ")?,
+            None => f.write_str("for any time; ")?,
+        }
+        write!(f, "{} of each device in streams", bytes(self.device_bytes))
     }
 }
 
@@ -197,6 +235,7 @@ impl fmt::Display for GraphStatistics {
 mod tests {
     use super::*;
     use crate::testing::ManualBackend;
+    use crate::{DeviceMemoryOptions, HostMemoryOptions, RuntimeOptions};
 
     #[test]
     fn statistics_read_as_one_block_with_units() {
@@ -205,7 +244,36 @@ mod tests {
         let runtime = Runtime::new(ManualBackend::new()).unwrap();
         let _pinned = runtime.pinned::<u8>(3 << 20).unwrap();
         let text = runtime.statistics().to_string();
-        assert_eq!(text.lines().count(), 9, "{text}");
+        assert_eq!(text.lines().count(), 11, "{text}");
+        assert!(text.contains("limits: unlimited of page-locked memory"), "{text}");
         assert!(text.contains("1 live (3.0 MiB, of which 3.0 MiB requested)"), "{text}");
+    }
+
+    #[test]
+    fn limits_of_the_options_are_reported() {
+        let host = HostMemoryOptions::new().with_cap_bytes(64 << 20).with_idle_cap_bytes(1 << 20);
+        let host = host.with_idle_time(Duration::from_secs(60));
+        let options = RuntimeOptions::new().with_host_memory(host);
+        let options = options.with_device_memory(DeviceMemoryOptions::new().with_cap_bytes(1 << 30));
+        let runtime = Runtime::with_options(ManualBackend::new(), &options).unwrap();
+        let limits = runtime.statistics().limits;
+        assert_eq!((limits.pinned_bytes, limits.idle_pinned_bytes), (Some(64 << 20), Some(1 << 20)));
+        assert_eq!((limits.idle_pinned_time, limits.device_bytes), (Some(Duration::from_secs(60)), Some(1 << 30)));
+        let text = limits.to_string();
+        assert_eq!(
+            text,
+            "64.0 MiB of page-locked memory, 1.0 MiB of it idle, for 60s at most; 1.0 GiB of each device in streams"
+        );
+    }
+
+    #[test]
+    fn a_refused_release_is_a_warning_of_the_statistics() {
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let before = runtime.statistics();
+        runtime.inner.count_failed_release(&highwater_hal::Error::new(highwater_hal::ErrorKind::Vendor, "test", "no"));
+        let after = runtime.statistics();
+        assert_eq!(after.failed_releases, before.failed_releases + 1);
+        // Other tests of this process warn, too.
+        assert!(after.warnings > before.warnings, "{after}");
     }
 }

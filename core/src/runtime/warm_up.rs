@@ -43,7 +43,7 @@ impl WarmUp {
             Ok(()) => true,
             Err(error) => {
                 if error.kind() != ErrorKind::ShuttingDown {
-                    tracing::warn!("the warm handles could not be made: {error}");
+                    crate::warnings::warning!("the warm handles could not be made: {error}");
                     runtime.handles.keep_warm_error(error);
                 }
                 false

@@ -59,7 +59,7 @@ mod system;
 mod ticket;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
@@ -121,6 +121,8 @@ pub(crate) struct Sharing {
     /// On which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
     lister: OnceLock<Option<OwnedFd>>,
     stopping: AtomicBool,
+    trims: AtomicU64,
+    trimmed_bytes: AtomicU64,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Held while the service starts or ends, so that at most one exists. The service itself never takes it.
     changing: Mutex<()>,
@@ -163,6 +165,11 @@ pub struct SharingStatistics {
     pub opens: u64,
     /// Of those, opens with an existing mapping.
     pub kept_opens: u64,
+    /// Searches for memory that other processes have released: by `Runtime::trim_shared` (earlier `Runtime::collect`),
+    /// [`Runtime::trim`](crate::Runtime::trim), the end of the runtime, and allocations that found no memory.
+    pub trims: u64,
+    /// Bytes in limbo that those searches freed. The sharing thread frees most of the memory before them, as it is released.
+    pub trimmed_bytes: u64,
 }
 
 /// Maps and unmaps memory of other processes.
@@ -260,6 +267,8 @@ impl Sharing {
             binding: Mutex::new(()),
             lister: OnceLock::new(),
             stopping: AtomicBool::new(false),
+            trims: AtomicU64::new(0),
+            trimmed_bytes: AtomicU64::new(0),
             thread: Mutex::default(),
             changing: Mutex::new(()),
         })
@@ -332,7 +341,7 @@ impl Sharing {
         if let Some(thread) = thread
             && thread.join().is_err()
         {
-            tracing::warn!("the sharing thread has panicked");
+            crate::warnings::warning!("the sharing thread has panicked");
         }
     }
 
@@ -467,8 +476,10 @@ impl Sharing {
         self.services().trim_in_passing();
     }
 
-    /// Frees and unmaps everything that other processes may have released, without waiting for the service.
-    pub(crate) fn trim(&self) {
+    /// Frees and unmaps everything that other processes may have released, without waiting for the service. Returns the bytes
+    /// that have left limbo.
+    pub(crate) fn trim(&self) -> u64 {
+        let (_, before) = self.limbo();
         for peer in self.exporter.peers() {
             if peer.process.has_ended() {
                 let freed = self.exporter.peer_ended(peer.id);
@@ -478,6 +489,11 @@ impl Sharing {
         self.importer.try_refused_again();
         self.settle();
         self.ask_after_work();
+        let (_, after) = self.limbo();
+        let freed = before.saturating_sub(after);
+        self.trims.fetch_add(1, Ordering::Relaxed);
+        self.trimmed_bytes.fetch_add(freed, Ordering::Relaxed);
+        freed
     }
 
     /// Returns the blocks and bytes that this runtime has dropped and other processes hold.
@@ -612,6 +628,8 @@ impl Sharing {
             pinned_mapped_bytes: 0,
             opens: self.importer.opens.load(Ordering::Relaxed),
             kept_opens: self.importer.kept_opens.load(Ordering::Relaxed),
+            trims: self.trims.load(Ordering::Relaxed),
+            trimmed_bytes: self.trimmed_bytes.load(Ordering::Relaxed),
         }
     }
 }

@@ -284,10 +284,7 @@ impl Runtime {
     pub fn trim_shared(&self) -> Result<u64> {
         self.inner.check("trim_shared")?;
         let Some(sharing) = self.inner.sharing.get().filter(|_| !in_capture()) else { return Ok(0) };
-        let (_, before) = sharing.limbo();
-        sharing.trim();
-        let (_, after) = sharing.limbo();
-        Ok(before.saturating_sub(after))
+        Ok(sharing.trim())
     }
 
     /// As [`Runtime::trim_shared`].

@@ -255,7 +255,7 @@ impl Deaths {
         };
         for (_, call) in watched.into_iter().flat_map(|watched| watched.calls) {
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err() {
-                tracing::warn!("a closure for the death of {process} has panicked");
+                crate::warnings::warning!("a closure for the death of {process} has panicked");
             }
         }
     }

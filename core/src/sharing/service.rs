@@ -173,7 +173,7 @@ impl Service {
             Ok(_) => {}
             Err(Errno::INTR) => return Vec::new(),
             Err(errno) => {
-                tracing::warn!("waiting for processes that share memory failed: {errno}");
+                crate::warnings::warning!("waiting for processes that share memory failed: {errno}");
                 std::thread::sleep(LONGEST_PAUSE);
                 return Vec::new();
             }
@@ -480,7 +480,7 @@ impl Sharing {
         let published = self.exporter.is_watching()
             && self.exporter.watch(|completion| {
                 let passed = self.services().is_passed(completion, false);
-                passed.inspect_err(|error| tracing::warn!("device work before a share failed: {error}")).ok()
+                passed.inspect_err(|error| crate::warnings::warning!("device work before a share failed: {error}")).ok()
             });
         // An error proves nothing about the work: the import is kept, and the end of the process releases it.
         let released = self.importer.is_releasing()

@@ -352,7 +352,7 @@ impl Drop for StreamCore {
                 // No later call can retry, so the stream is destroyed now.
                 let destroyed = self.services.backend.destroy_stream(self.id);
                 if let Err(error) = destroyed.or_else(|_| self.services.backend.destroy_stream(self.id)) {
-                    tracing::warn!("a stream could not be destroyed: {error}");
+                    crate::warnings::warning!("a stream could not be destroyed: {error}");
                 }
             }
         }

@@ -189,3 +189,24 @@ fn connections_to_runtimes_that_have_closed_are_given_up() {
     until("their descriptors are closed", || descriptors(&peer) <= first + 2);
     assert!(peer.quit().success());
 }
+
+#[test]
+fn trims_and_the_memory_that_they_freed_are_counted() {
+    let exporter = Exporter::new();
+    let (buffer, ticket) = exporter.make_shared(1 << 16, 1);
+    let peer = Peer::with_open(&ticket);
+    drop(buffer);
+    let before = exporter.runtime.statistics().sharing;
+    assert_eq!((before.limbo_blocks, before.trimmed_bytes), (1, 0));
+    // The importer holds it, so nothing is freed.
+    assert_eq!(exporter.runtime.trim_shared().unwrap(), 0);
+    let held = exporter.runtime.statistics().sharing;
+    assert_eq!((held.trims, held.trimmed_bytes), (before.trims + 1, 0));
+    peer.kill();
+    let freed = exporter.runtime.trim_shared().unwrap();
+    let after = exporter.runtime.statistics().sharing;
+    // The sharing thread may have been faster.
+    assert!(freed == 0 || freed == 4 << 16, "{freed}");
+    assert_eq!((after.trims, after.trimmed_bytes, after.limbo_bytes), (held.trims + 1, freed, 0));
+    exporter.end();
+}

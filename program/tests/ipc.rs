@@ -1,0 +1,363 @@
+//! `highwater ipc ls`, over real processes on the mock: this binary runs itself again.
+
+#![forbid(unsafe_code)]
+
+mod started;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use highwater::mock::{MockGpu, MockOptions};
+use highwater::{DeviceBuffer, Runtime, SharedPinnedBuffer, Ticket};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use serde_json::Value;
+
+use started::Run;
+
+const PEER: &str = "HIGHWATER_IPC_PEER";
+const ANSWER: &str = "answer: ";
+const KIB: u64 = 1 << 10;
+
+/// A process that shares memory, or only says that it does.
+struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Peer {
+    fn start() -> Self {
+        Self::start_as(|_| {}).unwrap()
+    }
+
+    fn start_as(change: impl FnOnce(&mut Command)) -> std::io::Result<Self> {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "obey", "--nocapture", "--test-threads=1"]).env(PEER, "1");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn()?;
+        let stdin = child.stdin.take().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        Ok(Self { child, stdin, stdout })
+    }
+
+    fn pid(&self) -> u64 {
+        self.child.id().into()
+    }
+
+    /// Says a command and returns its answer.
+    #[track_caller]
+    fn tell(&mut self, command: &str) -> String {
+        writeln!(self.stdin, "{command}").unwrap();
+        loop {
+            let mut line = String::new();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "{command}: the process has ended");
+            // The test harness prints the test's name in front of the first line.
+            if let Some((_, answer)) = line.trim_end().split_once(ANSWER) {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    fn stop(&self) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::STOP).unwrap();
+        // Each thread stops on its own.
+        waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
+    }
+
+    fn go_on(&self) {
+        kill_process(Pid::from_child(&self.child), Signal::CONT).unwrap();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test by itself: what the other processes of these tests run.
+#[test]
+fn obey() {
+    if std::env::var_os(PEER).is_none() {
+        return;
+    }
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let (mut buffers, mut pinned): (Vec<DeviceBuffer<u8>>, Vec<SharedPinnedBuffer<u8>>) = (Vec::new(), Vec::new());
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        let answer = match *line.split_whitespace().collect::<Vec<_>>() {
+            ["share", kib] => {
+                let bytes = kib.parse::<usize>().unwrap() << 10;
+                buffers.push(runtime.device(0).unwrap().allocate_shared::<u8>(bytes).unwrap());
+                buffers.last().unwrap().share().unwrap().to_string()
+            }
+            ["share-pinned", kib] => {
+                let buffer = runtime.pinned_shared::<u8>(kib.parse::<usize>().unwrap() << 10).unwrap();
+                let ticket = buffer.share().unwrap().to_string();
+                pinned.push(buffer);
+                ticket
+            }
+            ["open", ticket] => {
+                buffers.push(runtime.open_shared(&ticket.parse::<Ticket>().unwrap()).unwrap());
+                "open".to_owned()
+            }
+            ["open-pinned", ticket] => {
+                pinned.push(runtime.open_pinned(&ticket.parse::<Ticket>().unwrap()).unwrap());
+                "open".to_owned()
+            }
+            ["drop"] => buffers.pop().is_some().to_string(),
+            ["pretend", how] => {
+                let how = how.to_owned();
+                let (sender, listens) = std::sync::mpsc::channel();
+                std::thread::spawn(move || pretend(&how, &sender));
+                listens.recv().unwrap();
+                "pretends".to_owned()
+            }
+            ref other => panic!("no such command: {other:?}"),
+        };
+        println!("{ANSWER}{answer}");
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+/// Returns a socket that listens with the name of a list.
+fn listen(backlog: i32) -> OwnedFd {
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let digits =
+        u128::from(std::process::id()) << 64 | SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() & 0xffff_ffff;
+    let name = format!("highwater-list-{digits:032x}");
+    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    rustix::net::listen(&socket, backlog).unwrap();
+    socket
+}
+
+/// Answers requests of the list with something else, for as long as the process lives.
+fn pretend(how: &str, listens: &std::sync::mpsc::Sender<()>) {
+    const GREETING: &[u8] = b"HWLS\x01\0\x01\0";
+    let file = |bytes: u64, sealed: bool| {
+        let file = rustix::fs::memfd_create("pretended", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&file, bytes).unwrap();
+        if sealed {
+            rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE).unwrap();
+        }
+        file
+    };
+    let (reader, _writer) = std::io::pipe().unwrap();
+    let (message, descriptor) = match how {
+        // The queue holds one connection, which stays there.
+        "full" | "silent" => (&b""[..], None),
+        "garbage" => (&b"garbage, and more of it than fits"[..], None),
+        "no-file" => (GREETING, None),
+        // A read of it would wait without end.
+        "pipe" => (GREETING, Some(OwnedFd::from(reader))),
+        "unsealed" => (GREETING, Some(file(24, false))),
+        "zeros" => (GREETING, Some(file(24, true))),
+        "endless" => (GREETING, Some(file(1 << 40, true))),
+        _ => panic!("{how}"),
+    };
+    let socket = listen(if how == "full" { 0 } else { 64 });
+    listens.send(()).unwrap();
+    if how == "full" || how == "silent" {
+        loop {
+            std::thread::park();
+        }
+    }
+    while let Ok(client) = rustix::net::accept(&socket) {
+        let descriptors: Vec<_> = descriptor.iter().map(AsFd::as_fd).collect();
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(descriptors.is_empty() || control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        let message = std::io::IoSlice::new(message);
+        let _ = rustix::net::sendmsg(&client, &[message], &mut control, SendFlags::NOSIGNAL);
+    }
+}
+
+fn ls(arguments: &[&str]) -> Run {
+    let arguments = [&["ipc", "ls"], arguments].concat();
+    let output = Command::new(env!("CARGO_BIN_EXE_highwater")).args(&arguments).output().unwrap();
+    Run::of(output, &arguments).ended(0)
+}
+
+/// The entry of a process, if it is listed. Other tests and programs run at the same time.
+fn entry(pid: u64) -> Option<Value> {
+    let object = ls(&["--json"]).object();
+    assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
+    let processes = object["processes"].as_array().unwrap().clone();
+    processes.into_iter().find(|process| process["pid"] == pid)
+}
+
+/// The rows of the table that begin with a process.
+fn rows(pid: u64) -> Vec<Vec<String>> {
+    let cells = |line: &str| line.split(['│', '┆', '|']).map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
+    let rows = ls(&[]).stdout.lines().map(cells).collect::<Vec<_>>();
+    rows.into_iter().filter(|row| row.iter().any(|cell| cell.starts_with(&format!("{pid} (")))).collect()
+}
+
+#[track_caller]
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not so within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn with_row(rows: &[Vec<String>], parts: &[&str]) -> bool {
+    rows.iter().any(|row| parts.iter().all(|part| row.iter().any(|cell| cell == part)))
+}
+
+#[test]
+fn owners_and_importers_are_listed_with_each_other() {
+    let started = SystemTime::now() - Duration::from_secs(1);
+    let (mut owner, mut importer) = (Peer::start(), Peer::start());
+    assert_eq!((entry(owner.pid()), entry(importer.pid())), (None, None), "they share nothing yet");
+    let tickets = [owner.tell("share 64"), owner.tell("share 128")];
+    let pinned = owner.tell("share-pinned 256");
+    tickets.iter().for_each(|ticket| drop(importer.tell(&format!("open {ticket}"))));
+    importer.tell(&format!("open-pinned {pinned}"));
+    owner.tell("drop");
+
+    let shared = entry(owner.pid()).unwrap();
+    assert_eq!((&shared["answers"], &shared["note"], &shared["left_off"]), (&true.into(), &Value::Null, &0.into()));
+    assert!(shared["opened"].as_array().unwrap().is_empty() && !shared["command"].as_str().unwrap().is_empty());
+    let of = |list: &Value, kind: &str, bytes: u64| {
+        let found = list.as_array().unwrap().iter().find(|one| one["kind"] == kind && one["bytes"] == bytes);
+        found.unwrap_or_else(|| panic!("no {bytes} bytes in {list}")).clone()
+    };
+    for (kind, bytes, device, dropped) in [
+        ("device", 64 * KIB, Value::from(0), false),
+        ("device", 128 * KIB, Value::from(0), true),
+        ("page-locked", 256 * KIB, Value::Null, false),
+    ] {
+        let one = of(&shared["shared"], kind, bytes);
+        assert_eq!((&one["device"], &one["dropped"]), (&device, &dropped.into()), "{one}");
+        assert_eq!((&one["holders"], &one["transport"]), (&vec![importer.pid()].into(), &"descriptor".into()), "{one}");
+        let since = one["since"].as_str().unwrap();
+        assert!(since >= &*date_of(started) && since <= &*date_of(SystemTime::now()), "{since}");
+        let other = entry(importer.pid()).unwrap();
+        let other = of(&other["opened"], kind, bytes);
+        assert_eq!((&other["owner"], &other["device"]), (&owner.pid().into(), &device), "{other}");
+        assert_eq!((&other["owner_has_ended"], &other["idle"]), (&false.into(), &false.into()), "{other}");
+        assert_eq!(other["uuid"], one["uuid"]);
+        assert_eq!(one["uuid"].is_string(), kind == "device");
+    }
+    let importer_pid = importer.pid().to_string();
+    let of_owner = rows(owner.pid());
+    assert!(with_row(&of_owner, &["shares", "device 0, descriptor", "1", "65536", &importer_pid]), "{of_owner:?}");
+    assert!(with_row(&of_owner, &["shares, has dropped it", "131072", &importer_pid]), "{of_owner:?}");
+    assert!(with_row(&of_owner, &["shares", "page-locked", "262144", &importer_pid]), "{of_owner:?}");
+    let of_importer = rows(importer.pid());
+    let owner_pid = owner.pid().to_string();
+    assert!(
+        with_row(&of_importer, &["has open", "device 0, descriptor", "2", "196608", &owner_pid]),
+        "{of_importer:?}"
+    );
+
+    // The importer lets go of what the owner has dropped, which is no longer listed.
+    importer.tell("drop");
+    until("the dropped buffer is gone", || {
+        let shared = entry(owner.pid()).unwrap();
+        shared["shared"].as_array().unwrap().iter().all(|one| one["dropped"] == false)
+    });
+}
+
+#[test]
+fn importers_of_a_killed_owner_are_listed_until_they_let_go() {
+    let (mut owner, mut importer) = (Peer::start(), Peer::start());
+    let ticket = owner.tell("share 64");
+    importer.tell(&format!("open {ticket}"));
+    let pid = owner.pid();
+    drop(owner);
+    assert_eq!(entry(pid), None, "a dead process is listed");
+    let held = entry(importer.pid()).unwrap();
+    let held = &held["opened"].as_array().unwrap()[0];
+    assert_eq!(
+        (&held["owner"], &held["owner_has_ended"], &held["bytes"]),
+        (&pid.into(), &true.into(), &(64 * KIB).into())
+    );
+    let row = rows(importer.pid());
+    assert!(with_row(&row, &["holds memory of a dead owner", "65536", &pid.to_string()]), "{row:?}");
+    importer.tell("drop");
+    until("the memory is unmapped", || entry(importer.pid()).is_none());
+}
+
+#[test]
+fn a_stopped_process_delays_no_list() {
+    let (mut stopped, mut other) = (Peer::start(), Peer::start());
+    stopped.tell("share 64");
+    other.tell("share 128");
+    stopped.stop();
+    let began = Instant::now();
+    let found = entry(stopped.pid()).unwrap();
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert_eq!((&found["answers"], &found["note"]), (&false.into(), &"does not answer: it is stopped".into()));
+    assert!(with_row(&rows(stopped.pid()), &["does not answer: it is stopped"]));
+    assert_eq!(entry(other.pid()).unwrap()["shared"].as_array().unwrap().len(), 1);
+    stopped.go_on();
+    until("it answers again", || entry(stopped.pid()).is_some_and(|found| found["answers"] == true));
+}
+
+#[test]
+fn a_process_that_pretends_spoils_only_its_own_entry() {
+    let mut other = Peer::start();
+    other.tell("share 128");
+    for (how, note) in [
+        ("silent", "does not answer"),
+        ("garbage", "does not answer in a form that this version knows"),
+        ("no-file", "does not answer in a form that this version knows"),
+        ("pipe", "does not answer in a form that this version knows"),
+        ("unsealed", "does not answer in a form that this version knows"),
+        ("zeros", "does not answer in a form that this version knows"),
+        ("endless", "does not answer in a form that this version knows"),
+    ] {
+        let mut hostile = Peer::start();
+        hostile.tell(&format!("pretend {how}"));
+        let began = Instant::now();
+        let found = entry(hostile.pid()).unwrap_or_else(|| panic!("{how}: not listed"));
+        assert!(began.elapsed() < Duration::from_secs(10), "{how}: {:?}", began.elapsed());
+        assert_eq!((&found["answers"], &found["note"]), (&false.into(), &note.into()), "{how}");
+        let other = entry(other.pid()).unwrap();
+        assert_eq!((&other["answers"], other["shared"].as_array().unwrap().len()), (&true.into(), 1), "{how}");
+    }
+}
+
+#[test]
+fn a_process_whose_queue_is_full_is_found_by_its_socket() {
+    let mut hostile = Peer::start();
+    hostile.tell("pretend full");
+    // The first of these requests stays in the queue.
+    let notes: Vec<_> = (0..4).map(|_| entry(hostile.pid()).unwrap()["note"].clone()).collect();
+    assert!(notes.iter().all(|note| note == "does not answer"), "{notes:?}");
+}
+
+#[test]
+fn nothing_of_another_user_is_listed() {
+    // Without rights, no test can start a process of another user. Then there is nothing to find.
+    let foreign = Peer::start_as(|command| {
+        command.uid(65_534);
+    });
+    let Ok(mut foreign) = foreign else { return };
+    foreign.tell("share 64");
+    assert_eq!(entry(foreign.pid()), None);
+    foreign.tell("pretend silent");
+    let began = Instant::now();
+    assert_eq!(entry(foreign.pid()), None);
+    assert!(began.elapsed() < Duration::from_secs(10), "a process of another user is waited for");
+}
+
+/// A time as the program prints it.
+fn date_of(time: SystemTime) -> String {
+    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    let date = Command::new("date").args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"]).output().unwrap();
+    String::from_utf8(date.stdout).unwrap().trim_end().to_owned()
+}
