@@ -90,6 +90,9 @@ pub(super) enum Command {
     /// A child of a consumer of `soak ipc`, which starts it
     #[command(hide = true)]
     SoakHeir,
+    /// An owner of `soak ipc --owner-kills`, which starts it
+    #[command(hide = true)]
+    SoakOwner(ChildArguments),
     /// A process of `bench handles`, which starts it
     #[command(hide = true)]
     BenchFirstHandle(ChildArguments),
@@ -262,9 +265,17 @@ pub(super) struct SoakIpcArguments {
     #[arg(long, value_name = "S")]
     pub(super) seed: Option<u64>,
 
-    /// Processes that use the memory at the same time
+    /// Processes that use the memory at the same time; with --owner-kills, processes that own it
     #[arg(long, value_name = "N", default_value = "6", allow_negative_numbers = true, value_parser = consumers)]
     pub(super) consumers: usize,
+
+    /// Kill N processes whose memory this one has open instead, and measure the time until it is free
+    #[arg(long, value_name = "N", conflicts_with = "kills", allow_negative_numbers = true, value_parser = kills)]
+    pub(super) owner_kills: Option<u64>,
+
+    /// Backend to use with --owner-kills, built in or a plugin [default: the mock]
+    #[arg(long, value_name = "NAME", requires = "owner_kills")]
+    pub(super) backend: Option<String>,
 }
 
 #[derive(Debug, Args)]

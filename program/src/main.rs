@@ -98,6 +98,7 @@ fn main() -> ExitCode {
         Some(Command::Worker(arguments)) => worker::command(arguments),
         Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),
+        Some(Command::SoakOwner(arguments)) => soak::owners::command(arguments),
         Some(Command::BenchFirstHandle(arguments)) => bench::first_handle::command(arguments),
         Some(Command::BenchImporter(arguments)) => bench::share::command(arguments),
     };

@@ -503,6 +503,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
     for arguments in [
         &["worker", "--parent", &own][..],
         &["soak-consumer", "--seed", "1", "--parent", &own],
+        &["soak-owner", "--parent", &own],
         &["conformance-worker", "--parent", &own],
         &["bench-first-handle", "--parent", &own],
     ] {
@@ -539,7 +540,26 @@ fn thirty_kills_lose_nothing_and_free_nothing_early() {
 }
 
 #[test]
+fn memory_of_killed_owners_is_free_again() {
+    let object = highwater(&["soak", "ipc", "--owner-kills", "24", "--seed", "7", "--json"]).ended(0).object();
+    let integer = |key: &str| object[key].as_u64().unwrap_or_else(|| panic!("{key} in {object}"));
+    assert_eq!((integer("kills"), integer("seed"), &object["bar_met"]), (24, 7, &serde_json::Value::Null));
+    let nothing = ["leaked_bytes", "leaked_objects", "descriptors_left", "unexpected"];
+    assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
+    let something =
+        ["measured", "killed_in_opens", "killed_with_work", "buffers", "bytes", "refused_opens", "kept_buffers"];
+    assert!(something.iter().all(|key| integer(key) > 0), "{object}");
+    for times in ["death_ms", "release_ms", "total_ms"] {
+        let [p50, p99, max] = ["p50", "p99", "max"].map(|key| object[times][key].as_f64().unwrap());
+        assert!(0.0 < p50 && p50 <= p99 && p99 <= max, "{object}");
+    }
+    let table = highwater(&["soak", "ipc", "--owner-kills", "2"]).ended(0);
+    table.assert_printed(&["kill to death", "death to free", "kill to free", "left"]);
+}
+
+#[test]
 fn a_soak_that_cannot_be_done_says_why() {
+    highwater(&["soak", "ipc", "--owner-kills", "2", "--backend", "nonesuch"]).assert_error(&["nonesuch"]);
     highwater_on("memory=lots", &["soak", "ipc", "--kills", "3", "--json"]).assert_error(&["`memory`", "`lots`"]);
     highwater_on("shareable-memory=off", &["soak", "ipc", "--kills", "3"]).assert_error(&["shareable_memory"]);
 }
@@ -563,6 +583,9 @@ fn numbers_out_of_range_are_refused_with_the_range() {
     for (arguments, part) in [
         (&["soak", "ipc", "--kills", "0"][..], "expected a number of kills"),
         (&["soak"], "ipc"),
+        (&["soak", "ipc", "--owner-kills", "0"], "expected a number of kills"),
+        (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "cannot be used with"),
+        (&["soak", "ipc", "--backend", "mock"], "--owner-kills"),
         (&["--die-at", "noon"], "or `ticket`"),
         (&["--scale", "--workers", "3"], "cannot be used with"),
     ] {

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 
 use super::Sharing;
 use super::identity::Process;
+use super::service::is_service;
 use super::system::os_error;
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -173,7 +174,10 @@ impl Owner {
         };
         let sharing = self.sharing.upgrade().ok_or_else(ended)?;
         sharing.services().check(OPERATION)?;
-        sharing.start(OPERATION)?;
+        // A closure that runs in the sharing thread must not wait for that thread.
+        if !is_service() {
+            sharing.start(OPERATION)?;
+        }
         let number = sharing.deaths.add(&self.process, Box::new(call));
         sharing.ring();
         Ok(DeathWatch { number, sharing: Weak::clone(&self.sharing) })

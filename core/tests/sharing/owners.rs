@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    Access, DeviceBuffer, Error, ErrorKind, GemmShape, ImportOptions, Owner, OwnerDeath, Result, Ticket, TicketBatch,
+    Access, Backend, CaptureMode, DeviceBuffer, Error, ErrorKind, GemmShape, ImportOptions, Owner, OwnerDeath, Result,
+    Ticket, TicketBatch,
 };
 use highwater_mock::MockOptions;
 use rustix::event::{PollFd, PollFlags};
@@ -262,17 +263,39 @@ fn memory_whose_address_other_code_has_is_released_with_its_buffer() {
     let mut peer = Peer::start();
     let ticket = peer.tell("make a 1000 7");
     let buffer = importer.open_to_release(&ticket);
+    let other = importer.open_to_release(&peer.tell("make b 1000 8"));
     importer.stream.note_device_use(&buffer, Access::Write).unwrap();
+    importer.stream.note_device_use(&importer.make(8, 1), Access::Write).unwrap();
+    peer.kill();
+    until("the other one is released", || importer.mapped() == (1, 4000, 1));
+    // Its release would come at the same time.
+    std::thread::sleep(Duration::from_millis(100));
+    importer.runtime.trim().unwrap();
+    assert_eq!(importer.mapped(), (1, 4000, 1));
+    assert_expired(importer.stream.fill(&buffer, 1));
+    drop((buffer, other));
+    until("it is released", || importer.mapped() == (0, 0, 0));
+    importer.end();
+}
+
+#[test]
+fn a_capture_by_other_code_delays_the_release_until_it_ends() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let buffer = importer.open_to_release(&peer.tell("make a 1000 7"));
+    let stream = importer.runtime.device(0).unwrap().create_stream().unwrap();
+    stream.fill(&buffer, 9).unwrap();
+    importer.gpu.begin_capture(stream.id(), CaptureMode::Relaxed).unwrap();
     let owner = owner_of(&buffer);
     peer.kill();
     assert!(owner.wait(Duration::from_secs(60)).unwrap());
-    until("later work is refused", || importer.stream.fill(&buffer, 1).is_err());
-    importer.stream.synchronize().unwrap();
-    importer.runtime.trim().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
     assert_eq!(importer.mapped(), (1, 4000, 1));
-    drop(buffer);
+    // SAFETY: the capture was begun above.
+    let graph = unsafe { importer.gpu.end_capture(stream.id()) }.unwrap();
+    importer.gpu.destroy_graph(graph).unwrap();
     until("it is released", || importer.mapped() == (0, 0, 0));
-    importer.end();
+    importer.end_after((buffer, stream));
 }
 
 #[test]

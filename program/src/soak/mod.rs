@@ -5,12 +5,15 @@
 //! a stream. They drop it, start a child that holds their descriptors (`heir`), or cut their sockets and continue to write. The
 //! exporter or they themselves kill them, at a random step after a random delay. The contents of a buffer name its owner
 //! (`pattern`), so early frees and stray writes are found. At the end, everything must be freed.
+//!
+//! With `--owner-kills`, this process opens the memory of its children instead, and kills those (`owners`).
 
 pub(super) mod consumer;
 mod descriptors;
 mod exporter;
 pub(super) mod heir;
 mod message;
+pub(super) mod owners;
 mod pattern;
 mod random;
 mod report;
@@ -35,10 +38,31 @@ const STUCK: Duration = Duration::from_secs(60);
 pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdict> {
     let seed = arguments.seed.unwrap_or_else(any_seed);
     output::line(format_args!("seed {seed}"));
+    if let Some(kills) = arguments.owner_kills {
+        return kill_owners(arguments, kills, seed, json);
+    }
     let progress = Progress::new("kills", arguments.kills, json);
     let pulse = watch(json, seed);
     let soak = exporter::Soak { kills: arguments.kills, consumers: arguments.consumers, seed };
     let report = exporter::run(&soak, &progress, &pulse);
+    drop(progress);
+    let report = report?;
+    if json {
+        output::object(&report.to_json())?
+    } else {
+        output::result(report.to_table())?
+    }
+    let faults = report.faults();
+    faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
+    Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// Runs `highwater soak ipc --owner-kills`.
+fn kill_owners(arguments: &SoakIpcArguments, kills: u64, seed: u64, json: bool) -> Result<Verdict> {
+    let progress = Progress::new("kills", kills, json);
+    let pulse = watch(json, seed);
+    let soak = owners::Soak { kills, owners: arguments.consumers, seed, backend: arguments.backend.as_deref() };
+    let report = owners::run(&soak, &progress, &pulse);
     drop(progress);
     let report = report?;
     if json {

@@ -66,6 +66,10 @@ impl Reasons {
     pub(super) fn count(&self) -> u64 {
         self.count
     }
+
+    pub(super) fn texts(&self) -> impl Iterator<Item = &String> {
+        self.texts.iter()
+    }
 }
 
 impl Report {
