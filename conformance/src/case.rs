@@ -48,10 +48,11 @@ impl Case {
     /// Returns whether a run with two devices runs the case a second time, with the devices exchanged. The tables of the other
     /// groups have an axis for the device.
     pub(crate) fn repeats_on_the_second_device(&self) -> bool {
-        const ON_BOTH: [&str; 10] = [
+        const ON_BOTH: [&str; 11] = [
             "cells",
             "transfers",
             "kinds",
+            "pairs",
             "products",
             "refusals",
             "sizes",

@@ -441,6 +441,16 @@ impl<'b> Block<'b> {
         self.release()
     }
 
+    /// Frees stream-ordered memory now, in the order of another stream than the one of its allocation, without waiting.
+    pub(crate) fn free_in_order_of(mut self, stream: &Stream<'_>) -> Result<()> {
+        let Origin::Allocated { ordered_on: Some(_) } = self.origin else {
+            return self.give_back();
+        };
+        self.origin = Origin::Allocated { ordered_on: Some(stream.id()) };
+        // Cases that call this let the stream wait for all other work that uses the block.
+        self.release()
+    }
+
     /// Gives the block back now, after all work that is enqueued on it, and returns the answer.
     pub(crate) fn give_back(mut self) -> Result<()> {
         let settled = insist(|| self.users.settle(self.backend));

@@ -962,7 +962,8 @@ struct hw_table {
      *    HW_ERROR_UNSUPPORTED. */
     int32_t (*create_memory)(hw_backend *backend, uint32_t device, const hw_physical_memory_options *options, hw_id *answer, hw_error *error);
     /* Destroys physical memory.
-     *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped, also to outstanding work.
+     *  - mapped.destroy: memory that is mapped stays accessible until it is unmapped, also to outstanding work, and to
+     *    devices that get access later.
      *  - mapped.returns: bytes that are destroyed and not mapped can be allocated again. */
     int32_t (*destroy_memory)(hw_backend *backend, hw_id memory, hw_error *error);
     /* Maps all of the memory at `ptr`, inside a reserved range. No device may access it before `set_memory_access`.

@@ -48,7 +48,7 @@ const BYTES: usize = 1 << 12;
 
 /// The kinds of streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StreamKind {
+pub(super) enum StreamKind {
     Normal,
     Low,
     High,
@@ -59,7 +59,7 @@ enum StreamKind {
 
 impl StreamKind {
     /// Returns the kinds that a device has.
-    fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
+    pub(super) fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
         let can = backend.capabilities(device)?;
         let kinds = [
             (true, Self::Normal),
@@ -76,7 +76,7 @@ impl StreamKind {
         matches!(self, Self::Legacy | Self::PerThread)
     }
 
-    fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyStream<'b>> {
+    pub(super) fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyStream<'b>> {
         let tag = backend.identity().tag;
         let with = |priority| Stream::with_options(backend, device, &StreamOptions::new().with_priority(priority));
         let (stream, owner) = match self {
@@ -99,15 +99,15 @@ impl StreamKind {
 }
 
 /// A stream of any kind.
-struct AnyStream<'b> {
-    stream: Stream<'b>,
+pub(super) struct AnyStream<'b> {
+    pub(super) stream: Stream<'b>,
     /// The original of a stream of other code. Dropped last.
     owner: Option<Stream<'b>>,
 }
 
 /// The kinds of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum EventKind {
+pub(super) enum EventKind {
     Plain,
     Timing,
     Interprocess,
@@ -116,7 +116,7 @@ enum EventKind {
 
 impl EventKind {
     /// Returns the kinds that a device has.
-    fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
+    pub(super) fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
         let can = backend.capabilities(device)?;
         let kinds = [
             (true, Self::Plain),
@@ -127,7 +127,7 @@ impl EventKind {
         Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
     }
 
-    fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyEvent<'b>> {
+    pub(super) fn make<'b>(self, backend: &'b dyn Backend, device: u32) -> Result<AnyEvent<'b>> {
         let with = |options: EventOptions| Event::with_options(backend, device, &options);
         let (event, owner) = match self {
             Self::Plain => (with(EventOptions::new())?, None),
@@ -147,8 +147,8 @@ impl EventKind {
 }
 
 /// An event of any kind.
-struct AnyEvent<'b> {
-    event: Event<'b>,
+pub(super) struct AnyEvent<'b> {
+    pub(super) event: Event<'b>,
     /// The original of an event of other code. Dropped last.
     _owner: Option<Event<'b>>,
 }

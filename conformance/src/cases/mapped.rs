@@ -21,6 +21,7 @@ cases! {
     memory_of_another_device_is_refused: ["mapped.map-checked"] needs [TWO_DEVICES, has::mapped_memory];
     parts_of_mappings_are_refused: ["mapped.whole"] needs [has::mapped_memory];
     addresses_with_memory_are_not_freed: ["mapped.free-checked"] needs [has::mapped_memory];
+    access_comes_after_the_memory_is_destroyed: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_memory_stays_while_it_is_mapped: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_bytes_come_back: ["mapped.returns"] needs [has::mapped_memory];
     more_than_there_is_is_refused: ["mapped.exhausted"] needs [has::mapped_memory];
@@ -290,6 +291,29 @@ fn destroyed_memory_stays_while_it_is_mapped(backend: &dyn Backend) -> CaseResul
     let again = PhysicalMemory::adopted(backend, stale);
     check_error!(addresses.map(0, &again, piece), InvalidHandle, "map_memory of a destroyed id");
     check_error!(again.destroy(), InvalidHandle, "destroy_memory of a destroyed id");
+    Ok(())
+}
+
+/// Memory that is destroyed right after it was mapped, as programs do that keep no id.
+fn access_comes_after_the_memory_is_destroyed(backend: &dyn Backend) -> CaseResult {
+    let piece = granularity(backend)?;
+    let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
+    for part in [0..piece, piece..2 * piece] {
+        let memory = PhysicalMemory::create(backend, DEVICE, &PhysicalMemoryOptions::new(piece))?;
+        addresses.map(part.start, &memory, piece)?;
+        memory.destroy()?;
+        addresses.give_access(part, DEVICE)?;
+    }
+    let content = Random::new(90).bytes(2 * piece);
+    addresses.write(0, &content)?;
+    // Memory that others get meanwhile is other memory.
+    let other = Block::filled(backend, 2 * piece, 0x33)?;
+    check!(
+        addresses.read(0..2 * piece)? == content,
+        "memory that was destroyed before its access does not keep its bytes"
+    );
+    check!(other.read()? == vec![0x33; 2 * piece], "mapped memory whose id was destroyed was given to somebody else");
+    addresses.unmap(0..2 * piece)?;
     Ok(())
 }
 

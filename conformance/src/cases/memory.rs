@@ -28,6 +28,9 @@ cases! {
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_that_its_stream_waited_for: ["memory.free-returns", "memory.disjoint", "event.wait-orders"]
         needs [has::stream_ordered_memory];
+    stream_ordered_bytes_freed_on_another_stream_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
+    stream_ordered_free_on_another_stream_keeps_work_before_it: ["memory.free-returns", "memory.disjoint", "event.wait-orders"]
+        needs [has::stream_ordered_memory];
 }
 
 /// Sizes around the usual borders of allocators.
@@ -437,6 +440,64 @@ fn stream_ordered_free_keeps_work_that_its_stream_waited_for(backend: &dyn Backe
         check!(
             result.read()? == [1; BYTES],
             "a block was given to somebody else before the work that its free waited for"
+        );
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn stream_ordered_bytes_freed_on_another_stream_come_back(backend: &dyn Backend) -> CaseResult {
+    let (bytes, rounds) = large_part(backend)?;
+    let (stream, other, ready) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+    for round in 0..rounds {
+        let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
+        let block = block.map_err(|error| {
+            Failure::new(format!("{bytes} bytes were freed {round} times on another stream, and then: {error}"))
+        })?;
+        stream.set(block.span(0..4096), 1)?;
+        stream.record(&ready)?;
+        other.wait(&ready)?;
+        block.free_in_order_of(&other)?;
+        // The next allocation comes after the free.
+        other.synchronize()?;
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// The free comes in the order of the stream that it names, not of the one that the block was allocated on.
+fn stream_ordered_free_on_another_stream_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    const OTHERS: usize = 4;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |load| {
+        let result = Block::filled(backend, BYTES, 0)?;
+        let (stream, reader, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
+        let (written, before) = (Event::new(backend)?, Event::new(backend)?);
+        let ordered =
+            |on: &Stream<'_>| Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(on.id()));
+        // It lies between others, so that its bytes are the best place for a block of the same size.
+        let (_before, block, _after) = (ordered(&stream)?, ordered(&stream)?, ordered(&stream)?);
+        stream.set(block.all(), 1)?;
+        stream.record(&written)?;
+        reader.wait(&written)?;
+        busy.enqueue(&reader, load)?;
+        reader.record(&before)?;
+        reader.copy(result.all(), block.all())?;
+        block.free_in_order_of(&reader)?;
+        // The stream of the allocation is idle, and so is a third one. Neither may have the bytes before the copy has read them.
+        let mut others = Vec::new();
+        for on in [&stream, &third].into_iter().cycle().take(OTHERS) {
+            let other = ordered(on)?;
+            on.set(other.all(), 2)?;
+            others.push(other);
+        }
+        stream.synchronize()?;
+        third.synchronize()?;
+        let pending = before.is_pending()?;
+        reader.synchronize()?;
+        check!(
+            result.read()? == [1; BYTES],
+            "a block that was freed on another stream was given to somebody else before the work before its free"
         );
         Ok(Attempt::seen(pending))
     })

@@ -21,6 +21,7 @@ mod lacking;
 mod limits;
 mod mapped;
 mod memory;
+mod pairs;
 mod plans;
 mod products;
 mod refusals;
@@ -64,6 +65,7 @@ const GROUPS: &[&[Case]] = &[
     cells::CASES,
     transfers::CASES,
     kinds::CASES,
+    pairs::CASES,
     sharing::CASES,
     handles::CASES,
     concurrency::CASES,

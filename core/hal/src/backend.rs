@@ -294,7 +294,8 @@ impl std::fmt::Display for LiveObjects {
 /// its plans belong to one thread at a time. That thread can destroy them while their products are outstanding.
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
-/// memory, registrations, and workspaces. A foreign object must outlive its id, so the destruction of the id waits until no
+/// memory, registrations, and workspaces. It must keep memory that it exported until no other process has it open: the bytes of
+/// memory that an exporter frees earlier may serve others. A foreign object must outlive its id, so the destruction of the id waits until no
 /// call of another thread uses it. The caller must end a capture before it destroys a stream that takes part. The
 /// outcome of the capture is otherwise not promised.
 ///
@@ -499,6 +500,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// - The caller must pass a block that `allocate` returned for this device and that has not been freed.
     /// - The caller must ensure that no work that uses the block is outstanding, unless it precedes the free on `stream`.
+    /// - The caller must ensure that no other process has the block open.
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()>;
 
     /// Describes the device memory at an address, which any code of this process may have allocated. Needs `foreign_memory`.
@@ -559,7 +561,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Destroys physical memory. The id is stale afterwards.
     ///
-    /// - `mapped.destroy`: memory that is mapped stays accessible until it is unmapped, also to outstanding work.
+    /// - `mapped.destroy`: memory that is mapped stays accessible until it is unmapped, also to outstanding work, and to devices
+    ///   that get access later.
     /// - `mapped.returns`: bytes that are destroyed and not mapped can be allocated again.
     fn destroy_memory(&self, memory: PhysicalMemoryId) -> Result<()> {
         let _ = memory;

@@ -147,6 +147,23 @@ mutants! {
         });
     };
 
+    "no-access-after-destruction": "Refuses access to mapped memory that was destroyed before." => |h| {
+        let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
+        let destroyed = gone.clone();
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            destroyed.with(|gone| gone.insert(memory));
+            Ok(())
+        });
+        h.backend.set_memory_access(move |reference, device, ptr, bytes, accessing| {
+            let memory = mappings.with(|pieces| pieces.get(&ptr.get()).map(|piece| piece.memory));
+            if memory.is_some_and(|memory| gone.with(|gone| gone.contains(&memory))) {
+                return Err(wrong(ErrorKind::InvalidPointer, "set_memory_access"));
+            }
+            reference.set_memory_access(device, ptr, bytes, accessing)
+        });
+    };
+
     in "mapped.returns":
     "destroyed-memory-kept": "Keeps physical memory that is destroyed." => |h| {
         let kept = Shared::new(0_u64);

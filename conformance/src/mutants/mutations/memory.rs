@@ -255,6 +255,45 @@ mutants! {
         });
         h.count(move |live| live.allocations -= kept.get());
     };
+    "stream-ordered-blocks-kept-elsewhere": "Keeps stream-ordered memory that another stream frees." => |h| {
+        let (kept, owners) = (Shared::new(0_u64), Shared::<HashMap<(u32, DevicePtr), StreamId>>::default());
+        let (freed, given) = (kept.clone(), owners.clone());
+        h.backend.allocate(move |reference, device, options| {
+            let ptr = reference.allocate(device, options)?;
+            if let DeviceMemoryKind::StreamOrdered(stream) = options.kind {
+                given.with(|owners| owners.insert((device, ptr), stream));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            match (stream, owners.with(|owners| owners.remove(&(device, ptr)))) {
+                (Some(stream), Some(owner)) if stream != owner => {
+                    reference.query_stream(stream)?;
+                    freed.set(freed.get() + 1);
+                    Ok(())
+                }
+                _ => reference.free(device, ptr, stream),
+            }
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
+    "stream-ordered-freed-by-the-owner": "Frees stream-ordered memory in the order of the stream that allocated it." => |h| {
+        let owners = Shared::<HashMap<(u32, DevicePtr), StreamId>>::default();
+        let given = owners.clone();
+        h.backend.allocate(move |reference, device, options| {
+            let ptr = reference.allocate(device, options)?;
+            if let DeviceMemoryKind::StreamOrdered(stream) = options.kind {
+                given.with(|owners| owners.insert((device, ptr), stream));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            let owner = owners.with(|owners| owners.remove(&(device, ptr)));
+            // The owner may be gone.
+            let owner = owner.filter(|owner| reference.query_stream(*owner).is_ok());
+            reference.free(device, ptr, stream.map(|stream| owner.unwrap_or(stream)))
+        });
+    };
     "stream-ordered-frees-wait": "Waits for the stream that memory is freed on." =>
         |h| h.backend.free(|reference, device, ptr, stream| {
             stream.map_or(Ok(()), |stream| reference.wait_for(stream))?;

@@ -1,0 +1,287 @@
+//! Clauses about two things at once, for each pair of their kinds: streams and waits, streams and events. And clauses about many
+//! objects that are alive at the same time.
+
+use std::time::Duration;
+
+use highwater_hal::{Backend, BlasKind, CaptureMode, Completion, DataType, GemmShape, Result};
+
+use super::blas::kinds as kinds_of_handles;
+use super::kinds::{EventKind, StreamKind};
+use crate::case::{CaseResult, cases, check, check_eq, on_devices};
+use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
+use crate::matrix::Product;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
+
+cases! {
+    group "pairs";
+    each_wait_covers_each_kind_of_stream:
+        ["stream.synchronize", "event.synchronize", "devices.synchronize", "stream.query", "event.query", "event.wait-orders"];
+    each_kind_of_event_orders_each_kind_of_stream: ["event.wait-orders", "event.query", "event.synchronize"];
+    many_streams_wait_for_one_event: ["event.wait-orders"];
+    one_stream_waits_for_many_events: ["event.wait-orders"];
+    many_objects_live_at_once: ["backend.live-objects", "memory.disjoint"];
+    many_handles_live_at_once: ["backend.live-objects", "gemm.value", "blas.stream-bound"] needs [has::gemm_f32];
+    many_operations_are_recorded: ["capture.replay", "stream.order"] needs [has::capture];
+}
+
+const BYTES: usize = 1 << 12;
+
+/// The ways to learn that the work of a stream is done.
+#[derive(Debug, Clone, Copy)]
+enum Observed {
+    Stream,
+    Event,
+    Device,
+    StreamQuery,
+    EventQuery,
+    OtherStream,
+}
+
+impl Observed {
+    const ALL: [Self; 6] =
+        [Self::Stream, Self::Event, Self::Device, Self::StreamQuery, Self::EventQuery, Self::OtherStream];
+
+    fn wait(self, stream: &Stream<'_>, event: &Event<'_>, other: &Stream<'_>, backend: &dyn Backend) -> Result<()> {
+        // A query may come before the work begins, so it is repeated without a pause that hides an early answer.
+        let until_complete = |query: &dyn Fn() -> Result<Completion>| -> Result<()> {
+            while query()? == Completion::Pending {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            Ok(())
+        };
+        match self {
+            Self::Stream => stream.synchronize(),
+            Self::Event => event.synchronize(),
+            Self::Device => backend.synchronize_device(stream.id().device()),
+            Self::StreamQuery => until_complete(&|| stream.query()),
+            Self::EventQuery => until_complete(&|| event.query()),
+            Self::OtherStream => {
+                other.wait(event)?;
+                other.synchronize()
+            }
+        }
+    }
+}
+
+fn each_wait_covers_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, pinned) = (Block::on(backend, device, BYTES)?, Pinned::new(backend, BYTES)?);
+        let (other, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+        let mut byte = 0;
+        for kind in StreamKind::of(backend, device)? {
+            let made = kind.make(backend, device)?;
+            let stream = &made.stream;
+            for observed in Observed::ALL {
+                until_conclusive("the work was over before it was waited for", |load| {
+                    byte = byte % 250 + 1;
+                    busy.enqueue(stream, load)?;
+                    stream.set(block.all(), byte)?;
+                    stream.copy(pinned.all(), block.all())?;
+                    stream.record(&event)?;
+                    let pending = event.is_pending()?;
+                    observed.wait(stream, &event, &other, backend)?;
+                    // SAFETY: the work was waited for, by one of the ways that the contract has.
+                    let seen = unsafe { pinned.read_now() };
+                    let arrived = seen == [byte; BYTES];
+                    stream.synchronize()?;
+                    check!(arrived, "work on {kind:?} was not done after a wait of the kind {observed:?}");
+                    Ok(Attempt::seen(pending))
+                })
+                .map_err(|failure| failure.with_details(&format!("{kind:?}, {observed:?}")))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, copy) = (Block::on(backend, device, BYTES)?, Block::on(backend, device, BYTES)?);
+        let plain = Stream::on(backend, device)?;
+        let mut byte = 0;
+        for event_kind in EventKind::of(backend, device)? {
+            for stream_kind in StreamKind::of(backend, device)? {
+                let made = stream_kind.make(backend, device)?;
+                // As the stream that records, and as the one that waits.
+                for (first, second) in [(&made.stream, &plain), (&plain, &made.stream)] {
+                    let event = event_kind.make(backend, device)?;
+                    let event = &event.event;
+                    until_conclusive("the work was over before the wait for it was enqueued", |load| {
+                        byte = byte % 250 + 1;
+                        busy.enqueue(first, load)?;
+                        first.set(block.all(), byte)?;
+                        first.record(event)?;
+                        second.wait(event)?;
+                        second.copy(copy.all(), block.all())?;
+                        let pending = event.is_pending()?;
+                        let overtaken = pending && second.query()?.is_complete() && event.is_pending()?;
+                        second.synchronize()?;
+                        let complete = event.query()?.is_complete();
+                        first.synchronize()?;
+                        check!(
+                            !overtaken && copy.read()? == [byte; BYTES],
+                            "a stream overtook the work that it waits for"
+                        );
+                        check!(complete, "an event is pending after a stream that waits for it has gone on");
+                        Ok(Attempt::seen(pending))
+                    })
+                    .map_err(|failure| failure.with_details(&format!("an event: {event_kind:?}, {stream_kind:?}")))?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// More than vendors have queues.
+const MANY: usize = 20;
+
+fn streams(backend: &dyn Backend, device: u32) -> Result<Vec<Stream<'_>>> {
+    (0..MANY).map(|_| Stream::on(backend, device)).collect()
+}
+
+fn many_streams_wait_for_one_event(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (source, streams) = (Stream::on(backend, device)?, streams(backend, device)?);
+        let (block, copies) = (Block::on(backend, device, 256)?, Block::on(backend, device, 256 * MANY)?);
+        let event = Event::on(backend, device)?;
+        until_conclusive("the work was over before every stream waited for it", |load| {
+            source.set(block.all(), 0)?;
+            source.set(copies.all(), 0)?;
+            busy.enqueue(&source, load)?;
+            source.set(block.all(), 7)?;
+            source.record(&event)?;
+            for (index, stream) in streams.iter().enumerate() {
+                stream.wait(&event)?;
+                stream.copy(copies.span(index * 256..(index + 1) * 256), block.all())?;
+            }
+            let pending = event.is_pending()?;
+            streams.iter().try_for_each(|stream| stream.synchronize())?;
+            check!(copies.read()? == [7; 256 * MANY], "one of {MANY} streams did not wait for an event of all");
+            Ok(Attempt::seen(pending))
+        })
+    })
+}
+
+fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (last, streams) = (Stream::on(backend, device)?, streams(backend, device)?);
+        let block = Block::on(backend, device, 256 * MANY)?;
+        let copy = Block::on(backend, device, 256 * MANY)?;
+        let events = streams.iter().map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        // The stream that is late is the first, the last, and one between.
+        for late in [0, MANY / 2, MANY - 1] {
+            until_conclusive("the work was over before it was waited for", |load| {
+                last.set(block.all(), 0)?;
+                last.synchronize()?;
+                for (index, (stream, event)) in streams.iter().zip(&events).enumerate() {
+                    if index == late {
+                        busy.enqueue(stream, load)?;
+                    }
+                    stream.set(block.span(index * 256..(index + 1) * 256), 9)?;
+                    stream.record(event)?;
+                }
+                events.iter().try_for_each(|event| last.wait(event))?;
+                last.copy(copy.all(), block.all())?;
+                let pending = events[late].is_pending()?;
+                last.synchronize()?;
+                check!(copy.read()? == [9; 256 * MANY], "a stream did not wait for one of {MANY} events");
+                Ok(Attempt::seen(pending))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// More than fits a counter of one byte.
+const CROWD: usize = 300;
+
+fn many_objects_live_at_once(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let before = backend.live_objects();
+        let stream = Stream::on(backend, device)?;
+        let events = (0..CROWD).map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        let blocks = (0..CROWD).map(|_| Block::on(backend, device, 64)).collect::<Result<Vec<_>>>()?;
+        let pinned = Pinned::new(backend, 64 * CROWD)?;
+        let mut expected = before;
+        expected.streams += 1;
+        expected.events += CROWD as u64;
+        expected.allocations += CROWD as u64;
+        expected.host_allocations += 1;
+        check_eq!(backend.live_objects(), expected, "live objects with {CROWD} events and blocks");
+        for (index, (event, block)) in events.iter().zip(&blocks).enumerate() {
+            stream.set(block.all(), (index % 251) as u8)?;
+            stream.record(event)?;
+        }
+        for (index, block) in blocks.iter().enumerate() {
+            stream.copy(pinned.span(index * 64..(index + 1) * 64), block.all())?;
+        }
+        stream.synchronize()?;
+        for event in &events {
+            check!(event.query()?.is_complete(), "one of {CROWD} events is pending after its stream was synchronized");
+        }
+        let seen = pinned.read()?;
+        for (index, bytes) in seen.chunks(64).enumerate() {
+            check!(bytes.iter().all(|&byte| byte == (index % 251) as u8), "block {index} of {CROWD} has other bytes");
+        }
+        drop((events, blocks, pinned, stream));
+        check_eq!(backend.live_objects(), before, "live objects after {CROWD} events and blocks");
+        Ok(())
+    })
+}
+
+fn many_handles_live_at_once(backend: &dyn Backend) -> CaseResult {
+    const HANDLES: usize = 6;
+    on_devices(backend, |device| {
+        let before = backend.live_objects().handles;
+        let stream = Stream::on(backend, device)?;
+        for &kind in kinds_of_handles(backend)? {
+            let mut handles = (0..HANDLES)
+                .map(|_| Handle::new(backend, kind, &stream))
+                .collect::<std::result::Result<Vec<_>, _>>()?;
+            check_eq!(backend.live_objects().handles, before + HANDLES as u64, "live handles of kind {kind:?}");
+            if kind == BlasKind::Blas {
+                // In the order of their creation, and against it.
+                for index in (0..HANDLES).chain((0..HANDLES).rev()) {
+                    let product = Product::new(GemmShape::new(DataType::F32, 5 + index, 7, 9), index as u64);
+                    product.prove(backend, &mut handles[index], &stream)?;
+                }
+            }
+            // From the middle, so that a slot is free between others.
+            handles.remove(HANDLES / 2);
+            check_eq!(backend.live_objects().handles, before + HANDLES as u64 - 1, "live handles after one ended");
+        }
+        Ok(())
+    })
+}
+
+/// A chain of operations, each of which reads the result of the one before.
+fn many_operations_are_recorded(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        let block = Block::on(backend, device, 256 * (CROWD + 1))?;
+        let part = |index: usize| block.span(index * 256..(index + 1) * 256);
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        for index in 0..CROWD {
+            stream.copy(part(index + 1), part(index))?;
+        }
+        let graph = capture.end(&[&block])?;
+        let executable = graph.instantiate()?;
+        for byte in 1..=3 {
+            stream.set(block.all(), 0)?;
+            stream.set(part(0), byte)?;
+            executable.launch(&stream)?;
+            stream.synchronize()?;
+            check!(
+                block.read()? == [byte; 256 * (CROWD + 1)],
+                "one of {CROWD} recorded copies was not executed, or not in order"
+            );
+        }
+        Ok(())
+    })
+}
