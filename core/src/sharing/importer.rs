@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
@@ -19,6 +19,7 @@ use super::identity::Process;
 use super::listing::{Listed, ListedImport};
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
 use super::open_count::OpenCount;
+use super::patience::{OPERATION, Patience, expired, refusal};
 use super::rendezvous::Meeting;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
@@ -29,7 +30,6 @@ use crate::pool::completion_events::CompletionEvent;
 use crate::pool::stream_use::{StreamUse, UseEnd};
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-pub(super) const OPERATION: &str = "open_shared";
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
 pub(crate) const AT_ONCE: usize = 32;
@@ -644,65 +644,6 @@ enum Answer {
     Opened(Opened, Vec<OwnedFd>),
     Parts(Vec<HandlePart>, Vec<OwnedFd>),
     Refused(Error),
-}
-
-/// The time that one open waits for its exporter.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
-    limit: Duration,
-    until: Instant,
-}
-
-impl Patience {
-    pub(super) fn new(limit: Duration) -> Self {
-        Self { limit, until: Instant::now() + limit }
-    }
-
-    /// Starts the time again, for the next allocation of a batch.
-    fn renew(&mut self) {
-        *self = Self::new(self.limit);
-    }
-
-    pub(super) fn left(self) -> Duration {
-        self.until.saturating_duration_since(Instant::now())
-    }
-
-    pub(super) fn is_over(self) -> bool {
-        self.left().is_zero()
-    }
-
-    /// Returns the error for a wait that is over. `who` has not answered.
-    pub(super) fn lost_with(self, who: &str) -> Error {
-        let what = format!("{who} is alive but has not answered for {} s", self.limit.as_secs());
-        Error::new(ErrorKind::InvalidState, OPERATION, what)
-            .with_hint("check whether it is blocked or short of processor time, then open the ticket again")
-    }
-}
-
-pub(super) fn expired(message: String) -> Error {
-    Error::new(ErrorKind::Expired, OPERATION, message).with_hint("request a new ticket from a running process")
-}
-
-/// Returns the exporter's refusal with a remedy for either side.
-pub(super) fn refusal(kind: ErrorKind, text: String) -> Error {
-    Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
-        ErrorKind::Expired => {
-            "request a new ticket, and keep the buffer in the exporter until the ticket has been opened"
-        }
-        ErrorKind::OperatingSystem => {
-            "raise the exporter's limits (ulimit -n) or rights, as the message says, then open the ticket again"
-        }
-        ErrorKind::OutOfMemory => {
-            "free memory in the exporter, or open fewer of its buffers, then open the ticket again"
-        }
-        ErrorKind::PermissionDenied => {
-            "run both processes as one user, or set `openers` in the exporter and pass its ticket unchanged"
-        }
-        ErrorKind::Unsupported => "use the same version of this library, and a transport that both devices support",
-        ErrorKind::ShuttingDown => "the exporter is shutting down: request a ticket from another exporter",
-        ErrorKind::InvalidArgument => "pass the ticket unchanged",
-        _ => "find the cause in the exporter, then open the ticket again",
-    })
 }
 
 /// Returns the error of an open that mapped nothing and reported nothing.
@@ -1376,6 +1317,8 @@ mod tests {
 
     use super::super::name::Name;
     use super::super::options::{Method, SharingOptions};
+    use std::time::Instant;
+
     use super::*;
 
     struct NoMapper(Bell, Meeting);

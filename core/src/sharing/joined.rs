@@ -4,7 +4,7 @@
 //! and maps each piece as it arrives. A piece's descriptor is closed before the next one comes, so that a range of thousands of
 //! pieces needs few descriptors at once. If a piece is missing, everything is undone.
 
-use super::importer::OPERATION;
+use super::patience::OPERATION;
 use super::system::invalid_message;
 use crate::ledger::DeviceBlockInfo;
 use crate::pool::device_memory::DeviceMemory;

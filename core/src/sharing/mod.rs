@@ -46,6 +46,7 @@ mod open_count;
 mod options;
 mod origin;
 mod owner;
+mod patience;
 pub(crate) mod pinned;
 mod pinned_handle;
 mod processes;
@@ -60,7 +61,7 @@ mod ticket;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
@@ -93,7 +94,7 @@ use identity::Process;
 use importer::{Importer, Link, Mapper, Pieces};
 use joined::{Joined, unmap_joined};
 use name::Name;
-use owner::Deaths;
+use owner::{Deaths, NoticesDeaths};
 use pinned_handle::PINNED;
 use rendezvous::Listener;
 use service::Service;
@@ -322,7 +323,7 @@ impl Sharing {
     /// Makes the service look after the adopted memory that waits. Starts it if necessary, unless this thread is one: what an
     /// adopted buffer kept is dropped there, and another thread may wait for its end.
     pub(crate) fn look_after_adopted(self: &Arc<Self>) {
-        if service::is_service() || self.start("adopt").is_ok() {
+        if system::is_service() || self.start("adopt").is_ok() {
             self.bell.ring();
         }
     }
@@ -584,6 +585,12 @@ impl Sharing {
         }
     }
 
+    /// Returns the owner behind a connection.
+    pub(crate) fn owner_of(self: &Arc<Self>, process: &Arc<Process>) -> Option<Owner> {
+        let witness: Weak<Self> = Arc::downgrade(self);
+        Owner::new(process, witness)
+    }
+
     /// Handles the end of a process whose death closures wait for.
     fn watched_ended(&self, process: &Arc<Process>) {
         // The memory is revoked before the closures run.
@@ -640,6 +647,26 @@ impl Drop for Sharing {
             // The thread does not exist in this child, so its handle must not be touched.
             std::mem::forget(self.thread.get_mut().take());
         }
+    }
+}
+
+impl NoticesDeaths for Sharing {
+    fn deaths(&self) -> &Deaths {
+        &self.deaths
+    }
+
+    fn attend(self: Arc<Self>, operation: &'static str) -> Result<()> {
+        self.services().check(operation)?;
+        // A closure that runs in the sharing thread must not wait for that thread.
+        if system::is_service() { Ok(()) } else { self.start(operation) }
+    }
+
+    fn look_again(&self) {
+        self.ring();
+    }
+
+    fn is_current(&self) -> bool {
+        self.generation.is_current()
     }
 }
 

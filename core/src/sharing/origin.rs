@@ -91,7 +91,7 @@ impl SharedMemory for Imported {
     }
 
     fn owner(&self) -> Option<Owner> {
-        self.runtime.inner.sharing.get().and_then(|sharing| Owner::new(&self.import.link.process, sharing))
+        self.runtime.inner.sharing.get().and_then(|sharing| sharing.owner_of(&self.import.link.process))
     }
 
     fn release(&self, block: &mut DeviceBlock) {

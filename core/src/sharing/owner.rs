@@ -10,9 +10,7 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::Sharing;
 use super::identity::Process;
-use super::service::is_service;
 use super::system::os_error;
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -102,7 +100,7 @@ impl ImportOptions {
 pub struct Owner {
     process: Arc<Process>,
     pidfd: Arc<OwnedFd>,
-    sharing: Weak<Sharing>,
+    witness: Weak<dyn NoticesDeaths>,
 }
 
 impl fmt::Debug for Owner {
@@ -119,9 +117,9 @@ impl AsFd for Owner {
 
 impl Owner {
     /// Returns the owner behind a connection; `None` before it has sent its greeting.
-    pub(super) fn new(process: &Arc<Process>, sharing: &Arc<Sharing>) -> Option<Self> {
+    pub(super) fn new(process: &Arc<Process>, witness: Weak<dyn NoticesDeaths>) -> Option<Self> {
         let pidfd = Arc::clone(process.shared_pidfd()?);
-        Some(Self { process: Arc::clone(process), pidfd, sharing: Arc::downgrade(sharing) })
+        Some(Self { process: Arc::clone(process), pidfd, witness })
     }
 
     /// Returns the process id, as this process sees it. After the death, the id may name another process. `None` for a process of
@@ -172,15 +170,11 @@ impl Owner {
             Error::new(ErrorKind::ShuttingDown, OPERATION, "the runtime has ended")
                 .with_hint("keep the runtime, or wait for the owner with `Owner::wait`")
         };
-        let sharing = self.sharing.upgrade().ok_or_else(ended)?;
-        sharing.services().check(OPERATION)?;
-        // A closure that runs in the sharing thread must not wait for that thread.
-        if !is_service() {
-            sharing.start(OPERATION)?;
-        }
-        let number = sharing.deaths.add(&self.process, Box::new(call));
-        sharing.ring();
-        Ok(DeathWatch { number, sharing: Weak::clone(&self.sharing) })
+        let witness = self.witness.upgrade().ok_or_else(ended)?;
+        Arc::clone(&witness).attend(OPERATION)?;
+        let number = witness.deaths().add(&self.process, Box::new(call));
+        witness.look_again();
+        Ok(DeathWatch { number, witness: Weak::clone(&self.witness) })
     }
 }
 
@@ -189,14 +183,14 @@ impl Owner {
 #[derive(Debug)]
 pub struct DeathWatch {
     number: u64,
-    sharing: Weak<Sharing>,
+    witness: Weak<dyn NoticesDeaths>,
 }
 
 impl Drop for DeathWatch {
     fn drop(&mut self) {
-        if let Some(sharing) = self.sharing.upgrade().filter(|sharing| sharing.generation.is_current()) {
+        if let Some(witness) = self.witness.upgrade().filter(|witness| witness.is_current()) {
             // Dropped without the lock: a closure may own anything.
-            let cancelled = sharing.deaths.cancel(self.number);
+            let cancelled = witness.deaths().cancel(self.number);
             drop(cancelled);
         }
     }
@@ -210,9 +204,20 @@ struct Watched {
     calls: Vec<(u64, Call)>,
 }
 
+/// The part of a runtime that notices the deaths of processes.
+pub(crate) trait NoticesDeaths: Send + Sync {
+    fn deaths(&self) -> &Deaths;
+    /// Makes sure that a thread looks for deaths.
+    fn attend(self: Arc<Self>, operation: &'static str) -> Result<()>;
+    /// Lets that thread look at the closures again.
+    fn look_again(&self);
+    /// Returns false in a forked child.
+    fn is_current(&self) -> bool;
+}
+
 /// The closures that wait for the deaths of processes.
 #[derive(Default)]
-pub(super) struct Deaths {
+pub(crate) struct Deaths {
     watched: Mutex<Vec<Watched>>,
     last: AtomicU64,
 }

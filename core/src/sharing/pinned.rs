@@ -185,7 +185,7 @@ impl PinnedOrigin {
             Self::Made(_) => None,
             Self::Opened(opened) => {
                 let sharing = opened.runtime.inner.sharing.get()?;
-                Owner::new(&opened.import.link.process, sharing)
+                sharing.owner_of(&opened.import.link.process)
             }
         }
     }

@@ -25,10 +25,10 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::importer::{OPERATION, Patience, expired, refusal};
 use super::message::{LONGEST, Message};
 use super::name::Name;
 use super::options::{self, Method, Openers, Rendezvous, SharingOptions};
+use super::patience::{OPERATION, Patience, expired, refusal};
 use super::system::{Received, invalid_message, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
 

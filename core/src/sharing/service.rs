@@ -4,7 +4,6 @@
 //! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares,
 //! releases or adopted buffers wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
-use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,17 +11,20 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
+use rustix::net::SocketFlags;
 
 use super::Sharing;
 use super::exporter::{Grant, Peer};
 use super::identity::Process;
 use super::importer::{AT_ONCE, Link};
+use super::listing::{Listing, greeting, to_file};
 use super::message::{
     ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
 };
+use super::options::Openers;
 use super::rendezvous::Listener;
 use super::spread::spread;
-use super::system::{Received, drain, is_readable, os_error, receive, send};
+use super::system::{Received, become_service, drain, is_readable, os_error, receive, send};
 use super::ticket::Secret;
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -35,23 +37,14 @@ const HELLO_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Maximum number of requests of one importer that are answered before the other importers are served.
 const QUESTIONS_AT_ONCE: usize = 64;
+/// Maximum number of lists that are given before the importers are served.
+const LISTS_AT_ONCE: usize = 16;
 /// Limits on the idle connections of all processes together, those with nothing open: a maximum, and the descriptors of this
 /// process required for each. Each connection uses up to three descriptors.
 const MOST_IDLE: usize = 64;
 const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
 /// Minimum number of idle connections, even with few descriptors.
 const FEWEST_IDLE: usize = 4;
-
-thread_local! {
-    /// True in the sharing threads of all runtimes.
-    static IS_SERVICE: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Returns whether this is a sharing thread. It must not wait for one.
-pub(super) fn is_service() -> bool {
-    // The thread-local may be gone at the end of the thread.
-    IS_SERVICE.try_with(Cell::get).unwrap_or(false)
-}
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
@@ -93,7 +86,7 @@ impl Service {
     }
 
     pub(super) fn run(mut self) {
-        IS_SERVICE.set(true);
+        become_service();
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
             let sharing = &self.sharing;
@@ -497,5 +490,44 @@ impl Sharing {
         }
         let freed = waiting.is_some_and(|waiting| self.frees.len() < waiting);
         published || released || unregistered || freed
+    }
+}
+
+impl Sharing {
+    /// Returns what the runtime shares and has open.
+    fn listing(&self) -> Listing {
+        let mut listing = Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 };
+        listing.limit();
+        listing
+    }
+
+    /// Gives the list to each process that has connected and belongs to this user. `lister` is the socket.
+    pub(super) fn answer_listers(&self, lister: &OwnedFd) {
+        let mut file: Option<OwnedFd> = None;
+        for _ in 0..LISTS_AT_ONCE {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let socket = match rustix::net::accept_with(lister, flags) {
+                Ok(socket) => socket,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(_) => return,
+            };
+            // A process of another user gets nothing, and learns nothing.
+            if Process::of_peer("list", socket.as_fd(), Openers::SameUser).is_err() {
+                continue;
+            }
+            let made = match file.take() {
+                Some(file) => Ok(file),
+                None => to_file(&self.listing().encode()),
+            };
+            let sent = made.and_then(|made| {
+                let sent = send(socket.as_fd(), &greeting(), &[made.as_fd()]);
+                file = Some(made);
+                sent
+            });
+            if let Err(errno) = sent {
+                let error: Error = os_error("list", "list of shared memory", errno);
+                tracing::debug!("a process got no list: {error}");
+            }
+        }
     }
 }

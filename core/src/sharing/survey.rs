@@ -4,9 +4,9 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::identity::{Process, kernel_names_peers, maps_all};
-use super::importer::Patience;
 use super::name::Name;
 use super::options::{self, SharingOptions};
+use super::patience::Patience;
 use super::rendezvous::Meeting;
 use super::system::{boot_id, os_error};
 use highwater_hal::Result;

@@ -1,5 +1,6 @@
 //! The operating system's part of sharing: messages with descriptors, and bells that wake a thread.
 
+use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,6 +13,22 @@ use rustix::net::{
 };
 
 use highwater_hal::{Error, ErrorKind, Result};
+
+thread_local! {
+    /// True in the sharing threads of all runtimes.
+    static IS_SERVICE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Notes that this is a sharing thread.
+pub(super) fn become_service() {
+    IS_SERVICE.set(true);
+}
+
+/// Returns whether this is a sharing thread. It must not wait for one.
+pub(super) fn is_service() -> bool {
+    // The thread-local may be gone at the end of the thread.
+    IS_SERVICE.try_with(Cell::get).unwrap_or(false)
+}
 
 /// Maximum number of descriptors in one message.
 pub(crate) const MOST_DESCRIPTORS: usize = 16;
