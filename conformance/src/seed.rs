@@ -4,9 +4,10 @@
 //! from the clock.
 
 use std::cell::Cell;
+use std::ffi::OsStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use highwater_hal::{Error, ErrorKind, Result};
+use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 
 use crate::case::{CaseResult, Failure};
 use crate::random::Random;
@@ -24,17 +25,22 @@ thread_local! {
 /// # Errors
 /// `InvalidArgument` if the variable is not a number below 2^64.
 pub fn seed() -> Result<u64> {
-    match std::env::var(VARIABLE) {
-        Ok(text) => text.parse().map_err(|_| {
-            let message = format!("{VARIABLE} is `{text}`, expected a number below 2^64");
-            Error::new(ErrorKind::InvalidArgument, "seed", message).with_hint("unset the variable, or set a number")
-        }),
-        Err(_) => {
-            // With a clock before 1970, every run draws the same.
-            let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            Ok(Random::new(since.as_nanos() as u64).next())
-        }
+    if let Some(text) = std::env::var_os(VARIABLE) {
+        return parsed(&text);
     }
+    // With a clock before 1970, every run draws the same.
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Ok(Random::new(since.as_nanos() as u64).next() & EXACT_IN_JSON)
+}
+
+/// Readers of JSON that have 64-bit floats only read these numbers exactly. Rounds add to the seed, so it is a little less than 2^53.
+const EXACT_IN_JSON: u64 = (1 << 52) - 1;
+
+fn parsed(text: &OsStr) -> Result<u64> {
+    text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
+        let message = format!("{VARIABLE} is `{}`, expected a number below 2^64", display_foreign(text));
+        Error::new(ErrorKind::InvalidArgument, "seed", message).with_hint("unset the variable, or set a number")
+    })
 }
 
 /// Runs a case that draws from this seed, in this thread.
@@ -62,6 +68,19 @@ pub(crate) fn with_seed(salt: u64, prove: impl FnOnce(&mut Random) -> CaseResult
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn seeds_are_numbers_and_fit_json() {
+        use std::os::unix::ffi::OsStrExt as _;
+        assert_eq!(parsed(OsStr::new("18446744073709551615")).unwrap(), u64::MAX);
+        for bad in [&b"x"[..], b"", b"-1", b"18446744073709551616", b"7\xff"] {
+            let error = parsed(OsStr::from_bytes(bad)).unwrap_err().to_string();
+            assert!(error.contains("expected a number below 2^64"), "{error}");
+        }
+        if std::env::var_os(VARIABLE).is_none() {
+            assert!((0..100).all(|_| seed().unwrap() < 1 << 52));
+        }
+    }
 
     #[test]
     fn a_run_sets_what_its_cases_draw_and_a_failure_names_it() {

@@ -28,6 +28,8 @@ const AFTER_HELP: &str = r#"Environment:
                   commas: rendezvous=directory:/run/highwater,openers=secret
   HIGHWATER_MOCK  describes the mock device as key=value pairs, separated by commas: memory=64MiB, latency=1ms,
                   devices=2, fail=run_plan:5 (the fifth call of run_plan fails), and more
+  HIGHWATER_CONFORMANCE_SEED
+                  the number from which conformance draws shapes, values and cells, to draw those of an earlier run
 
 With --json, standard output holds one JSON object and nothing else; all other lines go to standard error. If the
 command cannot do its work, the object is {"error": {"message": ..., "hint": ..., "kind": ...}}. A wrong command line
@@ -176,7 +178,7 @@ pub(super) struct ConformanceArguments {
     pub(super) repeat: u32,
 
     /// Run the cases in a random order in each round, which the seed decides [default seed: random]
-    #[arg(long, value_name = "SEED", num_args = 0..=1)]
+    #[arg(long, value_name = "SEED", num_args = 0..=1, allow_negative_numbers = true, value_parser = seed)]
     pub(super) shuffle: Option<Option<u64>>,
 
     /// Seconds that a case may take; a case that takes longer fails, and its process is killed
@@ -443,6 +445,10 @@ fn rounds(text: &str) -> Result<u32, String> {
     Ok(number(text, "rounds", 1..=1_000_000)? as u32)
 }
 
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("expected a number from 0 to {}", u64::MAX))
+}
+
 fn sample(text: &str) -> Result<u32, String> {
     Ok(number(text, "calls", 1..=1_000_000)? as u32)
 }
@@ -574,7 +580,10 @@ mod tests {
         assert_eq!(shuffle("highwater conformance"), None);
         assert_eq!(shuffle("highwater conformance --shuffle"), Some(None));
         assert_eq!(shuffle("highwater conformance --shuffle 7 --json"), Some(Some(7)));
-        assert!(parsed("highwater conformance --shuffle soon").is_err());
+        for bad in ["soon", "-1", "18446744073709551616"] {
+            let error = parsed(&format!("highwater conformance --shuffle {bad}")).unwrap_err();
+            assert!(error.contains("expected a number from 0 to 18446744073709551615"), "{error}");
+        }
     }
 
     #[test]

@@ -14,6 +14,8 @@ pub(super) struct Table {
     header: Vec<&'static str>,
     rows: Vec<Vec<String>>,
     numbers: bool,
+    /// The width where standard output has none; `None` means unlimited.
+    at_most: Option<usize>,
 }
 
 impl Table {
@@ -25,6 +27,12 @@ impl Table {
     /// Returns a table of numbers with a header, without lines between its rows.
     pub(super) fn of_numbers<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
         Self { numbers: true, ..Self::with_header(header) }
+    }
+
+    /// Limits the width where standard output has none.
+    pub(super) fn at_most(mut self, columns: usize) -> Self {
+        self.at_most = Some(columns);
+        self
     }
 
     pub(super) fn add_row<const COLUMNS: usize>(&mut self, row: [impl Into<String>; COLUMNS]) {
@@ -106,7 +114,7 @@ fn wrap(text: &str, width: usize, lines: &mut Vec<String>) {
 impl fmt::Display for Table {
     /// Formats the table for standard output.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.to_text(width()))
+        f.write_str(&self.to_text(width().or(self.at_most)))
     }
 }
 

@@ -73,6 +73,19 @@ use crate::record::Record;
 /// The recorded answers, from the root of this package.
 const RECORDED: &str = "../simulated/answers/cuda-13.txt";
 
+const HELP: &str = "\
+answers                                   compares the simulation with the recorded answers of a device
+answers --run [--only TEXT]... [--write FILE] [--compare FILE] [--all]
+answers --list [--only TEXT]...
+
+  --run           runs the cells over the libraries that the loader finds
+  --only TEXT     the cells whose name holds TEXT; several are alternatives
+  --write FILE    writes the header and the answers; without it and --compare they are printed
+  --compare FILE  compares with an earlier record, and fails if a cell differs or has no answer there
+  --all           fails if a cell was left out
+  --list          prints the names of the cells, and runs nothing
+";
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let ended = match arguments.first().map(String::as_str) {
@@ -83,6 +96,10 @@ fn main() -> ExitCode {
                 println!("{}", cell.name());
             }
         }),
+        Some("--help" | "-h") => {
+            print!("{HELP}");
+            Ok(())
+        }
         _ if is_not_asked_for(&arguments) => Ok(()),
         _ => over_the_simulation(),
     };

@@ -304,11 +304,13 @@ impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} of {} mutants caught ({:.1} %), {} of them by a case of their clause; {} skipped",
+            "{} of {} mutants caught ({:.1} % of those that a case can notice), {} of them by a case of their clause; {} \
+             equivalent, {} skipped",
             self.caught(),
             self.mutants(),
             self.percent(),
             self.caught_by_their_clause(),
+            self.equivalent(),
             self.skipped()
         )?;
         for (name, Class { caught, missed, equivalent, skipped }) in self.classes() {

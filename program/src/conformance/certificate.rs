@@ -83,6 +83,7 @@ fn to_json(run: &Run<'_>, about: &About, now: SystemTime) -> Value {
         "cells": about.cells,
         "clauses": clauses,
         "expected_failures": expected.collect::<Vec<_>>(),
+        "worker_end": run.end,
     })
 }
 

@@ -7,11 +7,13 @@
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
+use highwater::hal::display_foreign;
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 /// The most links to follow, as in the kernel.
@@ -28,6 +30,10 @@ pub(super) enum Destination {
 impl Destination {
     /// Checks that a path can be written to.
     pub(super) fn of(path: &Path) -> io::Result<Self> {
+        // A slash or a dot at the end names a folder, and `file_name` leaves it out.
+        if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
+            return Err(refused("its name ends as that of a folder"));
+        }
         let Some(path) = resolved(path)? else { return write_into(path) };
         match fs::metadata(&path) {
             Ok(found) if found.is_file() => {
@@ -35,9 +41,8 @@ impl Destination {
                 Self::replace(path, Some(found.permissions()))
             }
             Ok(found) if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-            Ok(found) if found.file_type().is_block_device() => {
-                Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a block device"))
-            }
+            Ok(found) if found.file_type().is_block_device() => Err(refused("it is a block device")),
+            Ok(found) if found.file_type().is_socket() => Err(refused("it is a socket")),
             Ok(_) => write_into(&path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::replace(path, None),
             Err(error) => Err(error),
@@ -56,6 +61,10 @@ impl Destination {
             Self::Replace { path, permissions } => replace(&path, permissions, text),
         }
     }
+}
+
+fn refused(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, why)
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -125,15 +134,58 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
         Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => fill(&File::create_new(&draft.0)?)?,
         Err(error) => return Err(error.into()),
     }
-    // The run was long, and something else may be there now.
-    if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the path now holds no regular file"));
-    }
-    fs::rename(&draft.0, path)
+    put_in_place(draft, path)
 }
 
-/// The temporary name of a file that is about to be renamed.
+/// Gives the file of the draft the name of the old file.
+///
+/// The run was long, and something else may be there now, or come between a look and a rename. So the two names are exchanged in one
+/// step, and what was there is looked at under the name of the draft, where nothing else changes it.
+fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
+    let rename = |from: &Path, to: &Path, flags| rustix::fs::renameat_with(CWD, from, CWD, to, flags);
+    let is_other = |path: &Path| fs::symlink_metadata(path).is_ok_and(|found| !found.is_file());
+    // The file may vanish, and another may come, before each step.
+    for _ in 0..MOST_LINKS {
+        match rename(&draft.0, path, RenameFlags::EXCHANGE) {
+            Ok(()) if is_other(&draft.0) => {
+                let returned = rename(&draft.0, path, RenameFlags::EXCHANGE)
+                    .or_else(|_| rename(&draft.0, path, RenameFlags::NOREPLACE));
+                if let Err(error) = returned {
+                    // It is not removed, wherever it is.
+                    let kept = draft.keep();
+                    let message =
+                        format!("what took the place of the file is now `{}`: {error}", display_foreign(&kept));
+                    return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+                }
+                return Err(refused(NO_REGULAR_FILE));
+            }
+            Ok(()) => return Ok(()),
+            Err(Errno::NOENT) => match rename(&draft.0, path, RenameFlags::NOREPLACE) {
+                Ok(()) => return Ok(()),
+                Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            },
+            // The file system cannot exchange names.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                return if is_other(path) { Err(refused(NO_REGULAR_FILE)) } else { fs::rename(&draft.0, path) };
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+const NO_REGULAR_FILE: &str = "the path now holds no regular file";
+
+/// The temporary name of a file that is about to be renamed. After an exchange of names, it is that of the old file.
 struct Draft(PathBuf);
+
+impl Draft {
+    /// Returns the name, without removing the file.
+    fn keep(self) -> PathBuf {
+        std::mem::take(&mut std::mem::ManuallyDrop::new(self).0)
+    }
+}
 
 impl Drop for Draft {
     fn drop(&mut self) {
@@ -262,6 +314,29 @@ mod tests {
         assert_eq!((fs::read_to_string(&path).unwrap(), folder.names()), ("text".into(), vec!["a.json".to_owned()]));
     }
 
+    /// Failed before: what came between the look and the rename was replaced.
+    #[test]
+    fn what_takes_the_place_at_the_last_moment_stays() {
+        let folder = Folder::new("last-moment");
+        let (path, draft) = (folder.0.join("a.json"), folder.0.join("draft"));
+        let made = || {
+            fs::write(&draft, "new").unwrap();
+            Draft(draft.clone())
+        };
+        // As if it had come right before the exchange.
+        rustix::fs::mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+        let error = put_in_place(made(), &path).unwrap_err();
+        assert!(error.to_string().contains("no regular file"), "{error}");
+        assert!(fs::symlink_metadata(&path).unwrap().file_type().is_fifo());
+        assert_eq!(folder.names(), ["a.json"]);
+        fs::remove_file(&path).unwrap();
+        // The old file vanished, and then a file came.
+        for _ in 0..2 {
+            put_in_place(made(), &path).unwrap();
+            assert_eq!((fs::read_to_string(&path).unwrap(), folder.names()), ("new".into(), vec!["a.json".to_owned()]));
+        }
+    }
+
     #[test]
     fn runs_that_end_together_leave_one_whole_file() {
         let folder = Folder::new("together");
@@ -288,11 +363,25 @@ mod tests {
         symlink("/dev/null", folder.0.join("to-device")).unwrap();
         symlink("made", folder.0.join("dangling")).unwrap();
         let names = folder.names();
-        for name in ["socket", "folder", "to-folder", "folder/"] {
-            assert!(Destination::of(&folder.0.join(name)).is_err(), "{name}");
+        fs::write(folder.0.join("file"), "old").unwrap();
+        let names = [names, vec!["file".to_owned()]].concat();
+        let refusals = [
+            ("socket", "it is a socket"),
+            ("folder", "directory"),
+            ("to-folder", "directory"),
+            ("folder/", "as that of a folder"),
+            ("file/", "as that of a folder"),
+            ("file/.", "as that of a folder"),
+            ("new/", "as that of a folder"),
+        ];
+        for (name, why) in refusals {
+            let error = Destination::of(&folder.0.join(name)).unwrap_err();
+            assert!(error.to_string().contains(why), "{name}: {error}");
         }
         Destination::of(&folder.0.join("to-device")).unwrap().write("text").unwrap();
         assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+        let mut names = names;
+        names.sort();
         assert_eq!(folder.names(), names);
         Destination::of(&folder.0.join("dangling")).unwrap().write("text").unwrap();
         assert_eq!(fs::read_to_string(folder.0.join("made")).unwrap(), "text");

@@ -64,6 +64,9 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     if let Some(seed) = options.shuffle {
         output::line(format_args!("seed {seed}"));
     }
+    if let Some(seed) = options.seed {
+        output::line(format_args!("drawn from {seed} (HIGHWATER_CONFORMANCE_SEED)"));
+    }
     let started = Instant::now();
     let report = run(&mut workers, &options, json);
     let end = workers.finish().err();
@@ -85,7 +88,11 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
 
 /// Converts the arguments to the options of the library.
 fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Options> {
-    let mut options = Options::new().with_rounds(arguments.repeat).with_seed(seed()?);
+    let mut options = Options::new().with_rounds(arguments.repeat);
+    // A list draws nothing.
+    if !arguments.list {
+        options = options.with_seed(seed()?);
+    }
     if let Some(backend) = backend {
         options = expected::with_expected_failures(options, backend)?;
     }

@@ -78,7 +78,8 @@ impl Run<'_> {
             for (report, message) in failures {
                 table.add_row([report.case.name, &promised(report.case), message]);
             }
-            output::result(table)?;
+            // Promises are long, and a pipe has no width.
+            output::result(table.at_most(120))?;
         }
         let report = self.report;
         let (name, total) = (&report.backend().name, report.cases().len());

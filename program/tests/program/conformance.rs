@@ -84,6 +84,26 @@ fn conformance_lists_cases_and_clauses_and_runs_none() {
 }
 
 #[test]
+fn conformance_draws_from_the_number_of_the_environment() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let run_with = |seed: &OsStr, arguments: &[&str]| {
+        let mut command = command_on("devices=1", &[&["conformance", "--filter", "identity."], arguments].concat());
+        let child = command.env("HIGHWATER_CONFORMANCE_SEED", seed).spawn().unwrap();
+        run_to_its_end(child, arguments, "that draws from a number")
+    };
+    let run = run_with(OsStr::new("7"), &[]).ended(0);
+    assert!(run.stderr.contains("drawn from 7 (HIGHWATER_CONFORMANCE_SEED)"), "{}", run.stderr);
+    for bad in [OsStr::new("x"), OsStr::from_bytes(b"7\xff")] {
+        let run = run_with(bad, &[]).ended(2);
+        assert!(run.stderr.contains("HIGHWATER_CONFORMANCE_SEED is `"), "{}", run.stderr);
+        // A list draws nothing.
+        run_with(bad, &["--list"]).ended(0);
+    }
+}
+
+#[test]
 fn conformance_without_a_matching_case_is_an_error() {
     highwater(&["conformance", "--filter", "no such case"]).assert_error(&["`no such case`", "name a part of a case"]);
     let run = highwater(&["conformance", "--filter", "no such case", "--json"]);
@@ -194,7 +214,8 @@ fn conformance_certifies_a_full_run() {
     assert!(clauses.iter().all(|clause| !clause["cases"].as_array().unwrap().is_empty()), "clauses without a case");
     // The seeds, and the cells of each kind of work that the device has.
     assert_eq!((&certificate["seed"], &certificate["drawn_from"]), (&Value::Null, &object["drawn_from"]));
-    assert!(certificate["drawn_from"].is_u64(), "{}", certificate["drawn_from"]);
+    assert!(certificate["drawn_from"].as_u64().is_some_and(|seed| seed < 1 << 53), "{}", certificate["drawn_from"]);
+    assert!(certificate["worker_end"].is_null(), "{}", certificate["worker_end"]);
     let cells = certificate["cells"].as_array().unwrap();
     let ran = |case: &str| cells.iter().any(|table| table["case"] == case);
     assert!(ran("cells.fills") && ran("cells.plans") && !ran("cells.copies_to_another_device"), "{cells:?}");
@@ -310,7 +331,8 @@ fn conformance_refuses_arguments_that_say_nothing() {
     for (arguments, part) in [
         (&["--repeat", "0"][..], "number of rounds from 1"),
         (&["--limit", "0"], "number of seconds from 1"),
-        (&["--shuffle", "soon"], "invalid value 'soon'"),
+        (&["--shuffle", "soon"], "expected a number from 0 to 18446744073709551615"),
+        (&["--certificate", "./new.json/"], "its name ends as that of a folder"),
         (&["--sample", "3"], "--fault-sweep"),
         (&["--fault-sweep", "--certificate", "x.json"], "cannot be used with"),
     ] {
