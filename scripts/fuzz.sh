@@ -40,7 +40,7 @@ for target in "${targets[@]}"; do
     case $target in
         ticket) longest=400 ;;
         batch) longest=1200 ;;
-        ledger) longest=96 ;;
+        ledger) longest=48 ;;
         *) longest=1400 ;;
     esac
     # The search writes to the first folder.

@@ -713,7 +713,34 @@ impl Drop for Pinned<'_> {
     }
 }
 
-/// A file in memory, mapped for reading only and page-locked while the guard lives.
+/// A file in memory for [`RegisteredFile`]s. Its size cannot change.
+pub(crate) fn file_in_memory(content: &[u8]) -> OwnedFd {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let file = memfd_create("highwater-case", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .expect("the system has files in memory");
+    write_all(&file, content);
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).expect("a new file can be sealed");
+    file
+}
+
+/// Keeps every later mapping of a file from writing it. Such a mapping cannot be made writable.
+pub(crate) fn seal_writes(file: &OwnedFd) {
+    rustix::fs::fcntl_add_seals(file, rustix::fs::SealFlags::FUTURE_WRITE).expect("the file can be sealed");
+}
+
+/// Reads a whole file in memory.
+pub(crate) fn read_file(file: &OwnedFd, bytes: usize) -> Vec<u8> {
+    let mut content = vec![0; bytes];
+    let mut read = 0;
+    while read < bytes {
+        let count = rustix::io::pread(file, &mut content[read..], read as u64).expect("a file in memory has bytes");
+        assert!(count > 0, "a file in memory has {read} bytes instead of {bytes}");
+        read += count;
+    }
+    content
+}
+
+/// A mapping of a file in memory, page-locked while the guard lives.
 #[derive(Debug)]
 pub(crate) struct RegisteredFile<'b> {
     backend: &'b dyn Backend,
@@ -729,22 +756,25 @@ impl<'b> RegisteredFile<'b> {
     /// Registers a file that holds these bytes, a multiple of the page size.
     #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, content: &[u8]) -> Result<Self> {
-        let file = rustix::fs::memfd_create("highwater-case", rustix::fs::MemfdFlags::CLOEXEC)
-            .expect("the system has files in memory");
-        write_all(&file, content);
-        let bytes = content.len();
+        Self::of(backend, &file_in_memory(content), content.len(), true)
+    }
+
+    /// Maps and registers a file of so many bytes, a multiple of the page size, for reading only if `read_only`.
+    #[track_caller]
+    pub(crate) fn of(backend: &'b dyn Backend, file: &OwnedFd, bytes: usize, read_only: bool) -> Result<Self> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        let file = file.try_clone().expect("the process has a descriptor for a case");
+        let protection = if read_only { ProtFlags::READ } else { ProtFlags::READ | ProtFlags::WRITE };
         // SAFETY: a new mapping of a file of this length, which nobody shortens, at an address of the kernel's choice.
-        let mapping = unsafe {
-            use rustix::mm::{MapFlags, ProtFlags, mmap};
-            mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &file, 0)
-        };
+        let mapping = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) };
         let mapping = mapping.ok().and_then(|start| std::ptr::NonNull::new(start.cast::<u8>()));
         let mapping = mapping.expect("the system has addresses for a case");
         let (allocator, users) = (backend.host_allocator(), Users::default());
         let mut new = Self { backend, allocator, file, mapping, bytes, registered: false, users };
         made_here();
-        let options = HostOptions::new().with_read_only(true);
-        // SAFETY: the mapping is readable and lives until after `unregister`, in `drop`; cases only copy from it.
+        let options = HostOptions::new().with_read_only(read_only);
+        // SAFETY: the mapping is readable, and writable unless `read_only`. It lives until after `unregister`, in `drop`. Cases
+        // only copy from a mapping that they make for reading.
         unsafe { new.allocator.register(HostPtr::new(mapping), bytes, &options)? };
         new.registered = true;
         Ok(new)

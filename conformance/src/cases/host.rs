@@ -5,7 +5,7 @@ use std::ops::Range;
 use highwater_hal::{Backend, HostMemoryKind, HostOptions};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
-use crate::device::{Block, Pages, Pinned, Registered, RegisteredFile, Stream};
+use crate::device::{Block, Pages, Pinned, Registered, RegisteredFile, Stream, file_in_memory, read_file, seal_writes};
 use crate::random::Random;
 
 cases! {
@@ -25,6 +25,8 @@ cases! {
     registrations_share_a_page: ["host.register-apart", "host.register-copies"] needs [has::host_register];
     registrations_touch: ["host.register-apart", "host.register-copies"] needs [has::host_register];
     read_only_memory_is_registered: ["host.register-read-only"] needs [has::host_register, has::host_register_read_only];
+    sealed_memory_is_registered: ["host.register-read-only"] needs [has::host_register, has::host_register_read_only];
+    mappings_of_one_file_are_one_memory: ["host.register-apart", "host.register-copies"] needs [has::host_register];
     unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [has::host_register];
 }
 
@@ -299,6 +301,62 @@ fn read_only_memory_is_registered(backend: &dyn Backend) -> CaseResult {
     travels(backend, registered.all(), &content)?;
     drop(registered);
     check_eq!(backend.live_objects(), before, "live objects after unregister");
+    Ok(())
+}
+
+/// Registers memory that no mapping can write any more, as importers of shared page-locked memory do.
+fn sealed_memory_is_registered(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 17;
+    let content = Random::new(12).bytes(BYTES);
+    let file = file_in_memory(&content);
+    seal_writes(&file);
+    let before = backend.live_objects();
+    let registered = RegisteredFile::of(backend, &file, BYTES, true)?;
+    travels(backend, registered.all(), &content)?;
+    let part = 4096..BYTES - 4095;
+    travels(backend, registered.span(part.clone()), &content[part])?;
+    drop(registered);
+    check!(read_file(&file, BYTES) == content, "a registration for reading changed the memory");
+    check_eq!(backend.live_objects(), before, "live objects after unregister");
+    Ok(())
+}
+
+/// Registers several mappings of one file at once: two runtimes of a process share page-locked memory in this way.
+fn mappings_of_one_file_are_one_memory(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    let file = file_in_memory(&[0; BYTES]);
+    let before = backend.live_objects();
+    let (first, second) =
+        (RegisteredFile::of(backend, &file, BYTES, false)?, RegisteredFile::of(backend, &file, BYTES, false)?);
+    for (seed, writer) in [(13, &first), (14, &second)] {
+        let content = Random::new(seed).bytes(BYTES);
+        for device in 0..backend.device_count() {
+            file_is_written(backend, device, writer, &content)?;
+            check!(read_file(&file, BYTES) == content, "a copy to one mapping of a file did not arrive in the file");
+            travels(backend, first.all(), &content)?;
+            travels(backend, second.all(), &content)?;
+        }
+    }
+    // The end of one registration leaves the other.
+    drop(first);
+    let content = Random::new(15).bytes(BYTES);
+    second.write(&content);
+    travels(backend, second.all(), &content)?;
+    drop(second);
+    check_eq!(backend.live_objects(), before, "live objects after unregister");
+    Ok(())
+}
+
+/// Copies bytes from a device to a mapping of a file.
+fn file_is_written(backend: &dyn Backend, device: u32, to: &RegisteredFile<'_>, content: &[u8]) -> CaseResult {
+    let stream = Stream::on(backend, device)?;
+    let block = Block::on(backend, device, content.len())?;
+    // Different bytes first, so that bytes from the device before do not pass for these.
+    for bytes in [vec![0x5a; content.len()], content.to_vec()] {
+        block.write(0, &bytes)?;
+        stream.copy(to.all(), block.all())?;
+        stream.synchronize()?;
+    }
     Ok(())
 }
 

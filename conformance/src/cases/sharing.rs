@@ -26,6 +26,8 @@ cases! {
     large_blocks_of_one_size_stay_apart: ["ipc.shared-bytes", "memory.disjoint", "fill.exact"] needs [has::shareable_memory];
     handles_name_the_device_of_their_memory: ["ipc.shared-bytes", "ipc.open-checked"]
         needs [TWO_DEVICES, has::shareable_memory];
+    blocks_of_a_batch_are_open_at_once: ["ipc.shared-bytes", "ipc.open-again", "memory.disjoint"]
+        needs [has::shareable_memory];
     several_importers_share_one_block: ["ipc.shared-bytes"] needs [has::shareable_memory];
     processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [has::shareable_memory];
     importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"] needs [has::shareable_memory];
@@ -273,6 +275,48 @@ fn several_blocks_stay_apart(backend: &dyn Backend, launcher: &Launcher) -> Case
         for (index, (block, opened)) in shared.iter().enumerate() {
             let right = block.read()?.iter().all(|&byte| byte == 100 + index as u8);
             check!(right, "a fill of block {index} of {BLOCKS} in the importer did not arrive there");
+            peer.close(*opened)??;
+        }
+        Ok(())
+    })
+}
+
+/// Opens as many allocations at once as a batch of a model has, each twice, and uses slices of them.
+fn blocks_of_a_batch_are_open_at_once(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    const BLOCKS: usize = 40;
+    const BYTES: usize = 10_000;
+    const SLICES: [(usize, usize); 5] = [(0, 1), (1, 255), (257, 1024), (4095, 3000), (BYTES - 7, 7)];
+    with_each_transport(backend, launcher, |transport, peer| {
+        let mut shared = Vec::new();
+        for index in 0..BLOCKS {
+            let block = shareable(backend, BYTES, transport)?;
+            let content = Random::new(60 + index as u64).bytes(BYTES);
+            block.write(0, &content)?;
+            let handle = block.export(transport)?;
+            shared.push((block, content, peer.open(&handle)??, handle));
+        }
+        for (index, (_, content, opened, handle)) in shared.iter().enumerate() {
+            check_eq!(peer.open(handle)??, *opened, "the address of block {index} of {BLOCKS}, opened a second time");
+            for (at, bytes) in SLICES {
+                let got = peer.read(opened.offset(at), bytes)??;
+                check!(got == content[at..at + bytes], "block {index} of {BLOCKS} has other bytes from {at} on");
+            }
+        }
+        // Every second block is closed once, which leaves it open, and the others twice.
+        for (index, (_, _, opened, _)) in shared.iter().enumerate() {
+            for _ in 0..1 + index % 2 {
+                peer.close(*opened)??;
+            }
+        }
+        for (index, (block, content, opened, _)) in shared.iter_mut().enumerate().filter(|(index, _)| index % 2 == 0) {
+            let (at, bytes) = SLICES[index % SLICES.len()];
+            peer.fill(opened.offset(at), bytes, index as u8)??;
+            peer.synchronize_stream()??;
+            content[at..at + bytes].fill(index as u8);
+            check!(
+                block.read()? == *content,
+                "a fill of a slice of block {index} of {BLOCKS} did not arrive there alone"
+            );
             peer.close(*opened)??;
         }
         Ok(())

@@ -121,6 +121,25 @@ mutants! {
         });
     };
 
+    "files-registered-once": "Refuses a second mapping of a file that it has registered." => |h| {
+        let files = Shared::<BTreeMap<usize, String>>::default();
+        let known = files.clone();
+        h.host.register(move |host, ptr, bytes, options| {
+            let Some(file) = file_at(ptr.address()) else { return host.register(ptr, bytes, options) };
+            match known.with(|known| known.values().any(|other| *other == file)) {
+                true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+                false => host.register(ptr, bytes, options).inspect(|()| {
+                    known.with(|known| known.insert(ptr.address(), file));
+                }),
+            }
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            files.with(|files| files.remove(&ptr.address()));
+            Ok(())
+        });
+    };
+
     in "host.register-read-only":
     "read-only-memory-refused": "Refuses to register memory that the CPU may only read." =>
         |h| h.host.register(|host, ptr, bytes, options| match options.read_only {
@@ -130,6 +149,22 @@ mutants! {
     "read-only-memory-forgotten": "Registers only the first page of memory that the CPU may only read." =>
         |h| h.host.register(|host, ptr, bytes, options| {
             host.register(ptr, if options.read_only { bytes.min(4096) } else { bytes }, options)
+        });
+
+    "read-only-memory-made-writable": "Makes memory writable for the time of its registration, which sealed memory refuses." =>
+        |h| h.host.register(|host, ptr, bytes, options| match options.read_only && !becomes_writable(ptr, bytes) {
+            true => Err(wrong(ErrorKind::InvalidArgument, "register")),
+            false => host.register(ptr, bytes, options),
+        });
+    "read-only-memory-written": "Writes a byte of memory that it registers for reading." =>
+        |h| h.host.register(|host, ptr, bytes, options| {
+            if options.read_only {
+                with_writable(ptr, bytes, |ptr| {
+                    // SAFETY: the page is writable during the call, and no device uses memory that is being registered.
+                    unsafe { ptr.as_ptr().write(!ptr.as_ptr().read()) }
+                });
+            }
+            host.register(ptr, bytes, options)
         });
 
     in "host.unregister-unknown":
@@ -201,4 +236,40 @@ fn shift(h: &mut Hooks, by: usize, kind: HostMemoryKind) {
         let start = NonNull::new(ptr.as_ptr().wrapping_sub(if off { by } else { 0 }));
         host.free(start.map_or(ptr, HostPtr::new))
     });
+}
+
+/// Returns the file that is mapped at an address: its device and its inode. `None` for memory without a file.
+fn file_at(address: usize) -> Option<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let number = |text: &str| usize::from_str_radix(text, 16).ok();
+    let line = maps.lines().find(|line| {
+        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+        range.is_some_and(|(start, end)| {
+            number(start).zip(number(end)).is_some_and(|(start, end)| (start..end).contains(&address))
+        })
+    })?;
+    let mut words = line.split_ascii_whitespace().skip(3);
+    let (device, inode) = (words.next()?, words.next()?);
+    (inode != "0").then(|| format!("{device} {inode}"))
+}
+
+/// Calls a function while the page at the start of memory for reading is writable. Returns whether it could be made so.
+fn with_writable(ptr: HostPtr, bytes: usize, then: impl FnOnce(HostPtr)) -> bool {
+    use rustix::mm::{MprotectFlags, mprotect};
+    const PAGE: usize = 4096;
+    let is_page = ptr.address().is_multiple_of(PAGE) && bytes >= PAGE;
+    let protect = |flags| {
+        // SAFETY: the page belongs to the range that the caller registers, and no other code writes or unmaps it meanwhile.
+        unsafe { mprotect(ptr.as_ptr().cast(), PAGE, flags) }.is_ok()
+    };
+    if !is_page || !protect(MprotectFlags::READ | MprotectFlags::WRITE) {
+        return false;
+    }
+    then(ptr);
+    protect(MprotectFlags::READ)
+}
+
+/// Returns whether memory for reading can be made writable.
+fn becomes_writable(ptr: HostPtr, bytes: usize) -> bool {
+    with_writable(ptr, bytes, |_| {})
 }

@@ -47,6 +47,38 @@ mutants! {
         });
     };
 
+    "thirty-two-open-at-once" [by_two_processes]: "Gives the address of another block once 32 blocks are open." => |h| {
+        let open = Shared::<HashMap<DevicePtr, u32>>::default();
+        let closed = open.clone();
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let ptr = sharing.open_memory(device, handle)?;
+            let other = open.with(|open| {
+                *open.entry(ptr).or_insert(0) += 1;
+                if open.len() <= 32 {
+                    return None;
+                }
+                open.remove(&ptr);
+                open.keys().next().copied()
+            });
+            let Some(other) = other else { return Ok(ptr) };
+            sharing.close_memory(device, ptr)?;
+            Ok(other)
+        });
+        h.sharing.close_memory(move |sharing, device, ptr| {
+            sharing.close_memory(device, ptr)?;
+            closed.with(|open| {
+                let opens = open.get_mut(&ptr).map(|opens| {
+                    *opens -= 1;
+                    *opens
+                });
+                if opens == Some(0) {
+                    open.remove(&ptr);
+                }
+            });
+            Ok(())
+        });
+    };
+
     in "ipc.export-shareable":
     "plain-memory-exported" [by_two_processes]: "Gives a handle of nothing for memory that is not shareable." =>
         |h| h.sharing.export_memory(|sharing, device, ptr, transport| {
