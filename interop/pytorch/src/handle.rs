@@ -65,7 +65,25 @@ pub(crate) fn read(operation: &'static str, handle: &[u8]) -> Result<Handle> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_handle_or_an_error(
+            head in (0_u8..5, prop_oneof![Just(b'c'), Just(b'e'), any::<u8>()]),
+            rest in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let handle = [&[head.0, head.1], &rest[..]].concat();
+            let is_block = handle.len() == 64 || (matches!(head, (1..=3, b'c')) && rest.len() == 64);
+            match read("open", &handle) {
+                Ok(Handle::Block(_)) => prop_assert!(is_block),
+                Ok(Handle::Pages(_)) => prop_assert!(matches!(head, (1..=2, b'e')) && rest.len() > 24),
+                Err(_) => prop_assert!(!is_block),
+            }
+        }
+    }
 
     #[test]
     fn a_block_is_found_in_each_version_and_all_else_is_refused() {

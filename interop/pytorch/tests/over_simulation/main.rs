@@ -484,6 +484,43 @@ fn wrong_storages_are_refused_and_leave_the_count() {
     }
 }
 
+/// A child of a fork shares nothing, and its drop of the sender takes no file away from the parent.
+#[test]
+fn a_forked_child_leaves_the_shares_to_its_parent() {
+    if role("a_forked_child_leaves_the_shares_to_its_parent").is_none() {
+        return;
+    }
+    let (runtime, stream) = runtime();
+    let sender = Sender::new(&runtime).unwrap();
+    let lines = share_all(&runtime, &sender, &stream, None);
+    let good = runtime.device(0).unwrap().allocate_shared_by::<u32>(10, Transport::Legacy).unwrap();
+    let storage = sender.share(&good, &stream).unwrap();
+    // SAFETY: The child takes no lock that another thread may hold, and ends with `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let is_forked = |kind: Option<ErrorKind>| kind == Some(ErrorKind::Forked);
+        let told = is_forked(sender.share(&good, &stream).err().map(|error| error.kind()))
+            && is_forked(Sender::new(&runtime).err().map(|error| error.kind()))
+            && is_forked(open::<u32>(&runtime.device(0).unwrap(), &storage).err().map(|error| error.kind()))
+            && sender.outstanding() == 0
+            && sender.wait(None);
+        drop(sender);
+        // SAFETY: Ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!told)) };
+    }
+    let mut status = 0;
+    // SAFETY: Waits for the child made above.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!((files_of(std::process::id()), sender.outstanding()), (1, TENSORS + 1));
+    lines.iter().for_each(|line| line.parse::<TorchStorage>().unwrap().release().unwrap());
+    storage.release().unwrap();
+    assert!(sender.wait(Some(LIMIT)), "{sender:?}");
+    drop((good, sender, stream));
+    assert_eq!(files_of(std::process::id()), 0);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 #[test]
 fn memory_that_pytorch_cannot_open_is_not_shared() {
     if role("memory_that_pytorch_cannot_open_is_not_shared").is_none() {
