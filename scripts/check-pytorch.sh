@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shares 1,000 tensors with PyTorch each way, and kills either side. Needs a GPU and a Python with PyTorch; needs no Rust.
+# Shares 1,000 tensors with PyTorch each way, and kills either side; and from PyTorch's expandable segments. Needs a GPU and a Python with PyTorch; needs no Rust.
 #
 #   cargo build --examples
 #   scripts/check-pytorch.sh target/debug/examples PYTHON
@@ -20,12 +20,14 @@ export VIRTUAL_ENV=${VIRTUAL_ENV:-$("$python" -c 'import sys; print(sys.prefix)'
 date -u +'%Y-%m-%d %H:%M UTC'
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader 2>/dev/null
 failed=
-for direction in to from; do
-  started=$SECONDS
-  timeout 120 "$python" "$examples/${direction}_pytorch.py" "$programs/${direction}_pytorch" 2>&1
-  status=$?
-  [ "$status" -eq 0 ] || failed+=" $direction (exit status $status)"
+run() { # direction, settings of PyTorch's allocator
+  local started=$SECONDS status=0
+  PYTORCH_CUDA_ALLOC_CONF=$2 timeout 120 "$python" "$examples/$1_pytorch.py" "$programs/$1_pytorch" 2>&1 || status=$?
+  [ "$status" -eq 0 ] || failed+=" $1 $2 (exit status $status)"
   echo "   $((SECONDS - started)) s"
-done
+}
+run to expandable_segments:False
+run from expandable_segments:False
+run from expandable_segments:True
 [ -z "$failed" ] || { echo "check-pytorch: FAILED:$failed"; exit 1; }
 echo "check-pytorch: passed both ways"

@@ -140,6 +140,19 @@ impl MemoryHandle {
         Self { transport, device_uuid, bytes, payload, descriptor: None }
     }
 
+    /// Returns a handle of mapped memory that other code exported as a descriptor, by the vendor's own call. Only
+    /// [`IpcSharing::import_memory`] takes it, where the vendor has such descriptors. The vendor alone checks it.
+    #[must_use]
+    pub fn of_other_code(device_uuid: [u8; 16], bytes: u64, descriptor: Descriptor) -> Self {
+        Self::new(Transport::Descriptor, device_uuid, bytes, OF_OTHER_CODE).with_descriptor(descriptor)
+    }
+
+    /// Returns whether [`of_other_code`](Self::of_other_code) made the handle.
+    #[must_use]
+    pub fn is_of_other_code(&self) -> bool {
+        self.transport == Transport::Descriptor && self.payload == OF_OTHER_CODE && self.descriptor.is_some()
+    }
+
     /// Adds a descriptor.
     #[must_use]
     pub fn with_descriptor(mut self, descriptor: Descriptor) -> Self {
@@ -147,6 +160,9 @@ impl MemoryHandle {
         self
     }
 }
+
+/// The payload of handles that other code exported.
+const OF_OTHER_CODE: [u8; 64] = *b"a descriptor of the vendor, which other code than this exported.";
 
 /// A handle of an event that another process can open.
 #[derive(Debug, Clone)]

@@ -3,6 +3,7 @@
 //!
 //! - [`open`] opens what PyTorch's `storage._share_cuda_()` returned.
 //! - [`Sender::share`] returns what PyTorch's `torch.UntypedStorage._new_shared_cuda(...)` takes.
+//! - Memory of expandable segments of PyTorch opens as well, up to PyTorch 2.12. Blocks of `cudaMalloc` open in every version.
 //! - [`TorchStorage`] holds the eight fields of both, and has a text form that Python reads and writes in one line.
 //!
 //! # The format
@@ -18,6 +19,7 @@
 //! If the sender is killed, its receivers keep their mappings. NVIDIA leaves undefined what they read then.
 
 mod counters;
+mod expandable;
 mod handle;
 mod receive;
 mod send;

@@ -10,15 +10,46 @@ use highwater_core::{
 
 use crate::TorchStorage;
 use crate::counters::Counter;
-use crate::handle::{VENDOR_BYTES, legacy};
+use crate::expandable::Segment;
+use crate::handle::{Handle, VENDOR_BYTES, read};
 
 const OPERATION: &str = "open";
 
+/// Memory of another process that is mapped here.
+enum Mapped {
+    Block { ipc: Arc<dyn IpcSharing>, device: u32, base: DevicePtr },
+    Pages(Arc<Segment>),
+}
+
+impl Mapped {
+    fn base(&self) -> DevicePtr {
+        match self {
+            Self::Block { base, .. } => *base,
+            Self::Pages(segment) => segment.base(),
+        }
+    }
+
+    /// Unmaps the memory, unless another storage uses it.
+    ///
+    /// # Safety
+    /// The caller must ensure that all work on the storage has ended.
+    unsafe fn close(self) -> Result<()> {
+        match self {
+            // SAFETY: The caller keeps the promise.
+            Self::Block { ipc, device, base } => unsafe { ipc.close_memory(device, base) },
+            // The driver keeps pages that are mapped here, so the sender may let them go in any case.
+            Self::Pages(segment) => {
+                drop(segment);
+                Ok(())
+            }
+        }
+    }
+}
+
 /// A storage of another process. Its drop closes the memory and tells the sender.
 struct Received {
-    ipc: Arc<dyn IpcSharing>,
-    device: u32,
-    base: DevicePtr,
+    /// `None` in the drop only.
+    mapped: Option<Mapped>,
     counter: Option<Counter>,
     /// Set once the buffer exists. An open that fails leaves the count as it was, so that it can be repeated.
     is_open: Arc<AtomicBool>,
@@ -26,8 +57,9 @@ struct Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // SAFETY: All work on the memory has ended: the buffer drops this object after its last use.
-        let closed = unsafe { self.ipc.close_memory(self.device, self.base) };
+        let Some(mapped) = self.mapped.take() else { return };
+        // SAFETY: The buffer drops this object after its last use.
+        let closed = unsafe { mapped.close() };
         if let Err(error) = closed {
             // The memory is still mapped, so the sender must keep it.
             tracing::warn!("memory of PyTorch stays open: {error}");
@@ -68,9 +100,12 @@ impl Drop for Received {
 /// - `InvalidArgument`: a field that no sender made, a storage of another device or of this process, or a size or an offset that
 ///   does not fit `T`.
 /// - `InvalidPointer`: the range leaves the segment.
-/// - `Unsupported`: an expandable segment, a handle of a later version than 3, or a device that lacks the transport
-///   [`Legacy`](Transport::Legacy) or `foreign_memory`.
-/// - `PermissionDenied`: the sender belongs to another user.
+/// - `Unsupported`: a handle of a later version than 3 (2 for an expandable segment), pages that travel by the fabric, or a
+///   device that lacks `foreign_memory` or the transport: [`Legacy`](Transport::Legacy), or
+///   [`Descriptor`](Transport::Descriptor) for an expandable segment.
+/// - `PermissionDenied`: the sender belongs to another user, or this process may not copy the descriptors of its expandable
+///   segment.
+/// - `OperatingSystem`: this process has run out of descriptors or addresses.
 /// - `Capture`: this thread is inside a capture.
 pub fn open<T: Element>(device: &Device, storage: &TorchStorage) -> Result<DeviceBuffer<T>> {
     device.runtime().check_outside_capture(OPERATION)?;
@@ -78,7 +113,7 @@ pub fn open<T: Element>(device: &Device, storage: &TorchStorage) -> Result<Devic
         Error::new(ErrorKind::InvalidArgument, OPERATION, message)
             .with_hint("pass the eight fields of one call of `_share_cuda_` as they are")
     };
-    let payload = legacy(OPERATION, &storage.handle)?;
+    let handle = read(OPERATION, &storage.handle)?;
     let event = <[u8; VENDOR_BYTES]>::try_from(&storage.event_handle[..]);
     let event = storage.event_sync_required.then_some(event).transpose().map_err(|_| {
         let found = storage.event_handle.len();
@@ -95,7 +130,11 @@ pub fn open<T: Element>(device: &Device, storage: &TorchStorage) -> Result<Devic
     let (ordinal, uuid) = (device.ordinal(), device.info().uuid);
     let backend = Arc::clone(device.runtime().backend());
     let ipc = backend.ipc_sharing().ok_or_else(|| Error::lacks(OPERATION, "ipc_transports"))?;
-    if !device.capabilities().ipc_transports.contains(Transport::Legacy) {
+    let transport = match handle {
+        Handle::Block(_) => Transport::Legacy,
+        Handle::Pages(_) => Transport::Descriptor,
+    };
+    if !device.capabilities().ipc_transports.contains(transport) {
         return Err(Error::lacks(OPERATION, "ipc_transports"));
     }
     let counter = Some(Counter::of(OPERATION, storage)?);
@@ -106,10 +145,16 @@ pub fn open<T: Element>(device: &Device, storage: &TorchStorage) -> Result<Devic
         backend.destroy_event(event)?;
         waited?;
     }
-    // The sender does not tell the size of the segment. `adopt` checks the range against what the driver knows.
-    let base = ipc.open_memory(ordinal, &MemoryHandle::new(Transport::Legacy, uuid, 1, payload))?;
-    let is_open = Arc::new(AtomicBool::new(false));
-    let received = Received { ipc, device: ordinal, base, counter, is_open: Arc::clone(&is_open) };
+    let mapped = match handle {
+        // The sender does not tell the size of the block. `adopt` checks the range against what the driver knows.
+        Handle::Block(payload) => {
+            let base = ipc.open_memory(ordinal, &MemoryHandle::new(Transport::Legacy, uuid, 1, payload))?;
+            Mapped::Block { ipc, device: ordinal, base }
+        }
+        Handle::Pages(pages) => Mapped::Pages(Segment::of(device, &*ipc, pages)?),
+    };
+    let (base, is_open) = (mapped.base(), Arc::new(AtomicBool::new(false)));
+    let received = Received { mapped: Some(mapped), counter, is_open: Arc::clone(&is_open) };
     let start = base.offset(storage.offset_bytes as usize);
     // SAFETY: `received` keeps the memory mapped, and the sender keeps it allocated until its count falls. The sender's earlier
     // work is done. The drop of `received` is sound in any thread.

@@ -145,7 +145,10 @@ fn files_of(process: u32) -> usize {
 
 /// The stand-in sends, and waits for its counts. What it says at the end is what did not come back.
 fn stand_in_sends(is_late: bool) {
-    let sends = Sends::all(is_late);
+    wait_for_release(Sends::all(is_late));
+}
+
+fn wait_for_release(sends: Sends) {
     sends.tuples.iter().for_each(|tuple| say(&tuple.text()));
     hear();
     until("each count is 0", || sends.counts().iter().all(|count| *count == 0));
@@ -205,6 +208,52 @@ fn the_memory_stays_readable_after_the_stand_in_was_killed() {
             let counters = stand_in::Counters::attach(&tuple.file, false).unwrap();
             until("each count is 0", || (0..TENSORS).all(|slot| counters.get(slot) == 0));
             tuple.remove_file();
+            assert_eq!(runtime.close().unwrap().total(), 0);
+        }
+    }
+}
+
+#[test]
+fn storages_in_an_expandable_segment_open_and_are_released() {
+    const TEST: &str = "storages_in_an_expandable_segment_open_and_are_released";
+    match role(TEST).as_deref() {
+        None => {}
+        Some("stand-in") => wait_for_release(Sends::in_pages()),
+        Some(_) => {
+            let mut other = Other::start(TEST, "stand-in");
+            let (runtime, stream) = runtime();
+            let lines = other.read_all();
+            let opened = open_all(&runtime, &lines);
+            compare(&stream, &opened);
+            // Four pages, and four pairs of pages.
+            let reserved = runtime.backend().live_objects().reservations;
+            assert_eq!(reserved, 8);
+            let device = runtime.device(0).unwrap();
+            let good: TorchStorage = lines[9].parse().unwrap();
+            drop(opened);
+            until("the segments are unmapped", || runtime.backend().live_objects().reservations < reserved - 7);
+            let refused = |change: &dyn Fn(&mut TorchStorage)| {
+                let mut wanted = TorchStorage { ref_counter_offset: 5000, ..good.clone() };
+                change(&mut wanted);
+                open::<u32>(&device, &wanted).unwrap_err().kind()
+            };
+            let counters = stand_in::Counters::attach(&Tuple::read(&lines[9]).file, false).unwrap();
+            counters.set(5000, 1);
+            assert_eq!(refused(&|it| it.offset_bytes = 2 << 20), ErrorKind::InvalidPointer);
+            // A descriptor that is no memory, one that is closed, a process that is gone, and other sizes.
+            let last = good.handle.len() - 4;
+            assert_eq!(refused(&|it| it.handle[last..].copy_from_slice(&[0; 4])), ErrorKind::InvalidArgument);
+            assert_eq!(refused(&|it| it.handle[last..].copy_from_slice(&[0, 0, 1, 0])), ErrorKind::Expired);
+            assert_eq!(refused(&|it| it.handle[2..6].copy_from_slice(&i32::MAX.to_le_bytes())), ErrorKind::Expired);
+            assert_eq!(refused(&|it| it.handle[10] = 1), ErrorKind::InvalidArgument);
+            assert_eq!(refused(&|it| it.handle[0] = 3), ErrorKind::Unsupported);
+            assert_eq!(counters.get(5000), 1);
+            drop(counters);
+            assert_eq!(runtime.backend().live_objects().reservations, 0);
+            other.write(&["released".to_owned()]);
+            assert_eq!(other.read(), "0");
+            other.ends_well();
+            drop((stream, device));
             assert_eq!(runtime.close().unwrap().total(), 0);
         }
     }
@@ -366,10 +415,11 @@ fn the_stand_in_reads_on_after_highwater_was_killed_and_the_next_sender_removes_
             let (gpu, mut receives) = (Gpu::open(), Receives::default());
             let mut other = Other::start(TEST, "highwater");
             other.read_all().iter().for_each(|line| receives.open(&gpu, Tuple::read(line)));
+            assert_eq!(files_of(other.child.id()), 1);
             other.kill();
             receives.compare(&gpu);
             receives.release(&gpu);
-            assert_eq!(files_of(other.child.id()), 1);
+            // The senders of other tests may have removed the file already.
             let (runtime, stream) = runtime();
             drop((Sender::new(&runtime).unwrap(), stream));
             assert_eq!(files_of(other.child.id()), 0);
@@ -433,6 +483,43 @@ fn wrong_storages_are_refused_and_leave_the_count() {
             assert_eq!(runtime.close().unwrap().total(), 0);
         }
     }
+}
+
+/// A child of a fork shares nothing, and its drop of the sender takes no file away from the parent.
+#[test]
+fn a_forked_child_leaves_the_shares_to_its_parent() {
+    if role("a_forked_child_leaves_the_shares_to_its_parent").is_none() {
+        return;
+    }
+    let (runtime, stream) = runtime();
+    let sender = Sender::new(&runtime).unwrap();
+    let lines = share_all(&runtime, &sender, &stream, None);
+    let good = runtime.device(0).unwrap().allocate_shared_by::<u32>(10, Transport::Legacy).unwrap();
+    let storage = sender.share(&good, &stream).unwrap();
+    // SAFETY: The child takes no lock that another thread may hold, and ends with `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let is_forked = |kind: Option<ErrorKind>| kind == Some(ErrorKind::Forked);
+        let told = is_forked(sender.share(&good, &stream).err().map(|error| error.kind()))
+            && is_forked(Sender::new(&runtime).err().map(|error| error.kind()))
+            && is_forked(open::<u32>(&runtime.device(0).unwrap(), &storage).err().map(|error| error.kind()))
+            && sender.outstanding() == 0
+            && sender.wait(None);
+        drop(sender);
+        // SAFETY: Ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!told)) };
+    }
+    let mut status = 0;
+    // SAFETY: Waits for the child made above.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!((files_of(std::process::id()), sender.outstanding()), (1, TENSORS + 1));
+    lines.iter().for_each(|line| line.parse::<TorchStorage>().unwrap().release().unwrap());
+    storage.release().unwrap();
+    assert!(sender.wait(Some(LIMIT)), "{sender:?}");
+    drop((good, sender, stream));
+    assert_eq!(files_of(std::process::id()), 0);
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
 #[test]

@@ -267,6 +267,68 @@ impl Sends {
         Self { gpu, segments, events, counters, tuples, free_before }
     }
 
+    /// Shares tensors of an expandable segment: pages that are mapped one after another. Each handle names the pages of its tensor,
+    /// by descriptors of this process. Four tensors lie in two pages.
+    pub(super) fn in_pages() -> Self {
+        const PAGES: usize = 5;
+        const KIND: sys::CUmemAllocationHandleType =
+            sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let gpu = Gpu::open();
+        let name = format!("/torch_{}_{}_1", std::process::id(), 54_321);
+        let counters = Counters::attach(&name, true).unwrap();
+        // SAFETY: The structs of the driver have numbers only, for each of which 0 is valid.
+        let (mut properties, mut access) =
+            unsafe { std::mem::zeroed::<(sys::CUmemAllocationProp, sys::CUmemAccessDesc)>() };
+        properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        properties.requestedHandleTypes = KIND;
+        access.location = properties.location;
+        access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let (mut base, mut descriptors) = (0, Vec::new());
+        // SAFETY: The calls write to locals, and the addresses are reserved.
+        unsafe {
+            check(sys::cuMemAddressReserve(&mut base, PAGES * SEGMENT_BYTES, 0, 0, 0));
+            for page in 0..PAGES {
+                let (mut memory, mut descriptor) = (0, -1_i32);
+                check(sys::cuMemCreate(&mut memory, SEGMENT_BYTES, &properties, 0));
+                check(sys::cuMemMap(base + (page * SEGMENT_BYTES) as u64, SEGMENT_BYTES, 0, memory, 0));
+                check(sys::cuMemExportToShareableHandle((&raw mut descriptor).cast(), memory, KIND, 0));
+                check(sys::cuMemRelease(memory));
+                descriptors.push(descriptor);
+            }
+            check(sys::cuMemSetAccess(base, PAGES * SEGMENT_BYTES, &access, 1));
+        }
+        let mut tuples = Vec::new();
+        for index in 0..TENSORS {
+            let (values, value) = tensor(index);
+            let start = match index {
+                // One value at the end of a page, and the rest in the next.
+                4..8 => (index - 3) * SEGMENT_BYTES - 4,
+                _ => index % (PAGES - 1) * SEGMENT_BYTES + (64 << 10) + 512 * (index / (PAGES - 1)),
+            };
+            let pages = start / SEGMENT_BYTES..(start + 4 * values).div_ceil(SEGMENT_BYTES);
+            assert_eq!(pages.len(), if (4..8).contains(&index) { 2 } else { 1 });
+            // SAFETY: The range lies in the mappings.
+            check(unsafe { sys::cuMemsetD32Async(base + start as u64, value, values, gpu.stream) });
+            let mut handle = vec![if index % 2 == 0 { 2 } else { 1 }, b'e'];
+            handle.extend(std::process::id().to_le_bytes());
+            // Version 1 leaves these bytes as they are.
+            handle.extend(if index % 2 == 0 { [0; 4] } else { (index as u32).to_le_bytes() });
+            handle.extend((SEGMENT_BYTES as u64).to_le_bytes());
+            handle.extend((pages.len() as u64).to_le_bytes());
+            let offset = start - pages.start * SEGMENT_BYTES;
+            pages.for_each(|page| handle.extend(i32::to_le_bytes(descriptors[page])));
+            counters.set(index, 1);
+            let (file, event) = (name.clone(), vec![0; 64]);
+            tuples.push(Tuple { device: 0, handle, size: 4 * values, offset, file, slot: index, event, waits: false });
+        }
+        // SAFETY: A plain call.
+        check(unsafe { sys::cuStreamSynchronize(gpu.stream) });
+        // Nothing of it is freed before the process ends.
+        let free_before = gpu.free_bytes();
+        Self { gpu, segments: Vec::new(), events: Vec::new(), counters, tuples, free_before }
+    }
+
     pub(super) fn counts(&self) -> Vec<i64> {
         (0..TENSORS).map(|slot| self.counters.get(slot)).collect()
     }
