@@ -12,7 +12,7 @@
 //!
 //! [`frame`]: super::frame
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -49,7 +49,7 @@ impl Child {
     /// Starts this program once more, with these arguments and `--parent`.
     ///
     /// The parent of the child is the calling *thread*: the child dies with it.
-    pub(super) fn start(arguments: &[String]) -> io::Result<Self> {
+    pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         // Unlike `current_exe`, this is the same program even if the file was replaced.
         let mut command = Command::new("/proc/self/exe");
         Self::spawn(command.arg0("highwater").args(arguments).arg("--parent").arg(getpid().to_string()))
@@ -59,7 +59,7 @@ impl Child {
     ///
     /// A shell is the first process of the PID namespace and the parent of the child. The kernel ends the namespace with it, and
     /// it with `unshare`, whose process stands for the child here.
-    pub(super) fn start_isolated(arguments: &[String]) -> io::Result<Self> {
+    pub(super) fn start_isolated(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         // The second command keeps the shell from replacing itself.
         const SHELL: &str = r#""$@"; exit $?"#;
         let mut command = Command::new("unshare");
