@@ -116,8 +116,8 @@ impl<'a> Job<'a> {
         for number in 1..=spread.workers {
             let arguments: Vec<String> =
                 std::iter::once("worker".to_owned()).chain(backends::arguments_of_children()).collect();
-            let start = if spread.isolated { Child::start_isolated } else { Child::start };
-            let child = start(&arguments).map_err(|error| {
+            let started = if spread.isolated { Child::start_isolated(&arguments) } else { Child::start(&arguments) };
+            let child = started.map_err(|error| {
                 let what = format!("worker {number} of {} could not be started", spread.workers);
                 let hint = if spread.isolated {
                     "install `unshare` of util-linux, which `--isolate-workers` needs"

@@ -549,6 +549,19 @@ mod tests {
     }
 
     #[test]
+    fn hidden_processes_are_told_apart_by_their_pidfds() {
+        let hidden = |pidfd| Process { pid: 0, pidfd: OnceLock::from(pidfd), kernel_is_old: false };
+        let (ours, again, other) = (hidden(own().unwrap()), hidden(own().unwrap()), hidden(reaped().unwrap()));
+        assert_eq!(ours.key(), again.key());
+        // Since Linux 6.9, each process has an inode.
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
+        if (numbers.next(), numbers.next()) >= (Some(6), Some(9)) {
+            assert_ne!(ours.key(), other.key(), "on Linux {release}");
+        }
+    }
+
+    #[test]
     fn this_process_lives_and_a_child_ends() {
         let (ours, _theirs) = pair();
         let process = Process::of_peer("test", ours.as_fd(), Openers::SameUser).unwrap();
