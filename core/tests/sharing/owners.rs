@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    Access, Backend, CaptureMode, DeviceBuffer, Error, ErrorKind, GemmShape, ImportOptions, Owner, OwnerDeath, Result,
-    Ticket, TicketBatch,
+    Access, Answer, Backend, BackendLayer, Call, CaptureMode, DeviceBuffer, Error, ErrorKind, GemmShape, ImportOptions,
+    Owner, OwnerDeath, Result, Runtime, Ticket, TicketBatch,
 };
-use highwater_mock::MockOptions;
+use highwater_mock::{MockGpu, MockOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
@@ -342,4 +342,65 @@ fn owners_killed_one_after_the_other_leave_nothing_for_long() {
     assert!(took[KILLS / 2] < Duration::from_millis(100), "{took:?}");
     assert_eq!(importer.gpu.violations(), []);
     importer.end_after(buffers);
+}
+
+/// The mock, whose fills wait in the call while the gate is closed.
+#[derive(Debug)]
+struct Gated {
+    gpu: Arc<MockGpu>,
+    is_closed: AtomicBool,
+    waiting: AtomicU64,
+}
+
+// SAFETY: Each call is forwarded as it came.
+unsafe impl BackendLayer for Gated {
+    fn below(&self) -> &dyn Backend {
+        &*self.gpu
+    }
+
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        if call.operation == "fill" && self.is_closed.load(Ordering::SeqCst) {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            until("the gate is open", || !self.is_closed.load(Ordering::SeqCst));
+        }
+        forward(&*self.gpu)
+    }
+}
+
+#[test]
+fn a_call_that_waited_for_its_stream_finds_the_memory_revoked_and_delays_no_other_process() {
+    let gpu = MockGpu::open(MockOptions::new().with_checks()).unwrap();
+    let gated = Arc::new(Gated { gpu: gpu.clone(), is_closed: AtomicBool::new(false), waiting: AtomicU64::new(0) });
+    let runtime = Runtime::new(Arc::clone(&gated) as Arc<dyn Backend>).unwrap();
+    let device = runtime.device(0).unwrap();
+    let (stream, free) = (device.create_stream().unwrap(), device.memory_info().unwrap().free);
+    let importer = Exporter { gpu, runtime, stream, free };
+    let (own, ticket) = importer.make_shared(100, 3);
+    let (mut owner, mut other) = (Peer::start(), Peer::start());
+    let buffer = importer.open_to_release(&owner.tell("make a 1000 7"));
+    importer.stream.fill(&buffer, 8).unwrap();
+    gated.is_closed.store(true, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        // The first call is in the vendor and holds the submission lock. The second one waits for it.
+        let first = scope.spawn(|| importer.stream.fill(&own, 4));
+        until("the first call is in the vendor", || gated.waiting.load(Ordering::SeqCst) == 1);
+        let second = scope.spawn(|| importer.stream.fill(&buffer, 9));
+        std::thread::sleep(Duration::from_millis(100));
+        let death = owner_of(&buffer);
+        owner.kill();
+        assert!(death.wait(Duration::from_secs(60)).unwrap());
+        until("the memory is revoked", || buffer.share().is_err());
+        // The stream may still use it, and the sharing thread waits for nobody.
+        assert_eq!(other.tell(&format!("open x {ticket}")), "100");
+        assert_eq!(importer.mapped(), (1, 4000, 1));
+        gated.is_closed.store(false, Ordering::SeqCst);
+        first.join().unwrap().unwrap();
+        assert_expired(second.join().unwrap());
+    });
+    until("it is released", || importer.mapped() == (0, 0, 0));
+    assert_eq!(importer.gpu.violations(), []);
+    drop(gated);
+    assert!(other.quit().success());
+    drop((own, buffer, device));
+    importer.end_once_all_is_back();
 }

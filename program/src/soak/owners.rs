@@ -90,6 +90,8 @@ pub(super) struct Report {
     backend: String,
     seed: u64,
     is_real: bool,
+    /// True if the driver counts the memory of all processes as used.
+    driver_counts: bool,
     kills: u64,
     buffers: u64,
     bytes: u64,
@@ -221,12 +223,16 @@ impl Importer<'_> {
     /// Starts owners, opens their memory, and kills each of them.
     fn wave(&mut self, progress: &Progress, pulse: &AtomicU64) -> Result<()> {
         let count = usize::try_from(self.soak.kills - self.report.kills).unwrap_or(usize::MAX).min(self.soak.owners);
+        let free = self.device.memory_info()?.free;
         // All of them open their devices at the same time.
         let mut owners = (0..count).map(|_| self.start()).collect::<Result<Vec<_>>>()?;
         for owner in &mut owners {
             pulse.fetch_add(1, Ordering::Relaxed);
             owner.tickets = shared_by(&mut owner.child)?;
         }
+        // A real driver counts the memory of all processes, and a simulated one that of this process.
+        let bytes: u64 = owners.iter().flat_map(|owner| &owner.tickets).map(Ticket::bytes).sum();
+        self.report.driver_counts = self.device.memory_info()?.free + bytes <= free;
         for owner in &mut owners {
             if !owner.dies_in_opens {
                 self.open(owner)?;
@@ -318,8 +324,8 @@ impl Importer<'_> {
         };
         let bytes: u64 = tickets.iter().map(Ticket::bytes).sum();
         let mapped = self.mapped_bytes() - bytes;
-        // On a real device, another process's memory counts here, and it is free only once both processes have released it.
-        let free = if self.report.is_real { self.device.memory_info()?.free + bytes } else { 0 };
+        // Where the driver counts the owner's memory, it is free only once both processes have released it.
+        let free = if self.report.driver_counts { self.device.memory_info()?.free + bytes } else { 0 };
         if self.random.percent(60) {
             self.report.with_work += 1;
             for buffer in &buffers {
@@ -337,7 +343,7 @@ impl Importer<'_> {
                 death = Some(started.elapsed());
             }
             released |= death.is_some() && self.mapped_bytes() <= mapped;
-            if released && (!self.report.is_real || self.device.memory_info()?.free >= free) {
+            if released && (!self.report.driver_counts || self.device.memory_info()?.free >= free) {
                 break Some(started.elapsed());
             }
             if started.elapsed() > PATIENCE {
@@ -542,6 +548,7 @@ impl Report {
         json!({
             "backend": self.backend,
             "seed": self.seed,
+            "driver_counts": self.driver_counts,
             "kills": self.kills,
             "measured": self.times.total.len(),
             "killed_in_opens": self.in_opens,
@@ -575,6 +582,7 @@ impl Report {
         );
         table.add_row(["kills", &killed]);
         table.add_row(["memory", &format!("{buffers} buffers, {bytes} bytes, {kept} kept, {refused} opens refused")]);
+        table.add_row(["free", if self.driver_counts { "unmapped, and free for the driver" } else { "unmapped" }]);
         table.add_row(["kill to death", &times(&self.times.death)]);
         table.add_row(["death to free", &times(&self.times.release)]);
         table.add_row(["kill to free", &times(&self.times.total)]);
