@@ -550,7 +550,7 @@ mod tests {
 
     #[test]
     fn hidden_processes_are_told_apart_by_their_pidfds() {
-        let hidden = |pidfd| Process { pid: 0, pidfd: OnceLock::from(pidfd), kernel_is_old: false };
+        let hidden = |pidfd| Process { pid: 0, pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false };
         let (ours, again, other) = (hidden(own().unwrap()), hidden(own().unwrap()), hidden(reaped().unwrap()));
         assert_eq!(ours.key(), again.key());
         // Since Linux 6.9, each process has an inode.
