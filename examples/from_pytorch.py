@@ -67,7 +67,8 @@ def main():
     checks.note(f"the first share: {shares[0]}")
     kinds = sorted({bytes(each[1][1:2]) for each in shares})
     checks.equal("types of the handles", kinds, [b"e" if EXPANDABLE else b"c"])
-    checks.note(f"versions of the handles: {sorted({each[1][0] for each in shares})}, different handles: {len({each[1] for each in shares})}")
+    versions, handles = sorted({each[1][0] for each in shares}), {each[1] for each in shares}
+    checks.note(f"versions of the handles: {versions}, different handles: {len(handles)}")
     checks.note(f"shares with an event: {sum(each[7] for each in shares)} of {TENSORS}")
     receiver = Program(program)
     receiver.write(TENSORS, *map(to_text, shares))

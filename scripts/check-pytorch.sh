@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Shares 1,000 tensors with PyTorch each way, and kills either side; and from PyTorch's expandable segments. Needs a GPU and a Python with PyTorch; needs no Rust.
+# Shares 1,000 tensors with PyTorch each way, and kills either side; and from PyTorch's expandable segments. Needs a GPU and a
+# Python with PyTorch; needs no Rust.
 #
 #   cargo build --examples
 #   scripts/check-pytorch.sh target/debug/examples PYTHON
