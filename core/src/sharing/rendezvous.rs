@@ -303,7 +303,12 @@ impl Listener {
 
 impl Directory {
     fn open(path: &Path) -> Result<Self> {
-        let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let open = |flags| rustix::fs::open(path, flags | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        // Whoever may not list the directory can use it, and leaves dead files to others.
+        let opened = match open(OFlags::RDONLY) {
+            Err(Errno::ACCESS) => open(OFlags::PATH),
+            opened => opened,
+        };
         let invalid = |what: String, hint: &str| {
             let message = format!("the directory of the rendezvous, {}, {what}", path.display());
             Error::new(ErrorKind::InvalidArgument, options::OPERATION, message).with_hint(hint)
@@ -326,7 +331,7 @@ impl Directory {
         let error = os_error(operation, &format!("socket in {}", self.path.display()), errno);
         match errno {
             Errno::ACCESS | Errno::PERM => error.with_hint("give this process the right to write to the directory"),
-            Errno::NAMETOOLONG => error.with_hint("mount /proc, or use a path of at most 40 bytes"),
+            Errno::NAMETOOLONG => error.with_hint("mount /proc, or use a path of at most 47 bytes"),
             Errno::ROFS => error.with_hint("mount the directory with the right to write"),
             _ => error,
         }

@@ -334,9 +334,9 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
     let copy = std::env::temp_dir().join(format!("test-of-a-group-{}", std::process::id()));
     let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&copy).status();
     assert!(copied.unwrap().success());
-    // The importer is user 65534 of the namespace that maps every user, and lists the directory through its path only.
+    // The importer is another user, which may not list the directory.
     let importer = |groups: &'static [u32], gid: u32, openers: &str| {
-        let sharing = format!("openers={openers}");
+        let sharing = folder.sharing(&format!(",openers={openers}"));
         Peer::start_with("", |command| {
             let mut other = Command::new(&copy);
             other.args(command.get_args().map(OsStr::to_owned).collect::<Vec<_>>());
@@ -355,7 +355,7 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
             *command = other;
         })
     };
-    let exporter = runtime(Rendezvous::Abstract, Openers::Group(GROUP));
+    let exporter = runtime(Rendezvous::Directory(folder.path()), Openers::Group(GROUP));
     let buffer = exporter.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
     let ticket = buffer.share().unwrap();
     let own_group = rustix::process::getegid().as_raw();
@@ -372,11 +372,13 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
         assert!(answer.starts_with(expected), "{groups:?} {gid} {openers}: {answer}");
         peer.quit();
     }
-    let secret = runtime(Rendezvous::Abstract, Openers::Secret);
+    drop((buffer, exporter));
+    let secret = runtime(Rendezvous::Directory(folder.path()), Openers::Secret);
     let buffer = secret.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
     let mut peer = importer(&[], 65534, "secret");
     assert_eq!(peer.ask(&format!("open a {}", buffer.share().unwrap())), "10");
     peer.quit();
+    drop((buffer, secret));
     std::fs::remove_file(&copy).unwrap();
     folder.end();
 }
