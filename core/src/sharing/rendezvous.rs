@@ -142,7 +142,7 @@ impl Meeting {
                 let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
                 let connect = || directory.connect(&socket, &name.file());
                 let hint = "request a new ticket; between containers, mount the exporter's directory in both";
-                reached(connect, who, patience, hint, &|errno| directory.failed(OPERATION, errno))?;
+                reached(connect, who, patience, hint, &|errno| directory.refused(who, errno))?;
                 Ok(socket)
             }
             (Method::Abstract, _) => {
@@ -335,6 +335,19 @@ impl Directory {
             Errno::ROFS => error.with_hint("mount the directory with the right to write"),
             _ => error,
         }
+    }
+
+    /// Returns the error of a connection to an exporter.
+    fn refused(&self, who: &str, errno: Errno) -> Error {
+        if errno != Errno::ACCESS {
+            return self.failed(OPERATION, errno);
+        }
+        // The mode of the file.
+        let what =
+            format!("the exporter ({who}) admits only processes of its user to its socket in {}", self.path.display());
+        Error::new(ErrorKind::PermissionDenied, OPERATION, what)
+            .with_hint("run both processes as one user, or set `openers` in the exporter")
+            .with_code(i64::from(errno.raw_os_error()))
     }
 
     /// Returns the address of a file. It goes through the descriptor, because the address of a socket has at most 107 bytes.
