@@ -60,7 +60,8 @@ impl Runtime {
     /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`, or the ticket names
     ///   page-locked memory.
     /// - `DeviceMissing`: the ticket's device is not visible to this process.
-    /// - `PermissionDenied`: the exporter belongs to another user.
+    /// - `PermissionDenied`: the exporter does not admit this process, this runtime does not trust the exporter's user
+    ///   ([`Openers`](crate::Openers)), or the ticket lacks its secret.
     /// - `Unsupported`: the device does not support the ticket's transport.
     /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The limit is 2 seconds for an exporter
     ///   that did not answer the last open. It holds for all requests and connections of one call together. The wait for

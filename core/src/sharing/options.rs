@@ -2,15 +2,15 @@
 //! `HIGHWATER_SHARING`.
 
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::fd::RawFd;
 use std::path::Path;
 
-use highwater_hal::{Error, ErrorKind, Result, display_foreign};
+use highwater_hal::{Error, ErrorKind, Result, display_foreign, secure_execution};
 
 /// The variable that sets options that the program does not set.
-pub(crate) const VARIABLE: &str = "HIGHWATER_SHARING";
+const VARIABLE: &str = "HIGHWATER_SHARING";
 pub(super) const OPERATION: &str = "sharing options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
@@ -187,12 +187,17 @@ impl SharingOptions {
         Self { rendezvous: self.rendezvous.or(others.rendezvous), openers: self.openers.or(others.openers) }
     }
 
-    /// Returns the options of the environment variable `HIGHWATER_SHARING`; the defaults if it is not set.
+    /// Returns the options of the environment variable `HIGHWATER_SHARING`; the defaults if it is not set. A program with more
+    /// rights than its caller ignores the variable.
     ///
     /// # Errors
     /// `InvalidArgument` for an unknown or repeated key, or a value that is not of its form.
     pub fn from_environment() -> Result<Self> {
-        env::var_os(VARIABLE).map_or_else(|| Ok(Self::new()), |text| Self::parse(&text))
+        Self::of_variable(variable())
+    }
+
+    pub(super) fn of_variable(text: Option<OsString>) -> Result<Self> {
+        text.map_or_else(|| Ok(Self::new()), |text| Self::parse(&text))
     }
 
     fn parse(text: &OsStr) -> Result<Self> {
@@ -231,6 +236,17 @@ impl fmt::Display for SharingOptions {
         let openers = self.openers.map(|openers| format!("openers={openers}"));
         f.write_str(&rendezvous.into_iter().chain(openers).collect::<Vec<_>>().join(","))
     }
+}
+
+/// Returns the value of the variable.
+pub(super) fn variable() -> Option<OsString> {
+    trusted(env::var_os(VARIABLE), secure_execution())
+}
+
+/// Returns a value that the caller of the program may decide. `is_secure`: whether the program has more rights than its caller, who
+/// must not decide who opens its memory.
+fn trusted(value: Option<OsString>, is_secure: bool) -> Option<OsString> {
+    value.filter(|_| !is_secure)
 }
 
 /// Returns the form of the variable.
@@ -328,6 +344,12 @@ mod tests {
         }
         let error = SharingOptions::parse(OsStr::from_bytes(b"openers=\xff")).unwrap_err();
         assert_eq!(error.message(), "HIGHWATER_SHARING=openers=\\xff: not UTF-8");
+    }
+
+    #[test]
+    fn a_program_with_more_rights_than_its_caller_ignores_the_variable() {
+        let value = || Some(OsString::from("openers=secret"));
+        assert_eq!((trusted(value(), true), trusted(value(), false)), (None, value()));
     }
 
     #[test]

@@ -142,7 +142,7 @@ impl Meeting {
                 let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
                 let connect = || directory.connect(&socket, &name.file());
                 let hint = "request a new ticket; between containers, mount the exporter's directory in both";
-                reached(connect, who, patience, hint, &|errno| directory.failed(OPERATION, errno))?;
+                reached(connect, who, patience, hint, &|errno| directory.refused(who, errno))?;
                 Ok(socket)
             }
             (Method::Abstract, _) => {
@@ -303,7 +303,12 @@ impl Listener {
 
 impl Directory {
     fn open(path: &Path) -> Result<Self> {
-        let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let open = |flags| rustix::fs::open(path, flags | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        // Whoever may not list the directory can use it, and leaves dead files to others.
+        let opened = match open(OFlags::RDONLY) {
+            Err(Errno::ACCESS) => open(OFlags::PATH),
+            opened => opened,
+        };
         let invalid = |what: String, hint: &str| {
             let message = format!("the directory of the rendezvous, {}, {what}", path.display());
             Error::new(ErrorKind::InvalidArgument, options::OPERATION, message).with_hint(hint)
@@ -326,10 +331,23 @@ impl Directory {
         let error = os_error(operation, &format!("socket in {}", self.path.display()), errno);
         match errno {
             Errno::ACCESS | Errno::PERM => error.with_hint("give this process the right to write to the directory"),
-            Errno::NAMETOOLONG => error.with_hint("mount /proc, or use a path of at most 40 bytes"),
+            Errno::NAMETOOLONG => error.with_hint("mount /proc, or use a path of at most 47 bytes"),
             Errno::ROFS => error.with_hint("mount the directory with the right to write"),
             _ => error,
         }
+    }
+
+    /// Returns the error of a connection to an exporter.
+    fn refused(&self, who: &str, errno: Errno) -> Error {
+        if errno != Errno::ACCESS {
+            return self.failed(OPERATION, errno);
+        }
+        // The mode of the file.
+        let what =
+            format!("the exporter ({who}) admits only processes of its user to its socket in {}", self.path.display());
+        Error::new(ErrorKind::PermissionDenied, OPERATION, what)
+            .with_hint("run both processes as one user, or set `openers` in the exporter")
+            .with_code(i64::from(errno.raw_os_error()))
     }
 
     /// Returns the address of a file. It goes through the descriptor, because the address of a socket has at most 107 bytes.

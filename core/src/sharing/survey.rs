@@ -34,8 +34,9 @@ impl SharingReport {
     /// other processes use it.
     #[must_use]
     pub fn of_environment() -> Self {
-        let is_set = std::env::var_os(options::VARIABLE).is_some();
-        let (options, parsed) = match SharingOptions::from_environment() {
+        let variable = options::variable();
+        let is_set = variable.is_some();
+        let (options, parsed) = match SharingOptions::of_variable(variable) {
             Ok(options) => (options, Ok(())),
             Err(error) => (SharingOptions::new(), Err(error)),
         };
@@ -86,6 +87,12 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         let path: &'static Path = Box::leak(folder.clone().into_boxed_path());
         try_out(SharingOptions::new().with_rendezvous(Rendezvous::Directory(path))).unwrap();
+        // Longer than the address of a socket.
+        let long = folder.join("a".repeat(150));
+        std::fs::create_dir(&long).unwrap();
+        let rendezvous = Rendezvous::Directory(Box::leak(long.clone().into_boxed_path()));
+        try_out(SharingOptions::new().with_rendezvous(rendezvous)).unwrap();
+        std::fs::remove_dir(&long).expect("nothing is left in the directory");
         std::fs::remove_dir(&folder).expect("nothing is left in the directory");
         try_out(SharingOptions::new().with_rendezvous(Rendezvous::Directory(path))).unwrap_err();
         try_out(SharingOptions::new().with_rendezvous(Rendezvous::Descriptor(1 << 20))).unwrap_err();

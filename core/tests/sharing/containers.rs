@@ -269,6 +269,63 @@ fn a_user_without_an_id_is_nobody_and_needs_the_secret() {
     folder.end();
 }
 
+#[test]
+fn one_user_has_many_ids_and_one_id_many_users() {
+    if !has_namespaces() {
+        return;
+    }
+    let (exporters, importers) = inherited_pair();
+    let (to_export, to_import) = (exporters.as_raw_fd(), importers.as_raw_fd());
+    let start = |number: i32, change: &dyn Fn(&mut Command)| {
+        Peer::start_with("", |command| {
+            contain(command, MAPPED, &format!("rendezvous=descriptor:{number}"));
+            inherit(command, number);
+            change(command);
+        })
+    };
+    let mut exporter = start(to_export, &|_| {});
+    let ticket = exporter.tell("make a 10 1");
+    // The same user, with another id: 0 there, and 1234 here.
+    let mut importer = Peer::start_with("", |command| {
+        contain(command, "-Unpifm", &format!("rendezvous=descriptor:{to_import}"));
+        let arguments: Vec<_> = command.get_args().map(OsStr::to_owned).collect();
+        let mut mapped = Command::new("unshare");
+        mapped.args(["--map-user=1234", "--map-group=1234"]).args(arguments);
+        mapped.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        mapped.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        inherit(&mut mapped, to_import);
+        *command = mapped;
+    });
+    assert_eq!(importer.tell(&format!("open a {ticket}")), "10");
+    assert!(importer.quit().success());
+
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped in part: only the superuser can start processes of other users");
+    } else {
+        // Another user, with the same id: both are 0 in their namespaces.
+        let copy = std::env::temp_dir().join(format!("test-of-one-id-{}", std::process::id()));
+        let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&copy).status();
+        assert!(copied.unwrap().success());
+        let mut importer = start(to_import, &|command| {
+            let arguments: Vec<_> = command.get_args().map(OsStr::to_owned).collect();
+            let program = std::env::current_exe().unwrap();
+            let arguments = arguments.into_iter().map(|word| if word == program { copy.clone().into() } else { word });
+            let mut other = Command::new("unshare");
+            other.args(arguments.collect::<Vec<std::ffi::OsString>>()).current_dir("/").uid(1001).gid(1001);
+            other.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            other.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+            inherit(&mut other, to_import);
+            *command = other;
+        });
+        let answer = importer.ask(&format!("open a {ticket}"));
+        assert!(answer.starts_with("error PermissionDenied"), "{answer}");
+        assert!(answer.contains("a user without an id here"), "{answer}");
+        assert!(importer.quit().success());
+        std::fs::remove_file(&copy).unwrap();
+    }
+    assert!(exporter.quit().success());
+}
+
 /// An exporter in this process.
 fn runtime(rendezvous: Rendezvous, openers: Openers) -> Runtime {
     let sharing = SharingOptions::new().with_rendezvous(rendezvous).with_openers(openers);
@@ -334,9 +391,9 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
     let copy = std::env::temp_dir().join(format!("test-of-a-group-{}", std::process::id()));
     let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&copy).status();
     assert!(copied.unwrap().success());
-    // The importer is user 65534 of the namespace that maps every user, and lists the directory through its path only.
+    // The importer is another user, which may not list the directory.
     let importer = |groups: &'static [u32], gid: u32, openers: &str| {
-        let sharing = format!("openers={openers}");
+        let sharing = folder.sharing(&format!(",openers={openers}"));
         Peer::start_with("", |command| {
             let mut other = Command::new(&copy);
             other.args(command.get_args().map(OsStr::to_owned).collect::<Vec<_>>());
@@ -355,7 +412,7 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
             *command = other;
         })
     };
-    let exporter = runtime(Rendezvous::Abstract, Openers::Group(GROUP));
+    let exporter = runtime(Rendezvous::Directory(folder.path()), Openers::Group(GROUP));
     let buffer = exporter.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
     let ticket = buffer.share().unwrap();
     let own_group = rustix::process::getegid().as_raw();
@@ -372,11 +429,20 @@ fn another_users_process_is_let_in_by_its_group_or_by_the_secret() {
         assert!(answer.starts_with(expected), "{groups:?} {gid} {openers}: {answer}");
         peer.quit();
     }
-    let secret = runtime(Rendezvous::Abstract, Openers::Secret);
+    drop((buffer, exporter));
+    let own = runtime(Rendezvous::Directory(folder.path()), Openers::SameUser);
+    let buffer = own.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
+    let mut peer = importer(&[], 65534, "secret");
+    let answer = peer.ask(&format!("open a {}", buffer.share().unwrap()));
+    assert!(answer.starts_with("error PermissionDenied") && answer.contains("only processes of its user"), "{answer}");
+    peer.quit();
+    drop((buffer, own));
+    let secret = runtime(Rendezvous::Directory(folder.path()), Openers::Secret);
     let buffer = secret.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
     let mut peer = importer(&[], 65534, "secret");
     assert_eq!(peer.ask(&format!("open a {}", buffer.share().unwrap())), "10");
     peer.quit();
+    drop((buffer, secret));
     std::fs::remove_file(&copy).unwrap();
     folder.end();
 }
