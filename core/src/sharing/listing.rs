@@ -38,7 +38,6 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::Sharing;
 use super::system::{Process, os_error, send};
 use super::ticket::Fields;
 use highwater_hal::{Error, Result, Transport};
@@ -251,41 +250,36 @@ fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     Ok(file)
 }
 
-impl Sharing {
-    /// Returns what the runtime shares and has open.
-    fn listing(&self) -> Listing {
-        let mut listing = Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 };
-        listing.limit();
-        listing
-    }
-
-    /// Gives the list to each process that has connected and belongs to this user. `lister` is the socket.
-    pub(super) fn answer_listers(&self, lister: &OwnedFd) {
-        let mut file: Option<OwnedFd> = None;
-        for _ in 0..AT_ONCE {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let socket = match rustix::net::accept_with(lister, flags) {
-                Ok(socket) => socket,
-                Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                Err(_) => return,
-            };
-            // A process of another user gets nothing, and learns nothing.
-            if Process::of_peer("list", socket.as_fd()).is_err() {
-                continue;
+/// Gives the list to each process that has connected and belongs to this user. `lister` is the socket, and `list` makes the list.
+pub(super) fn answer(lister: &OwnedFd, list: impl Fn() -> Listing) {
+    let mut file: Option<OwnedFd> = None;
+    for _ in 0..AT_ONCE {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = match rustix::net::accept_with(lister, flags) {
+            Ok(socket) => socket,
+            Err(Errno::INTR | Errno::CONNABORTED) => continue,
+            Err(_) => return,
+        };
+        // A process of another user gets nothing, and learns nothing.
+        if Process::of_peer("list", socket.as_fd()).is_err() {
+            continue;
+        }
+        let made = match file.take() {
+            Some(file) => Ok(file),
+            None => {
+                let mut listing = list();
+                listing.limit();
+                to_file(&listing.encode())
             }
-            let made = match file.take() {
-                Some(file) => Ok(file),
-                None => to_file(&self.listing().encode()),
-            };
-            let sent = made.and_then(|made| {
-                let sent = send(socket.as_fd(), &greeting(), &[made.as_fd()]);
-                file = Some(made);
-                sent
-            });
-            if let Err(errno) = sent {
-                let error: Error = os_error("list", "list of shared memory", errno);
-                tracing::debug!("a process got no list: {error}");
-            }
+        };
+        let sent = made.and_then(|made| {
+            let sent = send(socket.as_fd(), &greeting(), &[made.as_fd()]);
+            file = Some(made);
+            sent
+        });
+        if let Err(errno) = sent {
+            let error: Error = os_error("list", "list of shared memory", errno);
+            tracing::debug!("a process got no list: {error}");
         }
     }
 }

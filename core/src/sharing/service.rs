@@ -17,6 +17,7 @@ use rustix::net::SocketFlags;
 use super::Sharing;
 use super::exporter::{Grant, Peer};
 use super::importer::{AT_ONCE, Link};
+use super::listing;
 use super::message::{
     ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
 };
@@ -170,7 +171,11 @@ impl Service {
         match source {
             Source::Bell => self.sharing.bell.drain(),
             Source::Listener => self.let_in(),
-            Source::Lister => self.sharing.lister().into_iter().for_each(|lister| self.sharing.answer_listers(lister)),
+            Source::Lister => {
+                if let Some(lister) = self.sharing.lister() {
+                    listing::answer(lister, || self.sharing.listing());
+                }
+            }
             Source::Question(peer) => self.answer(&peer),
             Source::PeerEnded(peer) => {
                 let freed = self.sharing.exporter.peer_ended(peer.id);
