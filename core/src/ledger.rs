@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(kind(0, 0x1000), ErrorKind::InvalidPointer);
     }
 
-    // Found by `scripts/fuzz.sh`: the inputs `opened-over-own`, `nothing-at-a-block`, `a-block-at-nothing` and `past-the-end`.
+    // The first was found by `scripts/fuzz.sh`, the others by the reading after it.
     #[test]
     fn a_backend_that_gives_an_address_of_a_live_block_again_is_caught() {
         let ledger = Ledger::default();

@@ -31,16 +31,18 @@
 //! | 40 | 4 | 1: the owner has dropped it (shared), or has ended (open). 2: no buffer has it open, and the mapping is kept (open) |
 //! | 44 | 4 | number of holders (shared), or process id of the owner (open) |
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::system::os_error;
+use super::identity::Process;
+use super::options::Openers;
+use super::system::{os_error, send};
 use super::ticket::Fields;
-use highwater_hal::{Result, Transport};
+use highwater_hal::{Error, Result, Transport};
 
 /// The name of each list, before the incarnation.
 pub(super) const NAME: &str = "highwater-list-";
@@ -58,6 +60,8 @@ const GONE: u32 = 1;
 const IDLE: u32 = 2;
 /// Connections that wait to be accepted. Each is answered at once.
 const BACKLOG: i32 = 64;
+/// Maximum number of lists that are given before the importers are served.
+const AT_ONCE: usize = 16;
 
 /// The seals of a list: no process changes it any more.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
@@ -128,7 +132,7 @@ fn take(fields: &mut Fields<'_>) -> Option<(Listed, u32, u32)> {
 
 impl Listing {
     /// Leaves off what does not fit into a file.
-    pub(super) fn limit(&mut self) {
+    fn limit(&mut self) {
         let mut space = LONGEST - HEADER;
         let mut fits = |bytes: usize| {
             let left = space.checked_sub(bytes);
@@ -197,7 +201,7 @@ impl Listing {
 }
 
 /// Returns the message that carries a list.
-pub(super) fn greeting() -> [u8; 8] {
+fn greeting() -> [u8; 8] {
     let mut bytes = [0; 8];
     bytes[..4].copy_from_slice(&MAGIC);
     bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
@@ -230,7 +234,7 @@ pub(super) fn listen(incarnation: &[u8; 16]) -> Result<OwnedFd> {
 }
 
 /// Writes a list to a file that nobody can change.
-pub(super) fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
+fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     if !highwater_hal::file_limit::allows(list.len() as u64) {
         return Err(Errno::FBIG);
     }
@@ -246,6 +250,40 @@ pub(super) fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     }
     rustix::fs::fcntl_add_seals(&file, SEALS)?;
     Ok(file)
+}
+
+/// Gives the list to each process that has connected and belongs to this user. `lister` is the socket, and `list` makes the list.
+pub(super) fn answer(lister: &OwnedFd, list: impl Fn() -> Listing) {
+    let mut file: Option<OwnedFd> = None;
+    for _ in 0..AT_ONCE {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = match rustix::net::accept_with(lister, flags) {
+            Ok(socket) => socket,
+            Err(Errno::INTR | Errno::CONNABORTED) => continue,
+            Err(_) => return,
+        };
+        // A process of another user gets nothing, and learns nothing.
+        if Process::of_peer("list", socket.as_fd(), Openers::SameUser).is_err() {
+            continue;
+        }
+        let made = match file.take() {
+            Some(file) => Ok(file),
+            None => {
+                let mut listing = list();
+                listing.limit();
+                to_file(&listing.encode())
+            }
+        };
+        let sent = made.and_then(|made| {
+            let sent = send(socket.as_fd(), &greeting(), &[made.as_fd()]);
+            file = Some(made);
+            sent
+        });
+        if let Err(errno) = sent {
+            let error: Error = os_error("list", "list of shared memory", errno);
+            tracing::debug!("a process got no list: {error}");
+        }
+    }
 }
 
 #[cfg(test)]

@@ -615,6 +615,11 @@ impl Sharing {
         self.importer.disconnect();
     }
 
+    /// Returns what this runtime shares and has open.
+    fn listing(&self) -> listing::Listing {
+        listing::Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 }
+    }
+
     pub(crate) fn statistics(&self) -> SharingStatistics {
         let exported = self.exporter.counts();
         let (mappings, mapped_bytes) = self.importer.mapped();

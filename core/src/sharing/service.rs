@@ -11,17 +11,15 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
 
 use super::Sharing;
 use super::exporter::{Grant, Peer};
 use super::identity::Process;
 use super::importer::{AT_ONCE, Link};
-use super::listing::{Listing, greeting, to_file};
+use super::listing;
 use super::message::{
     ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_PARTS, Part,
 };
-use super::options::Openers;
 use super::rendezvous::Listener;
 use super::spread::spread;
 use super::system::{Received, become_service, drain, is_readable, os_error, receive, send};
@@ -37,8 +35,6 @@ const HELLO_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Maximum number of requests of one importer that are answered before the other importers are served.
 const QUESTIONS_AT_ONCE: usize = 64;
-/// Maximum number of lists that are given before the importers are served.
-const LISTS_AT_ONCE: usize = 16;
 /// Limits on the idle connections of all processes together, those with nothing open: a maximum, and the descriptors of this
 /// process required for each. Each connection uses up to three descriptors.
 const MOST_IDLE: usize = 64;
@@ -179,7 +175,11 @@ impl Service {
         match source {
             Source::Bell => self.sharing.bell.drain(),
             Source::Listener => self.let_in(),
-            Source::Lister => self.sharing.lister().into_iter().for_each(|lister| self.sharing.answer_listers(lister)),
+            Source::Lister => {
+                if let Some(lister) = self.sharing.lister() {
+                    listing::answer(lister, || self.sharing.listing());
+                }
+            }
             Source::Question(peer) => self.answer(&peer),
             Source::PeerEnded(peer) => {
                 let freed = self.sharing.exporter.peer_ended(peer.id);
@@ -490,44 +490,5 @@ impl Sharing {
         }
         let freed = waiting.is_some_and(|waiting| self.frees.len() < waiting);
         published || released || unregistered || freed
-    }
-}
-
-impl Sharing {
-    /// Returns what the runtime shares and has open.
-    fn listing(&self) -> Listing {
-        let mut listing = Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 };
-        listing.limit();
-        listing
-    }
-
-    /// Gives the list to each process that has connected and belongs to this user. `lister` is the socket.
-    pub(super) fn answer_listers(&self, lister: &OwnedFd) {
-        let mut file: Option<OwnedFd> = None;
-        for _ in 0..LISTS_AT_ONCE {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let socket = match rustix::net::accept_with(lister, flags) {
-                Ok(socket) => socket,
-                Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                Err(_) => return,
-            };
-            // A process of another user gets nothing, and learns nothing.
-            if Process::of_peer("list", socket.as_fd(), Openers::SameUser).is_err() {
-                continue;
-            }
-            let made = match file.take() {
-                Some(file) => Ok(file),
-                None => to_file(&self.listing().encode()),
-            };
-            let sent = made.and_then(|made| {
-                let sent = send(socket.as_fd(), &greeting(), &[made.as_fd()]);
-                file = Some(made);
-                sent
-            });
-            if let Err(errno) = sent {
-                let error: Error = os_error("list", "list of shared memory", errno);
-                tracing::debug!("a process got no list: {error}");
-            }
-        }
     }
 }
