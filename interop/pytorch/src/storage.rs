@@ -28,7 +28,7 @@ use crate::counters::Counter;
 ///
 /// d, h, n, o, c, s, e, w = text.split(":")
 /// b = bytes.fromhex
-/// storage = torch.UntypedStorage._new_shared_cuda(int(d), b(h), int(n), int(o), b(c), int(s), b(e), w == "1")
+/// storage = torch.UntypedStorage._new_shared_cuda(int(d), b(h), int(n), int(o), b(c), int(s), b(e), w.strip() == "1")
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
