@@ -1,7 +1,7 @@
 //! Opens device memory of a Python program that uses PyTorch: `python examples/from_pytorch.py target/debug/examples/from_pytorch`.
 //!
-//! The Python program starts this one and writes a number of tensors, and a line for each: the result of `storage._share_cuda_()`
-//! as text. This program reports the values, and releases the tensors when it is told to.
+//! The Python program starts this one. It writes a number of tensors, and then the result of `storage._share_cuda_()` of each as a
+//! line of text. This program reports the values, and releases the tensors on request.
 
 #![forbid(unsafe_code)]
 

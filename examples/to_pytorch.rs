@@ -1,7 +1,7 @@
 //! Shares device memory with a Python program that uses PyTorch: `python examples/to_pytorch.py target/debug/examples/to_pytorch`.
 //!
-//! The Python program starts this one and writes the id of the process that receives, and a number of tensors. This program
-//! answers with a line for each tensor, which `torch.UntypedStorage._new_shared_cuda` opens. Then it reports what it waits for.
+//! The Python program starts this one. It writes the id of the receiving process, and a number of tensors. This program answers
+//! with a line for each tensor, which `torch.UntypedStorage._new_shared_cuda` opens. Then it reports the shares that it waits for.
 
 #![forbid(unsafe_code)]
 

@@ -111,7 +111,7 @@ pub use open::open_auto;
 pub use open::{Fallback, OpenError, OpenOptions, Opened, open, open_best};
 pub use runtime::Runtime;
 
-/// What the processes of a user share: the library's side of `highwater ipc ls`.
+/// The memory that the processes of a user share, as `highwater ipc ls` lists it.
 pub mod ipc {
     pub use highwater_core::ipc::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
 }
@@ -124,7 +124,7 @@ pub mod opening {
     pub use highwater_hal::OpenFailure;
 }
 
-/// How processes that share memory find each other, and who may open it.
+/// The rendezvous of processes that share memory, and the processes that may open it.
 pub mod sharing {
     pub use highwater_core::{Openers, Rendezvous, SharingOptions, SharingReport};
 }

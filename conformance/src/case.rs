@@ -38,8 +38,8 @@ pub(crate) enum Run {
 }
 
 impl Case {
-    /// Returns why the case proves nothing about a backend whose devices have these capabilities, if so. The case uses the first
-    /// device as device 0.
+    /// Returns the reason if the case proves nothing about a backend whose devices have these capabilities. The case uses the
+    /// first device as device 0.
     #[must_use]
     pub fn unmet(&self, devices: &[Capabilities]) -> Option<String> {
         self.needs.iter().find_map(|need| need.unmet(devices))
@@ -96,7 +96,7 @@ pub enum Need {
 }
 
 impl Need {
-    /// Returns why a backend whose devices have these capabilities does not meet the need, if so.
+    /// Returns the reason if a backend whose devices have these capabilities does not meet the need.
     #[must_use]
     pub fn unmet(&self, devices: &[Capabilities]) -> Option<String> {
         // A backend has a device.
@@ -199,7 +199,7 @@ pub(crate) fn during<T>(needs: &'static [Need], run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// Runs a part of the case of this thread on the first two devices. A device that lacks a need of the case is left out.
+/// Runs a part of the case of this thread on the first two devices, except those that lack a need of the case.
 pub(crate) fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResult) -> CaseResult {
     let capabilities = all_capabilities(backend)?;
     for device in 0..capabilities.len().min(2) {

@@ -723,7 +723,7 @@ pub(crate) fn file_in_memory(content: &[u8]) -> OwnedFd {
     file
 }
 
-/// Keeps every later mapping of a file from writing it. Such a mapping cannot be made writable.
+/// Prevents every later mapping of a file from writing it. Such a mapping cannot be made writable.
 pub(crate) fn seal_writes(file: &OwnedFd) {
     rustix::fs::fcntl_add_seals(file, rustix::fs::SealFlags::FUTURE_WRITE).expect("the file can be sealed");
 }

@@ -102,7 +102,7 @@ without_ordinals!(
     &StreamOptions,
 );
 
-/// An argument. The layer keeps a changed copy of what a reference leads to while the call runs.
+/// An argument. While the call runs, the layer keeps a changed copy of the object that a reference names.
 trait Pass<'c> {
     type Kept: 'c;
     fn keep(self) -> Self::Kept;

@@ -33,7 +33,7 @@ pub fn seed() -> Result<u64> {
     Ok(Random::new(since.as_nanos() as u64).next() & EXACT_IN_JSON)
 }
 
-/// Readers of JSON that have 64-bit floats only read these numbers exactly. Rounds add to the seed, so it is a little less than 2^53.
+/// Readers of JSON that have only 64-bit floats read these numbers exactly. Rounds add to the seed, so it is a little less than 2^53.
 const EXACT_IN_JSON: u64 = (1 << 52) - 1;
 
 fn parsed(text: &OsStr) -> Result<u64> {

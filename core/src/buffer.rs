@@ -340,8 +340,8 @@ impl<T: Element> fmt::Debug for DeviceSlice<'_, T> {
 }
 
 impl Runtime {
-    /// Returns another buffer over the values of a slice of memory that other processes can open. The memory stays while either
-    /// buffer exists, as it does for another process. Makes no call of the backend.
+    /// Returns another buffer over a slice of memory that other processes can open. The memory stays while either buffer exists,
+    /// as it does for another process. Makes no call of the backend.
     ///
     /// ```
     /// # use highwater_core::Runtime;
@@ -358,8 +358,8 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// `InvalidArgument` if the slice belongs to another runtime, or no other process can open its memory; `Forked` in a forked
-    /// child.
+    /// `InvalidArgument` if the slice belongs to another runtime, or if no other process can open its memory; `Forked` in a
+    /// forked child.
     pub fn keep<'b, T: Element>(&self, slice: impl Into<DeviceSlice<'b, T>>) -> Result<DeviceBuffer<T>> {
         const OPERATION: &str = "keep";
         let slice = slice.into();

@@ -190,7 +190,7 @@ impl DeviceBlock {
         self.revocation().map_or(Ok(()), |revocation| revocation.check(operation))
     }
 
-    /// Notes that other code has the address. Then the memory is released with the block and not earlier.
+    /// Notes that other code has the address. From then on, the memory is released with the block and not earlier.
     pub(crate) fn note_lent(&self) {
         if let Some(revocation) = self.revocation() {
             let _uses = self.uses.lock();
@@ -199,8 +199,8 @@ impl DeviceBlock {
     }
 
     /// Refuses all later uses of the memory of a dead owner. Returns the streams that used it. A call that was noted earlier
-    /// either comes before the completion of its stream or finds the memory revoked, because it checks under the submission
-    /// lock. `None` if the memory is released with the block: other code has the address.
+    /// checks under the submission lock. So it either comes before the completion of its stream or finds the memory revoked.
+    /// `None` if other code has the address: the memory is then released with the block.
     pub(crate) fn revoke(&self) -> Option<Vec<StreamUse>> {
         let revocation = self.revocation()?;
         let uses = self.uses.lock();

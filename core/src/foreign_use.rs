@@ -133,8 +133,8 @@ impl Stream {
     /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
     /// a note of its own.
     ///
-    /// Memory that was opened with [`OwnerDeath::Release`](crate::OwnerDeath::Release) is released with its buffer after a
-    /// note, and not when its owner dies: Highwater cannot take an address back.
+    /// After a note, memory that was opened with [`OwnerDeath::Release`](crate::OwnerDeath::Release) is released with its buffer
+    /// and not when its owner dies. Highwater cannot take an address back.
     ///
     /// ```
     /// # use highwater_core::{Backend, DevicePtr, FillPattern, MemoryFill};
@@ -163,7 +163,8 @@ impl Stream {
     ///
     /// # Errors
     /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; `Expired` if
-    /// the memory was released because its owner has died; else the error of ordering the stream after the allocation. After an error the caller must not enqueue the work.
+    /// the memory was released because its owner has died; else the error of ordering the stream after the allocation. After an
+    /// error, the caller must not enqueue the work.
     pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, access: Access) -> Result<()> {
         const OPERATION: &str = "note_device_use";
         // Reads and writes both keep the memory.

@@ -1,7 +1,7 @@
 //! The parsers of bytes that other processes write, each with the promises that hold for every input.
 //!
-//! A function takes one input and panics if a promise does not hold. `scripts/fuzz.sh` calls it with inputs that it searches, and the
-//! test below with those that are kept in `fuzz/corpus`. This module exists in tests and under `--cfg fuzzing` only.
+//! A function takes one input and panics if a promise does not hold. `scripts/fuzz.sh` calls it with generated inputs. The test below
+//! calls it with the inputs in `fuzz/corpus`. This module exists in tests and under `--cfg fuzzing` only.
 
 use crate::ledger::{DeviceBlockInfo, Held, Ledger};
 use crate::sharing::fuzzed;
@@ -88,7 +88,7 @@ impl Model {
         self.0.iter().copied().find(|known| !known.divided && known.start() <= at && at < known.end())
     }
 
-    /// Removes a block, or tells why the ledger must not.
+    /// Removes a block, or returns the reason why the ledger must not.
     fn remove(&mut self, device: u32, ptr: DevicePtr) -> std::result::Result<DeviceBlockInfo, ErrorKind> {
         match self.at(ptr) {
             Some(at) if self.0[at].info.device == device => Ok(self.0.swap_remove(at).info),
@@ -111,8 +111,8 @@ const STEP: usize = 4;
 
 /// Obeys steps on a ledger and on its model, which must agree.
 ///
-/// A step has four bytes: the operation and the device, the address in units of 16 bytes, the size in units of 8 bytes, and what is
-/// added to the address. An address of 255 is the last one of all, and a size of 255 the largest.
+/// A step has four bytes: the operation with the device, the address in units of 16 bytes, the size in units of 8 bytes, and an offset
+/// of the address. The byte 255 means the last address of all, or the largest size.
 pub fn ledger(data: &[u8]) {
     let ledger = Ledger::default();
     let mut model = Model::default();

@@ -66,7 +66,7 @@ pub use pool::{
 };
 pub use runtime::{Limits, Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
-/// What the processes of a user share.
+/// The memory that the processes of a user share.
 pub mod ipc {
     pub use crate::sharing::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
 }

@@ -57,8 +57,8 @@ impl Child {
 
     /// Starts this program once more, in user, network, PID, IPC and mount namespaces of its own. It sees no process outside.
     ///
-    /// A shell is the first process of the PID namespace and the parent of the child. The kernel ends the namespace with it, and
-    /// it with `unshare`, whose process stands for the child here.
+    /// A shell is the first process of the PID namespace and the parent of the child. The kernel ends the shell with `unshare`, and
+    /// the namespace with the shell. The process of `unshare` stands for the child here.
     pub(super) fn start_isolated(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         // The second command keeps the shell from replacing itself.
         const SHELL: &str = r#""$@"; exit $?"#;

@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-/// Returns a time as RFC 3339 has it, in UTC and in whole seconds.
+/// Returns a time in the form of RFC 3339, in UTC and in whole seconds.
 pub(super) fn date_of(time: SystemTime) -> String {
     date(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs())
 }

@@ -33,7 +33,7 @@ pub(super) fn list(json: bool) -> Result<Verdict> {
 /// A process and its name.
 struct Named {
     process: SharingProcess,
-    /// Empty if the system does not tell.
+    /// Empty if the system does not report it.
     command: String,
 }
 

@@ -304,7 +304,7 @@ fn read_only_memory_is_registered(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Registers memory that no mapping can write any more, as importers of shared page-locked memory do.
+/// Registers memory that no mapping can write, as importers of shared page-locked memory do.
 fn sealed_memory_is_registered(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 17;
     let content = Random::new(12).bytes(BYTES);

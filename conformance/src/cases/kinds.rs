@@ -250,8 +250,8 @@ fn streams_of_other_code_are_one_with_their_owner(backend: &dyn Backend) -> Case
     })
 }
 
-/// The duration of work that outlasts a wait with a limit of its own. Such limits are in the loops of waits that poll: 100 ms, or a
-/// second. All waits wait for the same work, so that the case takes this time once.
+/// The duration of work that outlasts a wait with a limit of its own. Waits that poll have such limits: 100 ms, or a second. All waits
+/// wait for the same work, so that the case takes this time once.
 const LONG: Duration = Duration::from_millis(1200);
 const LONG_BYTES: usize = 32 << 20;
 

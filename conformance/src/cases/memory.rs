@@ -464,7 +464,7 @@ fn stream_ordered_bytes_freed_on_another_stream_come_back(backend: &dyn Backend)
     Ok(())
 }
 
-/// The free comes in the order of the stream that it names, not of the one that the block was allocated on.
+/// A free has its place in the order of the stream that it names, not of the stream of the allocation.
 fn stream_ordered_free_on_another_stream_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
     const OTHERS: usize = 4;

@@ -1,4 +1,4 @@
-//! Clauses about two things at once, for each pair of their kinds: streams and waits, streams and events. And clauses about many
+//! Clauses about two things at once, for each pair of their kinds: streams and waits, streams and events. Also clauses about many
 //! objects that are alive at the same time.
 
 use std::time::Duration;
@@ -136,7 +136,7 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
     })
 }
 
-/// More than vendors have queues.
+/// Number of streams, more than vendors have queues.
 const MANY: usize = 20;
 
 fn streams(backend: &dyn Backend, device: u32) -> Result<Vec<Stream<'_>>> {
@@ -198,7 +198,7 @@ fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// More than fits a counter of one byte.
+/// Number of objects, more than a counter of one byte can hold.
 const CROWD: usize = 300;
 
 fn many_objects_live_at_once(backend: &dyn Backend) -> CaseResult {

@@ -14,7 +14,7 @@ pub(crate) trait LiveStream: fmt::Debug + Send + Sync {
     /// Records a completion event after all work enqueued on the stream so far, except captured work.
     fn completion(&self) -> Result<Arc<CompletionEvent>>;
 
-    /// As [`LiveStream::completion`], for a thread that must not wait for long. `None` if another thread is enqueuing.
+    /// Does the same as [`LiveStream::completion`], for a thread that must not wait for long. `None` if another thread is enqueuing.
     fn completion_soon(&self) -> Result<Option<Arc<CompletionEvent>>> {
         self.completion().map(Some)
     }
@@ -139,7 +139,7 @@ impl StreamUse {
         self.completion_by(|stream| stream.completion().map(Some))
     }
 
-    /// As [`StreamUse::completion`], for a thread that must not wait for long. `Later` if another thread is enqueuing.
+    /// Does the same as [`StreamUse::completion`], for a thread that must not wait for long. `Later` if another thread is enqueuing.
     pub(crate) fn completion_soon(&self) -> UseEnd {
         self.completion_by(|stream| stream.completion_soon())
     }

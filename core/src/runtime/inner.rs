@@ -82,7 +82,7 @@ pub(crate) struct RuntimeInner {
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) frees: Arc<DeferredFrees>,
     pub(crate) pinned: PinnedPools,
-    /// Where other processes that share memory are found.
+    /// The rendezvous with other processes that share memory.
     pub(crate) meeting: Arc<Meeting>,
     /// Created by the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,

@@ -78,9 +78,9 @@ impl Runtime {
     ///
     /// # Errors
     /// As [`Runtime::new`], and also:
-    /// - `InvalidArgument`: the variable `HIGHWATER_HOST_MEMORY` or `HIGHWATER_SHARING` has an unknown key or a malformed value, a
-    ///   background thread is requested without an idle time, the file of a trace cannot be created, or the place of a
-    ///   rendezvous cannot be used.
+    /// - `InvalidArgument`: the variable `HIGHWATER_HOST_MEMORY` or `HIGHWATER_SHARING` has an unknown key or a malformed value.
+    /// - `InvalidArgument`: a background thread is requested without an idle time.
+    /// - `InvalidArgument`: the file of a trace cannot be created, or the place of a rendezvous cannot be used.
     /// - `OperatingSystem`: the background thread cannot be created.
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
         Self::on_nodes(backend, options, &Nodes::of_machine(Path::new("/")))
@@ -211,11 +211,11 @@ impl Runtime {
         self.inner.workspaces.trim(false)
     }
 
-    /// Refuses a call that must not come now, as all methods that call the backend do. Crates that call the backend of a runtime
-    /// themselves begin with it.
+    /// Refuses a call in the same states as every method that calls the backend. A crate that calls the backend of a runtime
+    /// itself begins with this method.
     ///
     /// # Errors
-    /// With `operation` in its message: `Forked` in a forked child, `Capture` in a thread inside a capture, and the error of a
+    /// The message contains `operation`. `Forked` in a forked child; `Capture` in a thread inside a capture; the error of a
     /// backend that ends.
     pub fn check_outside_capture(&self, operation: &'static str) -> Result<()> {
         self.inner.check(operation)?;

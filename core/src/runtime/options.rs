@@ -103,8 +103,8 @@ impl RuntimeOptions {
         self
     }
 
-    /// Returns the options with these options of memory that is shared with other processes. The variable `HIGHWATER_SHARING` sets
-    /// those that the program does not set.
+    /// Returns the options with these options of shared memory. The variable `HIGHWATER_SHARING` sets those that the program does
+    /// not set.
     #[must_use]
     pub const fn with_sharing(mut self, options: SharingOptions) -> Self {
         self.sharing = options;

@@ -40,7 +40,7 @@ pub struct Statistics {
     pub graphs: GraphStatistics,
     /// The limits in force.
     pub limits: Limits,
-    /// Warnings that core has given in this process so far, of all its runtimes: the events of level `WARN` of `tracing`.
+    /// Number of warnings that core has given in this process, of all its runtimes: the events of level `WARN` of `tracing`.
     pub warnings: u64,
     /// Releases that the backend refused.
     pub failed_releases: u64,
@@ -53,7 +53,7 @@ pub struct Statistics {
     pub left_at_exit: u64,
 }
 
-/// The limits of a runtime that its options set, or the variable `HIGHWATER_HOST_MEMORY`. `None` for no limit.
+/// The limits of a runtime that its options or the variable `HIGHWATER_HOST_MEMORY` set. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Limits {

@@ -124,7 +124,7 @@ struct Export {
     /// Time of the first share.
     since: SystemTime,
     memory: WeakMemory,
-    /// What an open has to name, if the exporter admits anybody who has a ticket.
+    /// The secret that an open must name, if the exporter admits any process that has a ticket.
     secret: Option<Secret>,
     /// Number of the most recent share.
     number: u64,

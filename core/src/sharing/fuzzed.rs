@@ -11,19 +11,19 @@ use crate::fuzzing::is_refusal;
 /// Bytes of the checksum at the end of tickets and batches.
 const SUM: usize = 4;
 
-/// Returns the input with a checksum that fits it. Otherwise hardly an input gets past the check.
+/// Returns the input with a valid checksum. Few inputs have one by chance.
 fn with_sum(data: &[u8]) -> Vec<u8> {
     let mut bytes = data[..data.len().saturating_sub(SUM)].to_vec();
     bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
     bytes
 }
 
-/// Returns what can be compared of a result.
+/// Returns the comparable part of a result.
 fn of<T>(read: Result<T>) -> std::result::Result<T, (ErrorKind, String)> {
     read.map_err(|error| (error.kind(), error.message().to_owned()))
 }
 
-/// Checks the two notations of one thing, from raw bytes and with a checksum that fits.
+/// Checks the two notations of one value, from raw bytes and with a valid checksum.
 fn both<T: PartialEq + std::fmt::Debug>(
     data: &[u8],
     from_bytes: impl Fn(&[u8]) -> Result<T>,

@@ -1,7 +1,7 @@
 //! The process at the other end of a socket: its credentials, its identity, and whether it is alive.
 //!
-//! The identity of a process is its pidfd. A process id is only a number of one PID namespace: it may be used again, and a
-//! process of another namespace has none here, which shows as 0. Ids are therefore for messages and for `/proc`.
+//! The identity of a process is its pidfd. A process id is only a number of one PID namespace, and the system may use it again. A
+//! process of another namespace has no id here, which shows as 0. Ids are therefore for error messages and for `/proc`.
 //!
 //! | kernel | source of the pidfd |
 //! | --- | --- |
@@ -9,8 +9,8 @@
 //! | before 6.5, one PID namespace | `pidfd_open` of the id; a later answer on the socket proves that the id had not been used again |
 //! | before 6.5, two PID namespaces | the other process sends its own pidfd with its greeting |
 //!
-//! User and group ids are those of this process's user namespace. The kernel translates them, and shows an id that has no value
-//! here as the overflow id (65534). That id may stand for any user, so it matches nobody.
+//! User and group ids are those of this process's user namespace. The kernel translates them. It shows an id without a value here
+//! as the overflow id (65534). That id may stand for any user, so it matches nobody.
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -23,12 +23,12 @@ use super::options::Openers;
 use super::system::{invalid_message, is_readable, os_error};
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// The id that the kernel shows for an id without a value in this namespace, unless the system has another.
+/// The overflow id, which the kernel shows for an id without a value in this namespace. A system may set another.
 const OVERFLOW_ID: u32 = 65534;
 /// Number of ids of a namespace that maps all of them.
 const ALL_IDS: u64 = u32::MAX as u64;
 
-/// The kernel's answers about the other end of a socket. Tests answer as other kernels do.
+/// The kernel's answers about the other end of a socket. Tests imitate other kernels.
 pub(crate) trait Answers {
     fn credentials(&self, socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, Errno>;
     /// Returns the supplementary groups.
@@ -42,7 +42,7 @@ pub(crate) trait Answers {
 pub(crate) struct Kernel;
 
 impl Answers for Kernel {
-    /// Not through rustix, whose process ids are never 0.
+    /// Does not use rustix, whose process ids are never 0.
     fn credentials(&self, socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, Errno> {
         let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -122,7 +122,7 @@ fn last_errno() -> Errno {
 pub(crate) struct Process {
     /// Its id in this PID namespace; 0 if it has none.
     pid: i32,
-    /// Not set while the process still has to send it.
+    /// Unset until the process has sent it.
     pidfd: OnceLock<Arc<OwnedFd>>,
     /// True if the kernel cannot name the process at the other end of a socket by itself.
     kernel_is_old: bool,
@@ -206,12 +206,12 @@ impl Process {
         self.pidfd().is_some_and(is_readable)
     }
 
-    /// Returns the pidfd; `None` before the greeting of a process that has to send it.
+    /// Returns the pidfd. `None` before the greeting of a process that has to send it.
     pub(crate) fn pidfd(&self) -> Option<BorrowedFd<'_>> {
         self.shared_pidfd().map(|pidfd| pidfd.as_fd())
     }
 
-    /// As [`Process::pidfd`], for those that keep it.
+    /// Returns the same as [`Process::pidfd`], for callers that keep it.
     pub(super) fn shared_pidfd(&self) -> Option<&Arc<OwnedFd>> {
         self.pidfd.get()
     }
@@ -226,8 +226,8 @@ impl Process {
         (self.pid != 0).then_some(self.pid)
     }
 
-    /// Returns a value that tells processes apart, also those of other PID namespaces. Before Linux 6.9, it does not tell two
-    /// processes of other namespaces apart.
+    /// Returns a value that tells processes apart, also those of other PID namespaces. Before Linux 6.9, two processes of other
+    /// namespaces have the same value.
     pub(crate) fn key(&self) -> (i32, u64) {
         let inode = self.pidfd().and_then(|pidfd| rustix::fs::fstat(pidfd).ok()).map_or(0, |stat| stat.st_ino);
         (self.pid, inode)
@@ -297,7 +297,7 @@ impl Ids {
     }
 }
 
-/// Returns whether this process's user namespace maps every id. If the system does not tell, it does not.
+/// Returns whether this process's user namespace maps every id. `false` if the system does not report it.
 pub(super) fn maps_all(file: &str) -> bool {
     let lengths =
         |map: String| map.lines().filter_map(|line| line.split_whitespace().nth(2)?.parse::<u64>().ok()).sum();
@@ -437,7 +437,7 @@ mod tests {
         is_refused(refused, ErrorKind::PermissionDenied, "a user without an id here (65534)");
         let stranger = Faked { groups: Ok(vec![OVERFLOW_ID]), ..Faked::of(OVERFLOW_ID, OVERFLOW_ID) };
         is_refused(stranger.ask(Openers::Group(OVERFLOW_ID), SOME), ErrorKind::PermissionDenied, "without an id here");
-        // Where every id has a value, this one is a user and a group like others.
+        // If every id has a value, this one is a user and a group like others.
         let all = Ids { user: OVERFLOW_ID, unmapped_user: None, unmapped_group: None };
         stranger.ask(Openers::SameUser, all).unwrap();
         stranger.ask(Openers::Group(OVERFLOW_ID), Ids { user: USER, ..all }).unwrap();

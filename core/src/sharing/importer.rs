@@ -210,7 +210,7 @@ pub(crate) trait Mapper: Sync {
     fn check(&self) -> Result<()>;
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
-    /// Where exporters are found.
+    /// The rendezvous with exporters.
     fn meeting(&self) -> &Meeting;
 }
 
@@ -1075,7 +1075,7 @@ impl Importer {
         drop(forgotten);
     }
 
-    /// Takes the blocks out that a connection opened. Blocks that are being dropped release their memory themselves.
+    /// Removes and returns the blocks that a connection opened. Blocks that are being dropped release their memory themselves.
     pub(crate) fn take_revocable(&self, link: &Arc<Link>) -> Vec<(Arc<Import>, Arc<DeviceBlock>)> {
         let mut revocable = self.revocable.lock();
         let taken = revocable.extract_if(|_, (import, _)| Arc::ptr_eq(&import.link, link));

@@ -1,8 +1,8 @@
-//! The list of what a runtime shares and has open, as it gives it to other processes of the user.
+//! The list of the memory that a runtime shares and has open. The runtime gives it to other processes of the user.
 //!
 //! Each runtime that shares or opens memory listens on a second abstract socket, `highwater-list-` and its incarnation. A connection
-//! is the whole request: the sharing thread answers with one message, which carries a sealed file, and closes the connection. It reads
-//! nothing and keeps nothing, so no client can delay it.
+//! is the whole request. The sharing thread answers with one message, which carries a sealed file, and closes the connection. It reads
+//! nothing from the client and keeps no state of it, so no client can delay it.
 //!
 //! The message has 8 bytes: `HWLS`, the version of the format, and the oldest version that a reader must know. The file:
 //!
@@ -60,10 +60,10 @@ const GONE: u32 = 1;
 const IDLE: u32 = 2;
 /// Connections that wait to be accepted. Each is answered at once.
 const BACKLOG: i32 = 64;
-/// Maximum number of lists that are given before the importers are served.
+/// Maximum number of lists that the thread gives before it serves the importers.
 const AT_ONCE: usize = 16;
 
-/// The seals of a list: no process changes it any more.
+/// The seals of a list. With them, no process can change it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 
 /// An allocation, as both sides list it.
@@ -96,7 +96,7 @@ pub(crate) struct ListedImport {
     pub(crate) is_idle: bool,
 }
 
-/// What one runtime shares and has open.
+/// The memory that one runtime shares and has open.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Listing {
     pub(crate) exports: Vec<ListedExport>,
@@ -131,7 +131,7 @@ fn take(fields: &mut Fields<'_>) -> Option<(Listed, u32, u32)> {
 }
 
 impl Listing {
-    /// Leaves off what does not fit into a file.
+    /// Leaves off the allocations that do not fit into a file.
     fn limit(&mut self) {
         let mut space = LONGEST - HEADER;
         let mut fits = |bytes: usize| {
@@ -252,7 +252,7 @@ fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     Ok(file)
 }
 
-/// Gives the list to each process that has connected and belongs to this user. `lister` is the socket, and `list` makes the list.
+/// Gives the list to each connected process of this user. `lister` is the socket, and `list` makes the list.
 pub(super) fn answer(lister: &OwnedFd, list: impl Fn() -> Listing) {
     let mut file: Option<OwnedFd> = None;
     for _ in 0..AT_ONCE {

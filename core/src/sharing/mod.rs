@@ -5,9 +5,10 @@
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
 //!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which returns a [`Ticket`]: plain bytes for any channel.
 //! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation sends a request
-//!    to the exporter over a Unix socket, which it finds by an abstract name, in a directory or by an inherited descriptor
-//!    (`rendezvous.rs`). Both sides check the credentials of the other process (`identity.rs`). The answer contains the memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two
-//!    processes map the table. Later opens are one atomic operation on a word of that table.
+//!    to the exporter over a Unix socket. It finds the socket by an abstract name, in a directory or by an inherited descriptor
+//!    (`rendezvous.rs`). Both sides check the credentials of the other process (`identity.rs`). The answer contains the
+//!    memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two processes map the table. Later
+//!    opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
 //!
@@ -27,8 +28,8 @@
 //! # Death of the exporter
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
 //! belongs to the exporter, and the vendor defines what remains of it. An importer that opened memory with
-//! [`OwnerDeath::Release`] keeps nothing: its blocks are revoked (`revocation.rs`), and the memory is unmapped once its own work
-//! on it is done. `owner.rs` is the program's view of the exporter.
+//! [`OwnerDeath::Release`] keeps nothing. Its blocks are revoked (`revocation.rs`). The memory is unmapped once the importer's own
+//! work on it is done. `owner.rs` is the program's view of the exporter.
 
 mod batch;
 mod counts;
@@ -119,7 +120,7 @@ pub(crate) struct Sharing {
     listener: OnceLock<Listener>,
     meeting: Arc<Meeting>,
     binding: Mutex<()>,
-    /// On which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
+    /// The socket on which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
     lister: OnceLock<Option<OwnedFd>>,
     stopping: AtomicBool,
     trims: AtomicU64,
@@ -166,10 +167,10 @@ pub struct SharingStatistics {
     pub opens: u64,
     /// Of those, opens with an existing mapping.
     pub kept_opens: u64,
-    /// Searches for memory that other processes have released: by `Runtime::trim_shared` (earlier `Runtime::collect`),
-    /// [`Runtime::trim`](crate::Runtime::trim), the end of the runtime, and allocations that found no memory.
+    /// Number of searches for memory that other processes have released. `Runtime::trim_shared` (earlier `Runtime::collect`),
+    /// [`Runtime::trim`](crate::Runtime::trim), the end of the runtime, and allocations that found no memory make them.
     pub trims: u64,
-    /// Bytes in limbo that those searches freed. The sharing thread frees most of the memory before them, as it is released.
+    /// Bytes in limbo that those searches freed. The sharing thread frees most of the memory earlier, as soon as it is released.
     pub trimmed_bytes: u64,
 }
 
@@ -430,12 +431,12 @@ impl Sharing {
         })
     }
 
-    /// Returns the name under which this runtime is found.
+    /// Returns the name under which importers find this runtime.
     fn name(&self) -> Name {
         Name { boot: self.boot, incarnation: self.incarnation }
     }
 
-    /// Returns a secret for an allocation, if anybody who has the ticket may open it.
+    /// Returns a secret for an allocation, if any process that has the ticket may open it.
     fn new_secret(&self) -> Result<Option<Secret>> {
         let has_secrets = self.meeting.openers == Openers::Secret;
         has_secrets.then(|| highwater_hal::random("share").map(Secret)).transpose()
@@ -477,8 +478,8 @@ impl Sharing {
         self.services().trim_in_passing();
     }
 
-    /// Frees and unmaps everything that other processes may have released, without waiting for the service. Returns the bytes
-    /// that have left limbo.
+    /// Frees and unmaps all memory that other processes have released, without waiting for the service. Returns the bytes that
+    /// left limbo.
     pub(crate) fn trim(&self) -> u64 {
         let (_, before) = self.limbo();
         for peer in self.exporter.peers() {
@@ -564,7 +565,7 @@ impl Sharing {
         }
     }
 
-    /// Forgets a block that [`Sharing::watch_owner`] noted, whose owner is gone.
+    /// Forgets a block that [`Sharing::watch_owner`] noted and whose owner is gone.
     pub(crate) fn forget_block(&self, block: &DeviceBlock) {
         self.importer.forget_revocable(block);
     }
@@ -591,7 +592,7 @@ impl Sharing {
         Owner::new(process, witness)
     }
 
-    /// Handles the end of a process whose death closures wait for.
+    /// Handles the end of a process for which closures wait.
     fn watched_ended(&self, process: &Arc<Process>) {
         // The memory is revoked before the closures run.
         for link in self.importer.links() {
@@ -615,7 +616,7 @@ impl Sharing {
         self.importer.disconnect();
     }
 
-    /// Returns what this runtime shares and has open.
+    /// Returns the memory that this runtime shares and has open.
     fn listing(&self) -> listing::Listing {
         listing::Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 }
     }

@@ -1,4 +1,4 @@
-//! The names under which exporters are found.
+//! The names under which importers find exporters.
 
 /// The start of every name.
 const PREFIX: &str = "highwater-";

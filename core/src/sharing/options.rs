@@ -1,5 +1,5 @@
-//! [`SharingOptions`]: how processes that share memory find each other and who may open it, and their form in the variable
-//! `HIGHWATER_SHARING`.
+//! [`SharingOptions`]: the rendezvous of processes that share memory, and the processes that may open it. The variable
+//! `HIGHWATER_SHARING` has a text form of both.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -24,10 +24,10 @@ const KEYS: [(&str, &str, Set); 2] = [
 /// Returns the options with one more set, or `None` for a value of another form.
 type Set = fn(SharingOptions, &str) -> Option<SharingOptions>;
 
-/// How processes that share memory find each other.
+/// The method by which processes that share memory find each other.
 ///
 /// The exporter's method is in its tickets. An importer follows the ticket, so it may use another method for its own exports. It
-/// needs the option of the exporter only for the path or the descriptor.
+/// needs the exporter's option only to know the path or the descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Rendezvous {
@@ -38,7 +38,7 @@ pub enum Rendezvous {
     /// write to the directory, it must be sticky (`chmod +t`).
     Directory(&'static Path),
     /// One end of a pair of Unix sockets of the type `SOCK_SEQPACKET`, by its number. The processes inherit the pair from a
-    /// common parent. One process that exports has one end. Any number of processes that open its memory have the other end.
+    /// common parent. The exporting process has one end. Any number of importing processes have the other end.
     ///
     /// The runtime duplicates the descriptor when it is created, and never closes the original.
     Descriptor(RawFd),
@@ -89,21 +89,21 @@ impl Method {
     }
 }
 
-/// Who may open the memory of a runtime, and whose memory the runtime opens.
+/// The processes that may open the memory of a runtime, and whose memory the runtime opens.
 ///
-/// Both sides check the credentials of the other process, as the kernel reports them. The exporter's option decides who may open.
-/// The importer's option decides whose memory it trusts. Between processes of one user, the importer needs no option. An id that
-/// has no value in this user namespace never matches.
+/// Both sides check the credentials of the other process, as the kernel reports them. The exporter's option selects the processes
+/// that may open. The importer's option selects the processes whose memory it trusts. Between processes of one user, the importer
+/// needs no option. An id without a value in this user namespace never matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Openers {
     /// Processes of the same user.
     #[default]
     SameUser,
-    /// Processes of the same user, and those of the group with this id, also as a supplementary group.
+    /// Processes of the same user, and processes with this group id, also as a supplementary group.
     Group(u32),
-    /// Any process that has the ticket. The tickets of such an exporter carry a random secret of 16 bytes, one for each
-    /// allocation, and each open has to name it. Keep such tickets as a password is kept.
+    /// Any process that has the ticket. Each allocation of such an exporter has a random secret of 16 bytes. The tickets carry it,
+    /// and each open must name it. Protect such tickets like passwords.
     Secret,
 }
 
@@ -154,9 +154,9 @@ impl fmt::Display for Openers {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct SharingOptions {
-    /// How processes find each other; by abstract names by default (`rendezvous`).
+    /// The method by which processes find each other (`rendezvous`); abstract names by default.
     pub rendezvous: Option<Rendezvous>,
-    /// Who may open the memory; processes of the same user by default (`openers`).
+    /// The processes that may open the memory (`openers`); those of the same user by default.
     pub openers: Option<Openers>,
 }
 
@@ -181,7 +181,7 @@ impl SharingOptions {
         self
     }
 
-    /// Returns these options, and those of `others` that are not set here.
+    /// Returns these options. Those of `others` fill in the options that are not set here.
     #[must_use]
     pub(crate) fn or(self, others: Self) -> Self {
         Self { rendezvous: self.rendezvous.or(others.rendezvous), openers: self.openers.or(others.openers) }
@@ -243,8 +243,8 @@ pub(super) fn variable() -> Option<OsString> {
     trusted(env::var_os(VARIABLE), secure_execution())
 }
 
-/// Returns a value that the caller of the program may decide. `is_secure`: whether the program has more rights than its caller, who
-/// must not decide who opens its memory.
+/// Returns a value that the caller of the program may decide. `is_secure`: whether the program has more rights than its caller. Such
+/// a caller must not decide which processes open the memory.
 fn trusted(value: Option<OsString>, is_secure: bool) -> Option<OsString> {
     value.filter(|_| !is_secure)
 }

@@ -1,4 +1,4 @@
-//! [`Owner`]: the process that owns opened memory, and what an importer does when it dies.
+//! [`Owner`]: the process that owns opened memory. [`OwnerDeath`]: the effect of its death on an importer.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,7 +14,7 @@ use super::identity::Process;
 use super::system::os_error;
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// What happens to opened memory when the process that owns it dies.
+/// The effect on opened memory when the process that owns it dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum OwnerDeath {
@@ -22,16 +22,16 @@ pub enum OwnerDeath {
     /// its contents stay. With other transports the vendor defines what remains.
     #[default]
     Keep,
-    /// The memory is released promptly, even if the program still has the buffer. First the queued work of this process that
-    /// uses it ends. From the death on, each operation on the buffer returns an error of kind `Expired`, and so does the launch
-    /// of a graph that uses it.
+    /// The memory is released promptly, even if the program still has the buffer. The queued work of this process that uses it
+    /// ends first. From the death on, each operation on the buffer returns an error of kind `Expired`. So does the launch of a
+    /// graph that uses it.
     ///
-    /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. Then the memory is
+    /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. From then on, the memory is
     /// released once the program has dropped the buffer.
     Release,
 }
 
-/// How a process opens memory of another one: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).
+/// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).
 ///
 /// ```
 /// use highwater_core::{OwnerDeath, ImportOptions};
@@ -50,13 +50,13 @@ impl ImportOptions {
         Self::default()
     }
 
-    /// Sets what happens to the memory when its owner dies.
+    /// Sets the effect on the memory when its owner dies.
     #[must_use]
     pub fn with_owner_death(self, owner_death: OwnerDeath) -> Self {
         Self { owner_death }
     }
 
-    /// Returns what happens to the memory when its owner dies.
+    /// Returns the effect on the memory when its owner dies.
     #[must_use]
     pub fn owner_death(&self) -> OwnerDeath {
         self.owner_death
@@ -65,9 +65,9 @@ impl ImportOptions {
 
 /// The process that owns the memory of an opened buffer: [`DeviceBuffer::owner`](crate::DeviceBuffer::owner).
 ///
-/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death: an owner that is
-/// stopped, or whose connection is closed, is alive. The system reports the end of a process that has zombie threads or a
-/// parent that does not wait for it, too.
+/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death. An owner that is
+/// stopped, or whose connection is closed, is alive. An ended process counts as dead even before its parent waits for it, and
+/// even with zombie threads.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -116,7 +116,7 @@ impl AsFd for Owner {
 }
 
 impl Owner {
-    /// Returns the owner behind a connection; `None` before it has sent its greeting.
+    /// Returns the owner behind a connection. `None` before it has sent its greeting.
     pub(super) fn new(process: &Arc<Process>, witness: Weak<dyn NoticesDeaths>) -> Option<Self> {
         let pidfd = Arc::clone(process.shared_pidfd()?);
         Some(Self { process: Arc::clone(process), pidfd, witness })
@@ -154,9 +154,9 @@ impl Owner {
         }
     }
 
-    /// Calls a closure once, when the process dies; at once, if it is dead. Operations on buffers that were opened with
-    /// [`OwnerDeath::Release`] are refused by then, and their memory is about to be released. Dropping the result cancels the
-    /// call, unless it has begun.
+    /// Calls a closure once when the process dies, or at once if it is dead. By then, operations on buffers that were opened with
+    /// [`OwnerDeath::Release`] are refused, and their memory is about to be released. Dropping the result cancels the call,
+    /// unless it has begun.
     ///
     /// The sharing thread of the runtime makes the call. Until the closure returns, that thread answers no other process and
     /// releases no memory. The closure should only signal another thread. It may drop buffers. The call does not take place if
@@ -198,7 +198,7 @@ impl Drop for DeathWatch {
 
 type Call = Box<dyn FnOnce() + Send>;
 
-/// A process whose death closures wait for.
+/// A process for which closures wait.
 struct Watched {
     process: Arc<Process>,
     calls: Vec<(u64, Call)>,
@@ -207,9 +207,9 @@ struct Watched {
 /// The part of a runtime that notices the deaths of processes.
 pub(crate) trait NoticesDeaths: Send + Sync {
     fn deaths(&self) -> &Deaths;
-    /// Makes sure that a thread looks for deaths.
+    /// Starts the thread that detects deaths, if it does not run.
     fn attend(self: Arc<Self>, operation: &'static str) -> Result<()>;
-    /// Lets that thread look at the closures again.
+    /// Makes that thread check the closures again.
     fn look_again(&self);
     /// Returns false in a forked child.
     fn is_current(&self) -> bool;

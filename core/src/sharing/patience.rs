@@ -1,4 +1,4 @@
-//! How long an open waits for its exporter, and the errors of an exporter that is gone or refuses.
+//! The time that an open waits for its exporter, and the errors of an exporter that is gone or refuses.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
-//! [`processes`]: the processes of this user that share memory, and what they share.
+//! [`processes`]: the processes of this user that share memory, and the memory that they share.
 //!
-//! No registry exists. The abstract sockets of `/proc/net/unix` that have the name of a list (`listing.rs`) are asked, all at once. The
-//! process of a socket is the one that the kernel names, and only processes of this user count.
+//! No registry exists. The caller asks all abstract sockets of `/proc/net/unix` that have the name of a list (`listing.rs`). The kernel
+//! names the process of a socket, and only processes of this user count.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -19,14 +19,14 @@ use super::system::{Received, os_error, receive};
 use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 const OPERATION: &str = "processes";
-/// Sockets that are asked at once.
+/// Number of sockets that are asked at once.
 const AT_ONCE: usize = 64;
 
 /// A process that shares memory or has memory of others open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SharingProcess {
-    /// Its process id, as this process sees it. 0 if it is in a process namespace that is hidden from here.
+    /// Its process id, as this process sees it. 0 if it is in a PID namespace that is hidden from here.
     pub pid: u32,
     /// Whether the lists below are complete.
     pub answer: Answer,
@@ -34,21 +34,21 @@ pub struct SharingProcess {
     pub shared: Vec<SharedAllocation>,
     /// Allocations of other processes that it has mapped.
     pub opened: Vec<OpenedAllocation>,
-    /// Allocations that are not in these lists, because it has too many: its list has at most 32 MiB, or about 700,000 allocations.
+    /// Number of allocations that are not in these lists. A list has at most 32 MiB, or about 700,000 allocations.
     pub left_off: u64,
 }
 
-/// Whether a process has told what it shares.
+/// The outcome of the request for a process's lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Answer {
-    /// It has.
+    /// The process has sent its complete lists.
     Complete,
-    /// It is stopped, by a signal or a debugger.
+    /// The process is stopped, by a signal or a debugger.
     Stopped,
-    /// It has not answered within the limit.
+    /// The process has not answered within the limit.
     None,
-    /// It has sent something else: it has another version of this library, or is hostile.
+    /// The process has sent something else. It has another version of this library, or is hostile.
     Invalid,
 }
 
@@ -56,7 +56,7 @@ pub enum Answer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Allocation {
-    /// How the memory reaches other processes.
+    /// The transport of the memory.
     pub transport: Transport,
     /// The ordinal of the device in that process. `None` for page-locked memory.
     pub device: Option<u32>,
@@ -72,7 +72,7 @@ pub struct Allocation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SharedAllocation {
-    /// What is shared.
+    /// The allocation.
     pub allocation: Allocation,
     /// True if the process has dropped its buffer and others still hold the memory.
     pub is_dropped: bool,
@@ -84,7 +84,7 @@ pub struct SharedAllocation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenedAllocation {
-    /// What is open.
+    /// The allocation.
     pub allocation: Allocation,
     /// Id of the process that shares it, as that process sees it.
     pub owner: u32,
@@ -130,9 +130,9 @@ impl SharingProcess {
 
 /// Returns the processes of this user that share memory through this library, or have such memory open, by process id.
 ///
-/// Each process answers for itself. One that is stopped, or does not answer within `limit`, is listed without its memory. The call
-/// asks 64 runtimes at a time, and asks a process that has not answered no second time, so such processes delay it by `limit` for
-/// each 64 of them. Only processes in the network namespace of this one are found. No process of another user is.
+/// Each process answers for itself. A process that is stopped, or does not answer within `limit`, is listed without its memory. The
+/// call asks 64 runtimes at a time, and asks a silent process only once. So each 64 silent processes delay it by `limit`. The call
+/// finds only processes of this user in the network namespace of this process.
 ///
 /// # Errors
 /// `OperatingSystem` if `/proc/net/unix` cannot be read, or if this process has no descriptor left.
@@ -173,7 +173,7 @@ fn name_in(line: &str) -> Option<Name> {
     (flags & LISTENS != 0 && is_list).then(|| Name { bytes: name.into(), inode })
 }
 
-/// The processes of this user by their sockets, for sockets that cannot be asked. Read when the first one is met.
+/// The processes of this user by their sockets, for sockets that cannot be asked. Read at the first such socket.
 #[derive(Default)]
 struct Owners(Option<HashMap<u64, u32>>);
 
@@ -183,7 +183,7 @@ impl Owners {
     }
 }
 
-/// Returns the sockets of all processes whose descriptors this one may read: those of this user.
+/// Returns the sockets of all processes whose descriptors this process may read: those of this user.
 fn sockets_of_processes() -> HashMap<u64, u32> {
     let mut sockets = HashMap::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -314,7 +314,7 @@ fn answer_of(asked: &Asked<'_>) -> Option<std::result::Result<Listing, Answer>> 
     Some(listing.ok_or(Answer::Invalid))
 }
 
-/// Reads a list. The file is memory that nobody can change any more, so no read waits.
+/// Reads a list. The file is sealed memory, so no read waits.
 fn read(file: &OwnedFd) -> Option<Vec<u8>> {
     if !is_sealed(file) {
         return None;

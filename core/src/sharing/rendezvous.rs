@@ -1,5 +1,5 @@
-//! The rendezvous of exporters and importers, by one of three methods. All end with a connection over which both sides know
-//! the other process from the kernel (`identity.rs`), so that the messages are the same for all.
+//! The rendezvous of exporters and importers, by one of three methods. Each ends with a connection over which the kernel names
+//! each process to the other (`identity.rs`). So the messages are the same for all methods.
 //!
 //! | method | exporter | importer |
 //! | --- | --- | --- |
@@ -8,12 +8,13 @@
 //! | descriptor | reads from its end of the inherited pair | sends `Knock` with one end of a new pair |
 //!
 //! *Descriptor.* The kernel names the creator of a pair of sockets at both ends. So the exporter knows the importer by the end
-//! that came with `Knock`. It answers there with `Door` and one end of a pair of its own, by which the importer knows the exporter.
-//! The further messages use the exporter's pair.
+//! that came with `Knock`. It answers there with `Door` and one end of a pair of its own. The importer knows the exporter by that
+//! end. The further messages use the exporter's pair.
 //!
-//! *Directory.* The runtime removes its file at its end. The file of a killed process stays, until a later exporter of the same
-//! boot finds that no process has it open. It learns that without a connection, from the error of a socket of another type, so that
-//! no live exporter is disturbed. Files of another boot may belong to another machine that mounts the directory, and stay.
+//! *Directory.* The runtime removes its file when it ends. The file of a killed process stays until a later exporter of the same
+//! boot finds that no process has it open. That exporter tries a socket of another type and reads the error. So it makes no
+//! connection, and disturbs no live exporter. Files of another boot stay, because they may belong to another machine that mounts
+//! the directory.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -37,7 +38,7 @@ const BACKLOG: i32 = 1024;
 /// Pause before another try, if a queue is full.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Where a runtime finds others, and whom it admits.
+/// The place where a runtime finds others, and the processes that it admits.
 #[derive(Debug)]
 pub(crate) struct Meeting {
     place: Place,
@@ -59,7 +60,7 @@ struct Directory {
     descriptor: OwnedFd,
 }
 
-/// Where an exporter listens.
+/// The socket on which an exporter listens.
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: OwnedFd,
@@ -158,7 +159,7 @@ impl Meeting {
         }
     }
 
-    /// Returns the error for a ticket whose exporter is found by a place that this runtime does not have.
+    /// Returns the error for a ticket whose exporter is at a place that this runtime does not have.
     fn elsewhere(&self, method: Method) -> Error {
         let (theirs, ours) = (method.name(), self.method().name());
         let message =
@@ -247,13 +248,13 @@ fn knock(end: &OwnedFd, name: Name, who: &str, patience: Patience, check: &dyn F
 }
 
 impl Listener {
-    /// Returns the descriptor that is readable when an importer has come; `None` once none can come.
+    /// Returns the descriptor that is readable when an importer has come. `None` once no importer can come.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         (!self.has_ended.load(Ordering::Relaxed)).then(|| self.socket.as_fd())
     }
 
-    /// Returns a socket of an importer that has come. The kernel names the importer at its other end. `None` for a message that
-    /// is not an importer's.
+    /// Returns a socket of an importer that has come. The kernel names the importer at its other end. `None` for a message of
+    /// another kind.
     ///
     /// # Errors
     /// `AGAIN` if no importer has come.
@@ -289,7 +290,7 @@ impl Listener {
         }
     }
 
-    /// Returns the connection with an importer that is admitted.
+    /// Returns the connection with an admitted importer.
     pub(crate) fn admit(&self, socket: OwnedFd) -> Result<OwnedFd> {
         if !self.is_inherited {
             return Ok(socket);
@@ -304,7 +305,7 @@ impl Listener {
 impl Directory {
     fn open(path: &Path) -> Result<Self> {
         let open = |flags| rustix::fs::open(path, flags | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
-        // Whoever may not list the directory can use it, and leaves dead files to others.
+        // A process that may not list the directory can use it, and leaves dead files to others.
         let opened = match open(OFlags::RDONLY) {
             Err(Errno::ACCESS) => open(OFlags::PATH),
             opened => opened,

@@ -7,9 +7,9 @@
 //! | revoked | `Expired` | nothing | nothing: the memory is released |
 //! | revoked and lent | `Expired` | nothing | releases the memory |
 //!
-//! The state changes under the lock of the block's list of uses. A call enters its stream in that list first, and looks at the
-//! state later, under the submission lock of the stream. So a call that finds the memory usable is in the list, and the
-//! completion event that the release records under the same submission lock comes after its work.
+//! The state changes under the lock of the block's list of uses. A call first enters its stream in that list. Later, it checks the
+//! state under the submission lock of the stream. So a call that finds the memory usable is in the list. The release records its
+//! completion event under the same submission lock, so the event comes after the work of the call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -57,7 +57,7 @@ impl Revocation {
         self.state.fetch_or(REVOKED, Ordering::Relaxed) == 0
     }
 
-    /// Returns whether the end of the block has nothing to release. The block has no owner any more.
+    /// Returns whether the end of the block has nothing to release. The block must have no owner.
     pub(super) fn is_released(&self) -> bool {
         self.state.load(Ordering::Relaxed) == REVOKED
     }

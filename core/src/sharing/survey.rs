@@ -11,7 +11,7 @@ use super::rendezvous::Meeting;
 use super::system::{boot_id, os_error};
 use highwater_hal::Result;
 
-/// How this process finds others to share memory with, and whether that works.
+/// The rendezvous of this process, and whether it works.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SharingReport {
@@ -24,7 +24,7 @@ pub struct SharingReport {
     /// Whether the kernel names the process at the other end of a socket (`SO_PEERPIDFD`, Linux 6.5). If not, processes of
     /// different PID namespaces send each other their descriptors.
     pub kernel_names_peers: bool,
-    /// Whether every user id has a value in this user namespace. If not, a user that is not mapped opens nothing without a secret.
+    /// Whether every user id has a value in this user namespace. If not, an unmapped user opens nothing without a secret.
     pub maps_all_users: bool,
 }
 

@@ -20,7 +20,7 @@ const SECRET: u32 = 1 << 5;
 /// The features that the exporter is found in a directory, or by an inherited descriptor.
 const DIRECTORY: u32 = 1 << 6;
 const DESCRIPTOR: u32 = 1 << 7;
-/// Features of an allocation: the others than those of a ticket alone.
+/// Features of an allocation, without those of a ticket alone.
 pub(super) const OF_ALLOCATION: u32 = SECRET | DIRECTORY | DESCRIPTOR;
 /// Features that a reader must support beyond the version, one bit each.
 const KNOWN_FEATURES: u32 = PINNED | OF_ALLOCATION;
@@ -42,7 +42,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Compares all bytes, so that the time of the comparison tells nothing.
+    /// Compares all bytes, so that the time of the comparison reveals nothing.
     pub(super) fn matches(&self, other: &Self) -> bool {
         let differing = self.0.iter().zip(other.0).fold(0, |bits, (ours, theirs)| bits | (ours ^ theirs));
         std::hint::black_box(differing) == 0
@@ -52,8 +52,8 @@ impl Secret {
 /// Names a range of a shared buffer, of device memory or of page-locked memory. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
 /// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
-/// keeps nothing alive. The processes must be on the same running system. [`SharingOptions`](crate::SharingOptions) decide how they
-/// find each other and who may open: by default, processes of the same user in the same network namespace.
+/// keeps nothing alive. The processes must be on the same running system. [`SharingOptions`](crate::SharingOptions) select the
+/// rendezvous and the processes that may open: by default, those of the same user in the same network namespace.
 ///
 /// # Format
 /// A ticket has 136 bytes. Every number is little-endian. Its text is the same bytes in hexadecimal digits.
@@ -79,15 +79,15 @@ impl Secret {
 /// | 128 | 4 | 0 |
 /// | 132 | 4 | CRC-32 of the preceding bytes |
 ///
-/// The checksum detects damage and not forgery. A later version of the format may use the bytes at 128.
+/// The checksum detects damage, but not forgery. A later version of the format may use the bytes at 128.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
     /// True for page-locked memory, false for device memory.
     pub(crate) is_pinned: bool,
-    /// How the exporter is found.
+    /// The method by which importers find the exporter.
     pub(crate) method: Method,
-    /// What an open has to name, if the exporter admits anybody who has the ticket.
+    /// The secret that an open must name, if the exporter admits any process that has the ticket.
     pub(crate) secret: Option<Secret>,
     pub(crate) boot: [u8; 16],
     pub(crate) incarnation: [u8; 16],
@@ -133,13 +133,13 @@ impl Ticket {
         self.pid
     }
 
-    /// Returns the method by which the exporter is found: `abstract`, `directory` or `descriptor`.
+    /// Returns the method by which importers find the exporter: `abstract`, `directory` or `descriptor`.
     #[must_use]
     pub fn rendezvous(&self) -> &'static str {
         self.method.name()
     }
 
-    /// Returns whether the ticket carries a secret, with which any process may open it. Keep such a ticket as a password is kept.
+    /// Returns whether the ticket carries a secret, with which any process may open it. Protect such a ticket like a password.
     #[must_use]
     pub fn has_secret(&self) -> bool {
         self.secret.is_some()
@@ -160,8 +160,8 @@ impl Ticket {
         method | if self.secret.is_some() { SECRET } else { 0 }
     }
 
-    /// Sets what the features of an allocation state. `secret` has the 16 bytes of the secret, or zeros. `None` if the features
-    /// and the bytes do not agree.
+    /// Sets the fields that the features of an allocation state. `secret` has the 16 bytes of the secret, or zeros. `None` if the
+    /// features and the bytes do not agree.
     pub(super) fn with_features(mut self, features: u32, secret: [u8; 16]) -> Option<Self> {
         self.method = match features & (DIRECTORY | DESCRIPTOR) {
             0 => Method::Abstract,

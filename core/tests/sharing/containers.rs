@@ -1,7 +1,7 @@
-//! Sharing between containers: processes in separate user, network, PID, IPC and mount namespaces, which have a directory or an
-//! inherited descriptor in common, and nothing else. None has a `/proc` of its own PID namespace.
+//! Sharing between containers: processes in separate user, network, PID, IPC and mount namespaces. They have only a directory or an
+//! inherited descriptor in common. None has a `/proc` of its own PID namespace.
 //!
-//! Where the system refuses such namespaces to users, the tests say so and pass. `HIGHWATER_NAMESPACES=required` makes them fail.
+//! If the system refuses such namespaces to users, the tests say so and pass. `HIGHWATER_NAMESPACES=required` makes them fail.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -6,11 +6,11 @@
 //! | 4..64 | unused |
 //! | 64..80064 | 10,000 slots of 64 bits |
 //!
-//! A sender sets a slot to 1, and the receiver subtracts 1 when it is done. PyTorch attaches for the time of the subtraction
-//! only. A receiver here maps the file without attaching, so that its death leaves the number of attached processes as it was.
+//! A sender sets a slot to 1, and the receiver subtracts 1 when it is done. PyTorch attaches only for the time of the subtraction.
+//! A receiver here maps the file without attaching. So its death leaves the number of attached processes unchanged.
 //!
-//! A sender that is killed leaves its file. It holds a lock on the file, which the kernel releases at its death. The next
-//! sender removes the files of Highwater that nobody has locked.
+//! A killed sender leaves its file. Each sender holds a lock on its file, and the kernel releases the lock at its death. The next
+//! sender removes the files of Highwater that no process has locked.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -49,7 +49,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a file, which must have [`FILE_BYTES`].
+    /// Maps a file. It must have [`FILE_BYTES`] bytes.
     fn of(operation: &'static str, file: &File) -> Result<Self> {
         // SAFETY: The kernel chooses the address, so no other mapping is replaced.
         let mapped = unsafe {
@@ -234,7 +234,7 @@ fn open(operation: &'static str, name: &[u8]) -> Result<File> {
 /// A file of counters of this process.
 #[derive(Debug)]
 pub(crate) struct OwnFile {
-    /// With a slash at the start, as PyTorch takes it.
+    /// Begins with a slash, as PyTorch expects.
     name: String,
     path: PathBuf,
     mapping: Mapping,

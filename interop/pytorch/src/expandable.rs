@@ -8,9 +8,9 @@
 //! | 16..24 | the number of pages |
 //! | 24.. | a descriptor of the sender's process for each page, 4 bytes each |
 //!
-//! PyTorch sends no descriptor. The receiver copies each from the sender's process, which needs the permission to trace it. The
-//! offset of a storage counts from the first of these pages. Storages in the same pages have the same handle, and share a mapping
-//! here.
+//! PyTorch sends no descriptor. The receiver copies each descriptor from the sender's process, and needs the permission to trace
+//! that process. The offset of a storage counts from the first of these pages. Storages in the same pages have the same handle,
+//! and share a mapping here.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -22,7 +22,7 @@ use highwater_core::{Backend, Descriptor, Device, DevicePtr, Error, ErrorKind, I
 
 const OPERATION: &str = "open";
 const HEADER_BYTES: usize = 24;
-/// Pages of one handle: far more than a device has.
+/// Maximum number of pages of one handle, far more than a device has.
 const MOST_PAGES: usize = 1 << 20;
 
 /// The pages of a segment that a handle names.

@@ -10,9 +10,9 @@
 use crate::expandable::Pages;
 use highwater_core::{Error, ErrorKind, Result};
 
-/// The newest version that is understood: that of PyTorch 2.13.
+/// The newest version that this crate understands, that of PyTorch 2.13. Only PyTorch 2.11.0 was run; it writes version 2.
 const NEWEST: u8 = 3;
-/// The newest version whose pages are understood: that of PyTorch 2.12.
+/// The newest version whose pages this crate understands, that of PyTorch 2.12.
 const NEWEST_OF_PAGES: u8 = 2;
 /// Bytes of the vendor's handles of memory and of events.
 pub(crate) const VENDOR_BYTES: usize = 64;

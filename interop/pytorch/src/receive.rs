@@ -75,7 +75,7 @@ impl Drop for Received {
 /// storage, as this process counts. Waits until the sender's work before the share is done.
 ///
 /// The buffer behaves like any other. Once it is dropped and the last use has ended, the memory is closed and the sender's count
-/// falls. The call that drops the buffer does not wait for that. The sender's memory cannot be shared again from here.
+/// falls. The call that drops the buffer does not wait for that. This process cannot share the sender's memory again.
 ///
 /// ```no_run
 /// # fn main() -> highwater_core::Result<()> {
@@ -97,8 +97,7 @@ impl Drop for Received {
 /// An open that fails leaves the sender's count as it was. It can be repeated, or ended by [`TorchStorage::release`].
 /// - `Expired`: the share has ended, or the sender's file of counters is gone.
 /// - `InvalidState`: this process has the share open already. Each share is for one open.
-/// - `InvalidArgument`: a field that no sender made, a storage of another device or of this process, or a size or an offset that
-///   does not fit `T`.
+/// - `InvalidArgument`: a field is invalid, the storage is of another device or of this process, or it does not fit `T`.
 /// - `InvalidPointer`: the range leaves the segment.
 /// - `Unsupported`: a handle of a later version than 3 (2 for an expandable segment), pages that travel by the fabric, or a
 ///   device that lacks `foreign_memory` or the transport: [`Legacy`](Transport::Legacy), or

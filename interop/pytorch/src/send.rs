@@ -1,8 +1,8 @@
 //! [`Sender`]: storages for PyTorch.
 //!
-//! A share holds its memory, its event and its slot until the slot is 0, or until the receiver that it was made for has ended.
-//! The format has no message for that, so a thread of the sender looks at the slots while there are any: after 1 ms, and up to
-//! every 16 ms while nothing changes. Slots are handed out once. A receiver that counts twice then ends no other share.
+//! A share holds its memory, its event and its slot until the slot is 0, or until its receiver has ended. The format has no message
+//! for that, so a thread of the sender checks the slots while shares exist. It checks after 1 ms, and at longer intervals up to
+//! 16 ms while nothing changes. The sender uses each slot once, so a receiver that counts twice ends no other share.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -25,9 +25,9 @@ use crate::counters::{OwnFile, SLOTS, remove_files_of_dead_senders};
 use crate::handle::VENDOR_BYTES;
 
 const OPERATION: &str = "share";
-/// Events that a sender has at a time, as PyTorch. Beyond that, it waits for the stream instead.
+/// Maximum number of events of a sender, as in PyTorch. Beyond that, it waits for the stream instead.
 const MOST_EVENTS: usize = 1000;
-/// The times between two looks at the slots.
+/// The intervals between two checks of the slots.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
 
@@ -36,11 +36,11 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(16);
 pub struct Receiver(Arc<OwnedFd>);
 
 impl Receiver {
-    /// Returns the process with this id. The caller must ensure that the process cannot have ended before the call, for example
-    /// because it is a child that was not waited for: the system may give its id to another process.
+    /// Returns the process with this id. The caller must ensure that no other process has taken the id before the call. A child
+    /// that was not waited for keeps its id.
     ///
     /// # Errors
-    /// `Expired` if there is no such process; `OperatingSystem` if there are no descriptors left.
+    /// `Expired` if no process has the id; `OperatingSystem` if this process has run out of descriptors.
     pub fn by_pid(pid: u32) -> Result<Self> {
         const OPERATION: &str = "receiver";
         let none = || {
@@ -86,7 +86,7 @@ impl Share {
 
 #[derive(Default)]
 struct State {
-    /// The file with slots that are left, and the first of them.
+    /// The file with unused slots, and the first of them.
     file: Option<(Arc<OwnFile>, usize)>,
     shares: Vec<Share>,
     /// Shares whose end the thread is working on.
@@ -146,7 +146,7 @@ impl Inner {
         count
     }
 
-    /// Looks at the slots until the sender is dropped and every share has ended.
+    /// Checks the slots until the sender is dropped and every share has ended.
     fn watch(&self) {
         let mut pause = SHORTEST_PAUSE;
         loop {
@@ -170,8 +170,8 @@ impl Inner {
 
 /// Shares device memory with processes that use PyTorch. Each share keeps its memory until the receiver has released it.
 ///
-/// Dropping the sender ends no share. The memory stays until the receivers are done, or until this process ends. A thread looks
-/// after that.
+/// Dropping the sender ends no share. The memory stays until the receivers are done, or until this process ends. A thread of the
+/// sender ends the shares.
 ///
 /// ```no_run
 /// # fn main() -> highwater_core::Result<()> {
@@ -207,7 +207,7 @@ impl Sender {
     /// Makes a sender. Removes the files of Highwater's senders that were killed.
     ///
     /// # Errors
-    /// `OperatingSystem` if there can be no thread; `Forked` in a forked child.
+    /// `OperatingSystem` if no thread can be started; `Forked` in a forked child.
     pub fn new(runtime: &Runtime) -> Result<Self> {
         runtime.check_outside_capture(OPERATION)?;
         remove_files_of_dead_senders();
@@ -225,23 +225,23 @@ impl Sender {
         Ok(Self { inner, runtime: runtime.clone(), thread: Some(thread) })
     }
 
-    /// Shares a buffer or a slice with one process that uses PyTorch. The receiver waits for the work that `stream` has been given
-    /// before this call. The caller must order other streams' work on the memory before that. Each storage is for one open:
-    /// share again for another receiver.
+    /// Shares a buffer or a slice with one process that uses PyTorch. The receiver waits for the earlier work of `stream`. The
+    /// caller must order other streams' work on the memory before that. Each storage is for one open. Share again for another
+    /// receiver.
     ///
     /// The memory must be a plain block that the vendor's legacy handle names: of
     /// [`allocate_shared_by`](highwater_core::Device::allocate_shared_by) with [`Transport::Legacy`], or adopted memory of
     /// `cudaMalloc`. The receiver maps the whole block, and can reach the bytes beside the slice.
     ///
     /// The memory stays until the receiver has released the storage. If the receiver is killed or never opens it, the memory stays
-    /// until this process ends. [`share_with`](Self::share_with) and [`TorchStorage::release`] help. Afterwards, the memory is freed
-    /// as that of any buffer that was dropped.
+    /// until this process ends. [`share_with`](Self::share_with) and [`TorchStorage::release`] end such a share. Afterwards, the
+    /// memory is freed like that of any dropped buffer.
     ///
     /// # Errors
     /// - `InvalidArgument`: the slice is empty, of another runtime or device than the stream, or in memory that the legacy handle
     ///   does not name.
     /// - `Unsupported`: the device lacks the transport `Legacy` or `foreign_memory`.
-    /// - `OperatingSystem`: there is no memory in /dev/shm, or there are no descriptors left.
+    /// - `OperatingSystem`: `/dev/shm` has no memory left, or this process has run out of descriptors.
     /// - `Capture`: this thread is inside a capture, or the stream takes part in one.
     pub fn share<'b, T: Element>(
         &self,
@@ -388,7 +388,7 @@ impl Sender {
         state.shares.len() + state.ending
     }
 
-    /// Waits until every share has ended, at most for `limit`. Returns whether they have. `None` has no limit.
+    /// Waits until every share has ended, for at most `limit`. Returns whether all have ended. `None` means unlimited.
     ///
     /// A receiver in Python holds a storage until its last tensor is deleted.
     #[must_use]

@@ -9,7 +9,7 @@ use crate::counters::Counter;
 
 /// The fields of the tuple that PyTorch's `_share_cuda_` returns and `_new_shared_cuda` takes, in that order.
 ///
-/// The text form separates them by colons. Bytes are hexadecimal digits, and all else is a decimal number:
+/// The text form separates them by colons. Bytes are hexadecimal digits, and all other fields are decimal numbers:
 ///
 /// ```
 /// # use highwater_pytorch::TorchStorage;
@@ -33,7 +33,7 @@ use crate::counters::Counter;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TorchStorage {
-    /// Ordinal of the device, as the sender counts. The receiver may count its devices in another way.
+    /// Ordinal of the device in the sender's process. The receiver may have other ordinals.
     pub device: u32,
     /// The handle of the segment: 64 bytes, or PyTorch's version, type and payload.
     pub handle: Vec<u8>,
@@ -52,12 +52,12 @@ pub struct TorchStorage {
 }
 
 impl TorchStorage {
-    /// Counts the storage as released without opening it, as PyTorch's `_release_ipc_counter` does. A receiver that does not open
-    /// a message calls it, or a sender whose message was not delivered. The caller must ensure that nobody opens the storage
-    /// afterwards or has it open: its memory may be freed.
+    /// Counts the storage as released without opening it, as PyTorch's `_release_ipc_counter` does. A receiver calls it for a
+    /// message that it does not open, or a sender for a message that was not delivered. The caller must ensure that no process has
+    /// the storage open or opens it afterwards, because its memory may be freed.
     ///
     /// # Errors
-    /// `Expired` if the share has ended already, or its file is gone; `InvalidArgument` for fields that no sender made.
+    /// `Expired` if the share has ended already, or its file is gone; `InvalidArgument` for invalid fields.
     pub fn release(&self) -> Result<()> {
         Counter::of("release", self)?.release();
         Ok(())

@@ -139,8 +139,8 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
 
 /// Gives the file of the draft the name of the old file.
 ///
-/// The run was long, and something else may be there now, or come between a look and a rename. So the two names are exchanged in one
-/// step, and what was there is looked at under the name of the draft, where nothing else changes it.
+/// The run was long. Something else may have taken the name, or may take it between a check and a rename. So the function exchanges the
+/// two names in one step. It checks the displaced file under the name of the draft, where nothing else changes it.
 fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
     let rename = |from: &Path, to: &Path, flags| rustix::fs::renameat_with(CWD, from, CWD, to, flags);
     let is_other = |path: &Path| fs::symlink_metadata(path).is_ok_and(|found| !found.is_file());

@@ -3,7 +3,7 @@
 //! The owners are children of this process (`command`). Several live at once. This process opens their memory with
 //! `OwnerDeath::Release`, and one allocation in some with `OwnerDeath::Keep`. It enqueues work on the memory and kills the owners
 //! one after the other, while it holds every buffer. It measures the time from the kill until the owner is dead, and until the
-//! memory is free. Some owners kill themselves while this process opens their tickets.
+//! memory is free. Some owners kill themselves while this process opens their tickets, and these kills are not measured.
 
 use std::fs;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ use super::super::{Verdict, output};
 use super::random::Random;
 use super::report::Reasons;
 
-/// The time in which the memory of a killed owner is free again, but for one kill in 100.
+/// The bar: the memory of 99 killed owners in 100 is free again within this time.
 const BAR: Duration = Duration::from_millis(100);
 /// The number of kills from which the bar applies.
 const FEWEST_FOR_BAR: usize = 100;
@@ -46,7 +46,7 @@ const MOST_WORK: u64 = 8;
 const MOST_WORK_LEN: usize = 1 << 13;
 /// The duration of an operation on the mock.
 const LATENCY: Duration = Duration::from_micros(20);
-/// The interval in which memory and processes are looked at.
+/// The interval between checks of memory and processes.
 const LOOK: Duration = Duration::from_micros(50);
 
 messages! {
@@ -102,7 +102,7 @@ pub(super) struct Report {
     /// Owners that died while their tickets were opened, and the opens that were refused then.
     in_opens: u64,
     refused: u64,
-    /// Buffers that were kept after the death, with the right contents.
+    /// Number of buffers that were kept after the death, with the right contents.
     kept: u64,
     times: Times,
     leaked_objects: u64,
@@ -187,7 +187,7 @@ fn descriptors() -> Result<usize> {
 /// The largest buffer, in values.
 const MOST_LEN: usize = 1 << 20;
 
-/// An owner, and what this process has of it.
+/// An owner, and the objects that this process has of it.
 struct Owned {
     child: Child,
     value: u32,
@@ -326,7 +326,7 @@ impl Importer<'_> {
         };
         let bytes: u64 = tickets.iter().map(Ticket::bytes).sum();
         let mapped = self.mapped_bytes() - bytes;
-        // Where the driver counts the owner's memory, it is free only once both processes have released it.
+        // If the driver counts the owner's memory, it is free only once both processes have released it.
         let free = if self.report.driver_counts { self.device.memory_info()?.free + bytes } else { 0 };
         if self.random.percent(60) {
             self.report.with_work += 1;
@@ -394,7 +394,7 @@ impl Importer<'_> {
         }
     }
 
-    /// Waits until no more than this is mapped, and what was kept is released.
+    /// Waits until no more than this is mapped, and the kept buffers are released.
     fn wait_for_mapped(&mut self, bytes: u64) {
         let deadline = Instant::now() + PATIENCE;
         while self.mapped_bytes() > bytes {
@@ -494,7 +494,7 @@ pub(in super::super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
     Ok(Verdict::Good)
 }
 
-/// What an owner holds until it is killed.
+/// The objects that an owner holds until it is killed.
 type Holdings = (Runtime, Stream, Vec<DeviceBuffer<u32>>);
 
 fn share(address: &str, (count, len): (u64, u64), value: u32, transport: Transport) -> Result<(Holdings, Vec<u8>)> {

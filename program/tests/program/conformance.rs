@@ -296,7 +296,7 @@ fn conformance_that_is_ended_by_a_signal_leaves_no_certificate_and_no_draft() {
 fn conformance_writes_its_certificate_to_its_own_output_in_one_piece() {
     let folder = scratch_folder("certificate-output");
     let file = folder.join("both.json");
-    // What `/dev/stdout` is; some containers have none.
+    // The target of `/dev/stdout`; some containers have none.
     let link = folder.join("stdout");
     std::os::unix::fs::symlink("/proc/self/fd/1", &link).unwrap();
     let mut command = command_on("devices=1", &["conformance", "--certificate", link.to_str().unwrap(), "--json"]);

@@ -143,7 +143,7 @@ fn files_of(process: u32) -> usize {
     entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&start)).count()
 }
 
-/// The stand-in sends, and waits for its counts. What it says at the end is what did not come back.
+/// The stand-in sends, and waits for its counts. At its end it reports the bytes that did not come back.
 fn stand_in_sends(is_late: bool) {
     wait_for_release(Sends::all(is_late));
 }

@@ -1,5 +1,5 @@
-//! A stand-in for PyTorch: it speaks PyTorch's format over raw calls of the driver and of POSIX shared memory, and shares no
-//! code with the crate under test.
+//! A stand-in for PyTorch. It uses PyTorch's format over raw calls of the driver and of POSIX shared memory. It shares no code with
+//! the crate under test.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -151,7 +151,7 @@ impl Drop for Counters {
     }
 }
 
-/// What PyTorch's `_release_ipc_counter` does. A file that is gone is no error.
+/// Does the same as PyTorch's `_release_ipc_counter`. A file that is gone is no error.
 pub(super) fn release(tuple: &Tuple) {
     if let Some(counters) = Counters::attach(&tuple.file, false) {
         counters.set(tuple.slot, counters.get(tuple.slot) - 1);
@@ -369,7 +369,7 @@ impl Receives {
             }
         }
         let open = self.open.entry(tuple.handle.clone()).or_insert_with(|| {
-            // What a reader of version 2 accepts.
+            // A reader of version 2 accepts these.
             let bare = match &tuple.handle[..] {
                 bare if bare.len() == 64 => bare,
                 [version, b'c', payload @ ..] if *version <= 2 => payload,
