@@ -56,8 +56,8 @@ impl MockIpc {
         Err(unsupported(operation, transport))
     }
 
-    /// Checks a handle, and returns the place that it names and the length of its pages.
-    fn check_handle(&self, operation: Operation, device: u32, handle: &MemoryHandle) -> Result<(Source, u64)> {
+    /// Checks a handle, and returns the place that it names, the length of its pages, and whether it is mapped memory.
+    fn check_handle(&self, operation: Operation, device: u32, handle: &MemoryHandle) -> Result<(Source, u64, bool)> {
         let gpu = &*self.gpu;
         let ordinal = device;
         gpu.device(operation, ordinal)?.check_not_lost(operation)?;
@@ -77,7 +77,7 @@ impl MockIpc {
         let descriptor =
             handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
         let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
-        let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
+        let [_, offset, bytes, serial, is_mapped, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
             .ok_or_else(|| refused("the payload was not exported for this descriptor".to_owned()))?;
         let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
         let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
@@ -87,7 +87,7 @@ impl MockIpc {
                 handle.bytes
             )));
         }
-        Ok((Source { file, offset, bytes, serial }, length))
+        Ok((Source { file, offset, bytes, serial }, length, is_mapped != 0))
     }
 
     /// Returns the descriptor of a handle that was checked.
@@ -121,13 +121,15 @@ impl IpcSharing for MockIpc {
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         self.check_transport(operation, transport)?;
-        let (offset, bytes, serial) = match gpu.shareable_mapped(operation, ordinal, ptr)? {
+        let mapped = gpu.shareable_mapped(operation, ordinal, ptr)?;
+        let is_mapped = u64::from(mapped.is_some());
+        let (offset, bytes, serial) = match mapped {
             Some(mapped) => mapped,
             None => device.shareable(operation, ptr).map(|(offset, block)| (offset, block.bytes, block.serial))?,
         };
         let file = device.memory.file();
         let uuid = device_uuid(ordinal);
-        let payload = seal_payload(&[MEMORY_MAGIC, offset, bytes, serial], &uuid, device.memory.id());
+        let payload = seal_payload(&[MEMORY_MAGIC, offset, bytes, serial, is_mapped], &uuid, device.memory.id());
         let descriptor = gpu.exported.duplicate(operation, file)?;
         Ok(MemoryHandle::new(transport, uuid, bytes, payload).with_descriptor(descriptor))
     }
@@ -135,7 +137,7 @@ impl IpcSharing for MockIpc {
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let gpu = &*self.gpu;
         let operation = gpu.calls.enter(Operation::OpenMemory)?;
-        let (source, length) = self.check_handle(operation, device, handle)?;
+        let (source, length, _) = self.check_handle(operation, device, handle)?;
         let offset = source.offset;
         let descriptor = Self::descriptor_of(operation, handle)?;
         let device = gpu.device(operation, device)?;
@@ -164,7 +166,12 @@ impl IpcSharing for MockIpc {
         let gpu = &*self.gpu;
         let operation = Operation::ImportMemory;
         gpu.enter_mapped(operation)?.check_foreign_memory(operation)?;
-        let (source, _) = self.check_handle(operation, device, handle)?;
+        let (source, _, is_mapped) = self.check_handle(operation, device, handle)?;
+        if !is_mapped {
+            return Err(operation
+                .error(ErrorKind::InvalidArgument, "the handle is of memory of `allocate`, which is not mapped memory")
+                .with_hint("open other memory with `open_memory`"));
+        }
         gpu.import_memory(operation, device, &source, Self::descriptor_of(operation, handle)?)
     }
 

@@ -183,13 +183,14 @@ impl State {
     ) -> Result<PhysicalMemoryId> {
         let owner = self.device(operation, device)?;
         let &Source { file: id, offset, bytes, serial } = source;
-        if !bytes.is_multiple_of(self.capabilities.mapped_memory_granularity as u64) {
+        let granularity = self.capabilities.mapped_memory_granularity;
+        if !bytes.is_multiple_of(granularity as u64) {
             return Err(operation
                 .error(
                     ErrorKind::InvalidArgument,
-                    format!("the handle is of {bytes} bytes, which are not mapped memory"),
+                    format!("the handle is of {bytes} bytes, which is no multiple of the granularity {granularity}"),
                 )
-                .with_hint("open other memory with `open_memory`"));
+                .with_hint("give both processes the same granularity"));
         }
         let copy = rustix::io::fcntl_dupfd_cloexec(file, 0).map_err(|error| {
             sealed_file::failed(operation, "cannot duplicate the descriptor of the memory file", error)

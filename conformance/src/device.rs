@@ -75,6 +75,11 @@ impl<'a> Span<'a> {
         Self { location, bytes: range.len(), users }
     }
 
+    /// Returns the empty range at the start.
+    pub(crate) fn cut_to_nothing(self) -> Self {
+        Self { bytes: 0, ..self }
+    }
+
     fn address(&self) -> u64 {
         match self.location {
             Location::Host(ptr) => ptr.address() as u64,

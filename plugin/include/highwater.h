@@ -694,7 +694,8 @@ struct hw_table {
      *  - stream.destroy-stale: the id is stale afterwards, also for a second `destroy_stream`. */
     int32_t (*destroy_stream)(hw_backend *backend, hw_id stream, hw_error *error);
     /* Returns HW_COMPLETE if all work enqueued so far has been executed, else HW_PENDING. Does not wait.
-     *  - stream.query: HW_PENDING while work is outstanding, HW_COMPLETE after it. */
+     *  - stream.query: HW_PENDING while work is outstanding, HW_COMPLETE after it. A wait for an event is outstanding work
+     *    until the event is reached. */
     int32_t (*query_stream)(hw_backend *backend, hw_id stream, uint32_t *answer, hw_error *error);
     /* Waits until all work enqueued so far has been executed.
      *  - stream.synchronize: on return, the effects of that work are visible to the CPU. */

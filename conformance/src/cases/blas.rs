@@ -7,7 +7,7 @@ use highwater_hal::{
 };
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, DEVICE, Handle, Stream};
+use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -431,10 +431,68 @@ fn tf32_products_are_close(backend: &dyn Backend) -> CaseResult {
 /// The begin and the end of an action.
 type Span = (Instant, Instant);
 
-/// Creates handles in one thread while another calls a stream. Returns the times of the creations and of the calls.
-fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<Span>, Vec<Span>), Failure> {
-    let stream = Stream::new(backend)?;
-    let block = Block::new(backend, 4096)?;
+/// The times of one kind of call.
+type Calls = (&'static str, Vec<Span>);
+
+/// A call that no creation of a handle may delay.
+type Act<'c> = (&'static str, Box<dyn Fn() -> highwater_hal::Result<()> + 'c>);
+
+/// The objects that calls beside creations use.
+struct Beside<'b> {
+    backend: &'b dyn Backend,
+    stream: Stream<'b>,
+    event: Event<'b>,
+    blocks: [Block<'b>; 2],
+    /// On another device, if the device copies to others.
+    far: Option<Block<'b>>,
+    pinned: Pinned<'b>,
+}
+
+impl<'b> Beside<'b> {
+    const BYTES: usize = 4096;
+
+    fn new(backend: &'b dyn Backend) -> highwater_hal::Result<Self> {
+        let has_far = backend.device_count() > 1 && backend.capabilities(DEVICE)?.peer_copy;
+        Ok(Self {
+            backend,
+            stream: Stream::new(backend)?,
+            event: Event::new(backend)?,
+            blocks: [Block::new(backend, Self::BYTES)?, Block::new(backend, Self::BYTES)?],
+            far: if has_far { Some(Block::on(backend, 1, Self::BYTES)?) } else { None },
+            pinned: Pinned::new(backend, Self::BYTES)?,
+        })
+    }
+
+    fn acts(&self) -> Vec<Act<'_>> {
+        let Self { backend, stream, event, blocks: [block, other], far, pinned } = self;
+        let mut acts: Vec<Act<'_>> = vec![
+            ("a fill", Box::new(|| stream.set(block.all(), 1))),
+            ("a copy to the device", Box::new(|| stream.copy(block.all(), pinned.all()))),
+            ("a copy to the host", Box::new(|| stream.copy(pinned.all(), block.all()))),
+            ("a copy on the device", Box::new(|| stream.copy(other.all(), block.all()))),
+            ("a record", Box::new(|| stream.record(event))),
+            ("a wait of the stream", Box::new(|| stream.wait(event))),
+            ("a query of the stream", Box::new(|| stream.query().map(drop))),
+            ("a query of the event", Box::new(|| event.query().map(drop))),
+            ("a wait for the event", Box::new(|| event.synchronize())),
+            ("a wait for the stream", Box::new(|| stream.synchronize())),
+            ("memory of the device", Box::new(|| Block::new(*backend, Self::BYTES).map(drop))),
+            ("memory of the host", Box::new(|| Pinned::new(*backend, Self::BYTES).map(drop))),
+            ("another stream", Box::new(|| Stream::new(*backend).map(drop))),
+            ("another event", Box::new(|| Event::new(*backend).map(drop))),
+        ];
+        if let Some(far) = far {
+            acts.push(("a copy to another device", Box::new(|| stream.copy(far.all(), block.all()))));
+            acts.push(("a copy from another device", Box::new(|| stream.copy(block.all(), far.all()))));
+        }
+        acts
+    }
+}
+
+/// Creates handles in one thread while another makes calls. Returns the times of the creations, and those of each kind of call.
+fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<Span>, Vec<Calls>), Failure> {
+    let beside = Beside::new(backend)?;
+    let acts = beside.acts();
     std::thread::scope(|scope| {
         let creator = scope.spawn(|| -> highwater_hal::Result<Vec<Span>> {
             (0..creations)
@@ -447,12 +505,13 @@ fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<S
                 })
                 .collect()
         });
-        let mut calls = Vec::new();
+        let mut calls: Vec<Calls> = acts.iter().map(|(what, _)| (*what, Vec::new())).collect();
         while !creator.is_finished() {
-            let started = Instant::now();
-            stream.set(block.all(), 1)?;
-            stream.query()?;
-            calls.push((started, Instant::now()));
+            for ((_, act), (_, spans)) in acts.iter().zip(&mut calls) {
+                let started = Instant::now();
+                act()?;
+                spans.push((started, Instant::now()));
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
         let creations = creator.join().map_err(|_| Failure::new("creating a handle panicked"))??;
@@ -497,17 +556,20 @@ impl Delays {
 
 fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
     const CREATIONS: usize = 12;
-    let mut seen = Delays::default();
+    let mut delayed = None;
     // The machine may have preempted a call that was in progress, so one such call proves nothing. One in each attempt does.
-    let outcome = until_conclusive("making a handle delays calls on a stream", |_| {
+    let outcome = until_conclusive("making a handle delays calls of another thread", |_| {
         let (creations, calls) = create_beside_calls(backend, CREATIONS)?;
         check_eq!(creations.len(), CREATIONS, "handles made");
-        seen = Delays::of(&creations, &calls);
-        Ok(Attempt::seen(seen.acquit()))
+        let seen = calls.iter().map(|(what, spans)| (*what, Delays::of(&creations, spans)));
+        let guilty: Vec<_> = seen.filter(|(_, delays)| !delays.acquit()).collect();
+        // The call that was held says more than those that did not come to run meanwhile.
+        delayed = guilty.iter().find_map(|(what, delays)| delays.some.iter().max().map(|longest| (*what, *longest)));
+        Ok(Attempt::seen(guilty.is_empty()))
     });
-    outcome.map_err(|failure| match seen.some.iter().max() {
-        Some(longest) => {
-            Failure::new(format!("no call on a stream got through while a handle was made for {longest:?}"))
+    outcome.map_err(|failure| match delayed {
+        Some((what, longest)) => {
+            Failure::new(format!("{what} did not get through while a handle was made for {longest:?}"))
         }
         None => failure,
     })

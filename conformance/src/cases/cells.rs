@@ -690,6 +690,10 @@ impl<'b> Made<'b> {
             let count = self.cell.elements();
             let seen = self.observe(&mut stream, round + 1 == ROUNDS, &mut events)?;
             let expected = bytes_of(&self.work.expected(&fresh(round, count), &old(round, count)));
+            if seen != expected {
+                // A default stream is not waited for when it is dropped, and the memory must outlive its work.
+                stream.iter().chain(&self.apart).try_for_each(Stream::synchronize)?;
+            }
             check!(seen == expected, "round {round} gave other bytes than the work alone would");
         }
         Ok(())
@@ -746,11 +750,12 @@ impl<'b> Made<'b> {
         };
         let device = on.id().device();
         let destroys = is_last && self.work != Work::ToOther && self.cell.observer.destroys();
+        let mut end = None;
         match self.cell.observer {
             Observer::OtherStream | Observer::OtherStreamAfterDestroy => {
                 self.order(on, others[0], events)?;
                 if destroys {
-                    destroy(stream)?;
+                    end = destroy(stream, events)?;
                 }
                 fetch(others[0])?;
                 others[0].synchronize()?;
@@ -776,7 +781,7 @@ impl<'b> Made<'b> {
                     Observer::StreamQuery => while on.query()? == Completion::Pending {},
                     _ => {
                         if destroys {
-                            destroy(stream)?;
+                            end = destroy(stream, events)?;
                         }
                         self.backend.synchronize_device(device)?;
                     }
@@ -788,7 +793,10 @@ impl<'b> Made<'b> {
             Place::Host(pinned) => pinned,
         };
         // SAFETY: the observation says that the work that writes it is complete.
-        Ok(unsafe { seen.read_now() })
+        let seen = unsafe { seen.read_now() };
+        // If it is wrong, work of a stream that is gone may be outstanding. The memory must outlive it.
+        end.map_or(Ok(()), |end: &Event<'_>| end.synchronize())?;
+        Ok(seen)
     }
 }
 
@@ -797,9 +805,16 @@ fn of<'s, 'b>(stream: &'s Option<Stream<'b>>) -> Result<&'s Stream<'b>, Failure>
     stream.as_ref().ok_or_else(|| Failure::new("a case uses a stream that it has destroyed"))
 }
 
-/// Destroys the stream of the work without waiting.
-fn destroy(stream: &mut Option<Stream<'_>>) -> Result<()> {
-    stream.take().map_or(Ok(()), |stream| stream.destroy().map(drop))
+/// Destroys the stream of the work without waiting, and returns an event behind its work.
+fn destroy<'e, 'b>(
+    stream: &mut Option<Stream<'_>>,
+    events: &mut Vec<&'e Event<'b>>,
+) -> Result<Option<&'e Event<'b>>, Failure> {
+    let Some(stream) = stream.take() else { return Ok(None) };
+    let end = take(events, &stream)?;
+    stream.record(end)?;
+    stream.destroy()?;
+    Ok(Some(end))
 }
 
 /// Takes an event of the stream's device.

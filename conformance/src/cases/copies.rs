@@ -1,9 +1,10 @@
 //! Copies: between device and page-locked memory, within a device, and between devices.
 
-use highwater_hal::Backend;
+use highwater_hal::{Backend, FillPattern, HostMemoryKind, HostOptions};
 
+use super::memory::{Maker, makers};
 use crate::case::{CaseResult, cases, check};
-use crate::device::{Block, DEVICE, Pinned, Stream};
+use crate::device::{Block, DEVICE, Pinned, Registered, Span, Stream};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -17,6 +18,9 @@ cases! {
     of_many_mebibytes_are_exact: ["copy.exact"];
     between_devices_are_exact: ["copy.exact"] needs [TWO_DEVICES, has::peer_copy];
     of_nothing_do_nothing: ["copy.zero"];
+    between_devices_of_nothing_do_nothing: ["copy.zero"] needs [TWO_DEVICES, has::peer_copy];
+    of_nothing_do_nothing_in_memory_of_each_kind: ["copy.zero", "fill.zero"];
+    above_sixteen_mebibytes_are_exact: ["copy.exact", "fill.exact"];
     run_in_order: ["copy.ordered"];
     run_after_pending_work: ["copy.ordered"];
 }
@@ -150,6 +154,103 @@ fn of_nothing_do_nothing(backend: &dyn Backend) -> CaseResult {
         block.read()? == [1; 256] && other.read()? == [2; 256] && pinned.read()? == [3; 256],
         "a copy of 0 bytes changed something"
     );
+    Ok(())
+}
+
+fn between_devices_of_nothing_do_nothing(backend: &dyn Backend) -> CaseResult {
+    let (near, far) = (Block::filled_on(backend, 0, 256, 1)?, Block::filled_on(backend, 1, 256, 2)?);
+    for on in [0, 1] {
+        let stream = Stream::on(backend, on)?;
+        for at in [0, 100, 256] {
+            stream.copy(near.span(at..at), far.span(at..at))?;
+            stream.copy(far.span(at..at), near.span(256 - at..256 - at))?;
+        }
+        stream.synchronize()?;
+    }
+    check!(near.read()? == [1; 256] && far.read()? == [2; 256], "a copy of 0 bytes between devices changed something");
+    Ok(())
+}
+
+fn of_nothing_do_nothing_in_memory_of_each_kind(backend: &dyn Backend) -> CaseResult {
+    let can = backend.capabilities(DEVICE)?;
+    let stream = Stream::new(backend)?;
+    let plain = Pinned::holding(backend, &[3; 256])?;
+    let combined = match can.write_combined {
+        true => {
+            let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
+            Some(Pinned::with_options(backend, 256, &options)?)
+        }
+        false => None,
+    };
+    let registered = if can.host_register { Some(Registered::new(backend, &[4; 4096])?) } else { None };
+    let mut hosts: Vec<Span<'_>> = vec![plain.all()];
+    hosts.extend(combined.iter().map(Pinned::all));
+    hosts.extend(registered.iter().map(|registered| registered.span(0..256)));
+    let piece = if can.mapped_memory { can.mapped_memory_granularity } else { 4096 };
+    let other = Block::filled(backend, 256, 2)?;
+    for Maker { what, make, .. } in makers(backend, &stream)? {
+        let block = make(piece)?;
+        stream.set(block.all(), 1)?;
+        for at in [0, 100, piece] {
+            for pattern in [FillPattern::U8(9), FillPattern::U16(9), FillPattern::U32(9)] {
+                stream.fill(block.span(at..at), pattern)?;
+            }
+            stream.copy(block.span(at..at), other.span(0..0))?;
+            stream.copy(other.span(0..0), block.span(at..at))?;
+            for host in &hosts {
+                stream.copy(block.span(at..at), host.cut_to_nothing())?;
+                stream.copy(host.cut_to_nothing(), block.span(at..at))?;
+            }
+        }
+        stream.synchronize()?;
+        check!(block.read()? == vec![1; piece], "a copy or fill of nothing changed {what} memory");
+    }
+    check!(other.read()? == [2; 256] && plain.read()? == [3; 256], "a copy of 0 bytes changed something");
+    Ok(())
+}
+
+/// Sizes of more than 24 bits, once in each direction.
+fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = (16 << 20) + 4096 + 5;
+    const BLOCKS: usize = 4;
+    const WORDS: usize = BYTES / 4 * 4;
+    let between = backend.device_count() > 1 && backend.capabilities(DEVICE)?.peer_copy;
+    let devices = if between { [DEVICE, DEVICE, 1, 1] } else { [DEVICE; BLOCKS] };
+    for device in devices {
+        if backend.memory_info(device)?.free < (2 * BLOCKS * BYTES) as u64 {
+            return Ok(());
+        }
+    }
+    let stream = Stream::new(backend)?;
+    let content = Random::new(14).bytes(BYTES);
+    let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, BYTES)?);
+    let mut blocks = Vec::new();
+    for device in devices {
+        blocks.push(Block::on(backend, device, BYTES)?);
+    }
+    stream.copy(blocks[0].all(), source.all())?;
+    stream.synchronize()?;
+    // On one device, to another if there is one, on that, and back.
+    for index in 0..BLOCKS {
+        let there = Stream::on(backend, devices[index])?;
+        there.copy(blocks[(index + 1) % BLOCKS].all(), blocks[index].all())?;
+        there.synchronize()?;
+    }
+    stream.copy(target.all(), blocks[0].all())?;
+    stream.synchronize()?;
+    check!(target.read()? == content, "{BYTES} bytes came back changed");
+    for pattern in [FillPattern::U8(0x5a), FillPattern::U32(0x0102_0304)] {
+        stream.fill(blocks[0].span(0..WORDS), pattern)?;
+        stream.copy(target.all(), blocks[0].all())?;
+        stream.synchronize()?;
+        let element = match pattern {
+            FillPattern::U32(word) => word.to_ne_bytes(),
+            _ => [0x5a; 4],
+        };
+        let got = target.read()?;
+        let filled = got[..WORDS].as_chunks::<4>().0.iter().all(|four| *four == element);
+        check!(filled && got[WORDS..] == content[WORDS..], "a fill of {WORDS} bytes with {pattern:?}");
+    }
     Ok(())
 }
 

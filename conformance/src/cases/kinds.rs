@@ -15,6 +15,7 @@ cases! {
     group "kinds";
     streams_do_not_wait_for_each_other: ["stream.independent", "stream.query", "stream.synchronize"];
     many_streams_do_not_wait_for_each_other: ["stream.independent"];
+    waits_are_pending_work: ["stream.query"];
     streams_of_other_code_are_one_with_their_owner: ["stream.order", "stream.synchronize", "stream.query"]
         needs [has::foreign_objects];
     long_work_is_waited_for: ["stream.synchronize", "event.synchronize", "devices.synchronize"];
@@ -218,6 +219,45 @@ fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult 
                 streams[occupied].synchronize()?;
                 Ok(Attempt::seen(outstanding))
             })?;
+        }
+        Ok(())
+    })
+}
+
+/// A wait is the last command of its stream, and the work before it is done.
+fn waits_are_pending_work(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (occupied, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+        let block = Block::on(backend, device, BYTES)?;
+        for kind in StreamKind::of(backend, device)? {
+            let made = kind.make(backend, device)?;
+            let stream = &made.stream;
+            until_conclusive("the work was over before the stream that waits for it was asked", |load| {
+                stream.set(block.all(), 1)?;
+                stream.synchronize()?;
+                busy.enqueue(&occupied, load)?;
+                occupied.record(&event)?;
+                stream.wait(&event)?;
+                // A stream may take a moment until what came before the wait is done.
+                let (mut overtaken, mut seen) = (false, false);
+                while event.is_pending()? && !overtaken {
+                    let complete = stream.query()?.is_complete();
+                    let outstanding = event.is_pending()?;
+                    (overtaken, seen) = (complete && outstanding, seen || outstanding);
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                stream.synchronize()?;
+                let reached = event.query()?.is_complete();
+                occupied.synchronize()?;
+                check!(
+                    !overtaken,
+                    "a stream is complete although its last command waits for an event that is not reached"
+                );
+                check!(reached, "a synchronized stream did not wait for the event that its last command waits for");
+                Ok(Attempt::seen(seen))
+            })
+            .map_err(|failure| failure.with_details(&format!("{kind:?} on device {device}")))?;
         }
         Ok(())
     })

@@ -24,6 +24,7 @@ cases! {
     access_comes_after_the_memory_is_destroyed: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_memory_stays_while_it_is_mapped: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_bytes_come_back: ["mapped.returns"] needs [has::mapped_memory];
+    destroyed_memory_is_free_at_once: ["memory.info-returns"] needs [has::mapped_memory];
     more_than_there_is_is_refused: ["mapped.exhausted"] needs [has::mapped_memory];
     other_transports_are_refused: ["mapped.transports"] needs [has::mapped_memory];
     devices_share_mapped_memory: ["mapped.peer"] needs [TWO_DEVICES, has::mapped_memory, has::peer_copy];
@@ -350,6 +351,46 @@ fn destroyed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
         }
     }
     check!(Block::new(backend, bytes).is_ok(), "bytes of physical memory do not come back for other memory");
+    Ok(())
+}
+
+/// Gives physical memory back in each order. Another program may take the memory at the same time, so one success is proof.
+fn destroyed_memory_is_free_at_once(backend: &dyn Backend) -> CaseResult {
+    const TIMES: usize = 20;
+    let bytes = (64_usize << 20).next_multiple_of(granularity(backend)?);
+    let addresses = Addresses::new(backend, DEVICE, bytes)?;
+    for what in ["was never mapped", "was unmapped before", "was mapped, once it is unmapped"] {
+        if backend.memory_info(DEVICE)?.free < bytes as u64 {
+            return Ok(());
+        }
+        let mut grown = Vec::new();
+        for _ in 0..TIMES {
+            let memory = PhysicalMemory::create(backend, DEVICE, &PhysicalMemoryOptions::new(bytes))?;
+            if what != "was never mapped" {
+                addresses.map(0, &memory, bytes)?;
+            }
+            let before = backend.memory_info(DEVICE)?.free;
+            match what {
+                "was never mapped" => drop(memory.destroy()?),
+                "was unmapped before" => {
+                    addresses.unmap(0..bytes)?;
+                    memory.destroy()?;
+                }
+                _ => {
+                    memory.destroy()?;
+                    addresses.unmap(0..bytes)?;
+                }
+            }
+            grown.push(backend.memory_info(DEVICE)?.free.saturating_sub(before));
+            if grown.last() >= Some(&(bytes as u64)) {
+                break;
+            }
+        }
+        check!(
+            grown.last() >= Some(&(bytes as u64)),
+            "the free memory grew by {grown:?} bytes when {bytes} bytes of physical memory were destroyed that {what}"
+        );
+    }
     Ok(())
 }
 

@@ -28,6 +28,9 @@ cases! {
     of_a_fresh_handle_return_at_once: ["gemm.asynchronous", "stream.asynchronous"] needs [has::gemm_f32];
     refuse_streams_of_another_device: ["blas.stream-device"] needs [TWO_DEVICES];
     refuse_plans_on_handles_of_the_other_kind: ["blas.kind"];
+    add_up_sums_of_odd_length: ["gemm.value", "gemm.transpose", "plan.value"];
+    transpose_square_factors: ["gemm.transpose", "gemm.strided-batch", "gemm.mixed", "plan.value"];
+    of_every_kind_return_at_once: ["gemm.asynchronous", "stream.asynchronous"];
     add_a_bias_and_another_c: ["plan.epilogue", "plan.value"] needs [has::lt_plans];
     apply_gelu_to_large_sums: ["plan.epilogue"] needs [has::lt_plans];
     use_the_bias_of_each_run: ["plan.epilogue"] needs [has::lt_plans];
@@ -142,6 +145,36 @@ fn use_factors_of_every_precision(backend: &dyn Backend) -> CaseResult {
                 for (alpha, beta) in [(0.1, 0.0), (1.0, 0.3), (-0.7, 0.1)] {
                     bench.prove(&Product::new(shape, 1).with_scale(alpha, beta))?;
                 }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Neither the rows, the columns nor the sums fill whole tiles, and the sums exceed those that one step of a kernel adds up.
+fn add_up_sums_of_odd_length(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            let shapes = [types.shape(67, 35, 261), types.shape(35, 67, 519).with_transposed_a().with_transposed_b()];
+            shapes.into_iter().try_for_each(|shape| bench.prove(&Product::new(shape, 23)))?;
+        }
+        Ok(())
+    })
+}
+
+/// A square factor has as many elements in each row as in each column, so its shape does not tell its transposition.
+fn transpose_square_factors(backend: &dyn Backend) -> CaseResult {
+    const SIZES: [(usize, usize, usize); 3] = [(16, 8, 8), (8, 16, 8), (8, 8, 8)];
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            let plain: Vec<_> = SIZES.into_iter().flat_map(|size| bench.alone_and_in_a_batch(types, size)).collect();
+            for plain in plain {
+                let transposed = [
+                    plain.with_transposed_a(),
+                    plain.with_transposed_b(),
+                    plain.with_transposed_a().with_transposed_b(),
+                ];
+                transposed.into_iter().try_for_each(|shape| bench.prove(&Product::new(shape, 24)))?;
             }
         }
         Ok(())
@@ -380,6 +413,67 @@ fn of_a_fresh_handle_return_at_once(backend: &dyn Backend) -> CaseResult {
             placed.check(&product)?;
             Ok(Attempt::seen(outstanding))
         })
+    })
+}
+
+/// Each pair of types alone and in a batch, with each epilogue and precision, behind one load.
+fn of_every_kind_return_at_once(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        let (backend, device, stream) = (bench.backend, bench.device, bench.stream);
+        let is_plan = bench.kind == BlasKind::Lt;
+        let epilogues = if is_plan { Epilogue::ALL } else { &[Epilogue::None] };
+        let mut products = Vec::new();
+        for types in bench.types() {
+            for shape in bench.alone_and_in_a_batch(types, (16, 16, 16)) {
+                let possible =
+                    epilogues.iter().filter(|&&epilogue| shape.batch.is_none() || epilogue == Epilogue::None);
+                products.extend(possible.map(|&epilogue| Product::new(shape, 25).with_epilogue(epilogue)));
+            }
+        }
+        let mut made = Vec::new();
+        for product in products {
+            let plan = if is_plan { Some(bench.plan(&product)?) } else { None };
+            made.push((product.place_on(backend, device)?, plan, product));
+        }
+        let modes: &[MathMode] =
+            if bench.can.tf32 && !is_plan { &[MathMode::Default, MathMode::Tf32] } else { &[MathMode::Default] };
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let before = Event::on(backend, device)?;
+        for &mode in modes {
+            if !is_plan {
+                bench.handle.raw_mut().set_math_mode(mode)?;
+            }
+            let mut waited = None;
+            let mut enqueue = |handle: &mut Handle<'_>| -> CaseResult {
+                waited = None;
+                for (placed, plan, product) in &made {
+                    match plan {
+                        Some(plan) => {
+                            let (operands, bias) = (placed.operands(), placed.bias.as_ref());
+                            handle.run_plan(*plan, &product.shape, (1.0, 0.0), operands, None, bias)?;
+                        }
+                        None => placed.gemm(product, handle)?,
+                    }
+                    if waited.is_none() && !before.is_pending()? {
+                        waited = Some(format!("{:?}, then {:?}", product.shape, product.epilogue()));
+                    }
+                }
+                Ok(())
+            };
+            // The first products may load kernels, which may wait.
+            enqueue(&mut bench.handle)?;
+            stream.synchronize()?;
+            until_conclusive("a product waits for the work before it", |load| {
+                busy.enqueue(stream, load)?;
+                stream.record(&before)?;
+                enqueue(&mut bench.handle)?;
+                let outstanding = before.is_pending()?;
+                stream.synchronize()?;
+                Ok(Attempt::seen(outstanding))
+            })
+            .map_err(|failure| failure.with_details(&format!("the first that may have waited: {waited:?}")))?;
+        }
+        Ok(())
     })
 }
 

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, PhysicalMemoryOptions, Transport,
+    Backend, CaptureMode, Descriptor, DeviceMemoryKind, ErrorKind, MemoryHandle, PhysicalMemoryOptions, Transport,
 };
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Addresses, Block, Capture, DEVICE, Event, PhysicalMemory, Stream};
+use crate::device::{Addresses, Block, Capture, DEVICE, Event, PhysicalMemory, Stream, sharing};
 use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
@@ -53,6 +53,8 @@ cases! {
     imported_memory_is_the_exporters: ["ipc.import-maps", "ipc.shared-bytes"]
         needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
     altered_imports_are_refused: ["ipc.import-checked"]
+        needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
+    memory_that_is_not_mapped_is_not_imported: ["ipc.import-checked"]
         needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
     only_interprocess_events_are_exported: ["ipc.export-event"] needs [has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
@@ -743,6 +745,28 @@ fn imported_memory_is_the_exporters(backend: &dyn Backend, launcher: &Launcher) 
         peer.free(first)??;
         peer.free(second)??;
         check_eq!(peer.live_objects()??, before, "live objects after imported memory was unmapped");
+        Ok(())
+    })
+}
+
+/// Memory of `allocate` in the sizes that mapped memory has, in the process that exports it and in another one.
+fn memory_that_is_not_mapped_is_not_imported(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+    with_each_transport(backend, launcher, |transport, peer| {
+        for bytes in [4096, piece, 2 * piece] {
+            let handle = shareable(backend, bytes, transport)?.export(transport)?;
+            let before = (backend.live_objects(), peer.live_objects()??);
+            let imported = sharing(backend, "import_memory")?.import_memory(DEVICE, &handle);
+            let is_refused = imported.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidArgument);
+            let message = format!("import_memory of {bytes} bytes of `allocate` in the process that exports them");
+            check!(is_refused, "{message}: {imported:?}");
+            check_error!(peer.import(&handle)?, InvalidArgument, "import_memory of {bytes} bytes of `allocate`");
+            check_eq!(
+                (backend.live_objects(), peer.live_objects()??),
+                before,
+                "live objects after memory was refused that is not mapped"
+            );
+        }
         Ok(())
     })
 }

@@ -18,17 +18,17 @@ cases! {
     copies_return_at_once: ["stream.asynchronous"];
     fills_return_at_once: ["stream.asynchronous"];
     records_and_waits_return_at_once: ["stream.asynchronous"];
-    copies_to_the_device_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::ToDevice);
-    copies_to_the_host_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::ToHost);
-    copies_on_the_device_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::OnDevice);
-    copies_between_devices_are_not_executed_in_the_call: ["stream.enqueues"]
+    copies_to_the_device_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"] => leaves_to_the_device(Way::ToDevice);
+    copies_to_the_host_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"] => leaves_to_the_device(Way::ToHost);
+    copies_on_the_device_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"] => leaves_to_the_device(Way::OnDevice);
+    copies_between_devices_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"]
         needs [TWO_DEVICES, has::peer_copy] => leaves_to_the_device(Way::BetweenDevices);
-    fills_are_not_executed_in_the_call: ["stream.enqueues"] => leaves_to_the_device(Way::Fill);
-    launches_are_not_executed_in_the_call: ["stream.enqueues", "capture.replay"]
+    fills_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"] => leaves_to_the_device(Way::Fill);
+    launches_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize", "capture.replay"]
         needs [has::capture] => leaves_to_the_device(Way::Launch);
-    products_are_not_executed_in_the_call: ["stream.enqueues", "gemm.asynchronous"]
+    products_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize", "gemm.asynchronous"]
         needs [has::gemm_f32] => leaves_products_to_the_device(BlasKind::Blas);
-    plans_are_not_executed_in_the_call: ["stream.enqueues"]
+    plans_are_not_executed_in_the_call: ["stream.enqueues", "stream.synchronize"]
         needs [has::gemm_f32, has::lt_plans] => leaves_products_to_the_device(BlasKind::Lt);
     sources_are_read_after_earlier_work: ["stream.order", "copy.ordered"] => sources_are_read_late(false);
     sources_are_read_after_awaited_work: ["event.wait-orders", "copy.ordered"] => sources_are_read_late(true);
@@ -38,6 +38,7 @@ cases! {
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
+    synchronizing_the_device_waits_for_streams_of_other_threads: ["devices.synchronize"];
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
     destroyed_streams_finish_their_work: ["stream.destroy-pending"];
     destroyed_streams_are_stale: ["stream.destroy-stale"];
@@ -194,7 +195,7 @@ fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
             let executable = match way {
                 Way::Launch => {
                     let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
-                    enqueue()?;
+                    (0..REPEATED).try_for_each(|_| enqueue())?;
                     let memory: Vec<&dyn Memory> = other.iter().chain([&block]).map(|block| block as _).collect();
                     Some(capture.end(&memory)?.instantiate()?)
                 }
@@ -207,10 +208,28 @@ fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
             stream.synchronize()?;
             work()?;
             let outstanding = stream.is_pending()?;
-            stream.synchronize()?;
+            if way != Way::Launch {
+                (1..REPEATED).try_for_each(|_| work())?;
+            }
+            is_synchronized(&stream, &format!("{way:?} on device {device}"))?;
             Ok(Attempt::seen(outstanding))
         })?;
     }
+    Ok(())
+}
+
+/// The times that work of one kind comes last on its stream, so that a wait that skips this kind returns before its end.
+const REPEATED: usize = 4;
+
+/// Synchronizes a stream and checks that its work was waited for.
+fn is_synchronized(stream: &Stream<'_>, what: &str) -> CaseResult {
+    stream.synchronize()?;
+    let complete = stream.query()?.is_complete();
+    // The memory of the case must outlive the work in any case.
+    while stream.is_pending()? {
+        std::thread::yield_now();
+    }
+    check!(complete, "a stream is pending after it was synchronized, and its last work is {what}");
     Ok(())
 }
 
@@ -226,18 +245,17 @@ fn leaves_products_to_the_device(backend: &dyn Backend, kind: BlasKind) -> CaseR
             BlasKind::Lt => Some(handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?),
             _ => None,
         };
-        let mut outstanding = false;
+        let mut work = || match plan {
+            Some(plan) => handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None),
+            None => placed.gemm(&product, &mut handle),
+        };
         // The first product may load kernels.
-        for _ in 0..2 {
-            match plan {
-                Some(plan) => {
-                    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
-                }
-                None => placed.gemm(&product, &mut handle)?,
-            }
-            outstanding = stream.is_pending()?;
-            stream.synchronize()?;
-        }
+        work()?;
+        stream.synchronize()?;
+        work()?;
+        let outstanding = stream.is_pending()?;
+        (1..REPEATED).try_for_each(|_| work())?;
+        is_synchronized(&stream, &format!("a product of a handle of {kind:?}"))?;
         if let Some(plan) = plan {
             handle.raw_mut().destroy_plan(plan)?;
         }
@@ -369,6 +387,30 @@ fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// Another thread makes the streams, uses them, and ends.
+fn synchronizing_the_device_waits_for_streams_of_other_threads(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        until_conclusive("no stream was pending before the device was synchronized", |load| {
+            let make = || -> highwater_hal::Result<Stream<'_>> {
+                let stream = Stream::on(backend, device)?;
+                busy.enqueue(&stream, load)?;
+                Ok(stream)
+            };
+            let made = std::thread::scope(|scope| scope.spawn(make).join());
+            let stream = made.map_err(|_| Failure::new("a thread panicked"))??;
+            let pending = stream.is_pending()?;
+            backend.synchronize_device(device)?;
+            let complete = stream.query()?.is_complete();
+            // The memory of the load outlives its work in any case.
+            stream.synchronize()?;
+            check!(complete, "a stream of another thread is pending after its device {device} was synchronized");
+            Ok(Attempt::seen(pending))
+        })?;
+    }
+    Ok(())
+}
+
 fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let (up, down) = (
@@ -389,9 +431,15 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
                 backend.synchronize_device(device)?;
                 // SAFETY: the device was synchronized; that this means what it says is what the case shows.
                 let got = unsafe { pinned.read_now() };
+                let complete = [first.query()?.is_complete(), second.query()?.is_complete()];
+                // The memory of the case outlives the work in any case.
+                first.synchronize()?;
+                second.synchronize()?;
                 check!(got == [6; BYTES], "the CPU does not see a device's work after it waited for the device");
-                check!(first.query()?.is_complete(), "a stream is pending after its device was synchronized");
-                check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronized");
+                check!(
+                    complete == [true; 2],
+                    "of two streams of device {device}, one is pending after the device was synchronized: complete are {complete:?}"
+                );
                 Ok(Attempt::seen(pending))
             })?;
         }

@@ -380,7 +380,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns whether all work enqueued so far has been executed. Does not wait.
     ///
-    /// - `stream.query`: `Pending` while work is outstanding, `Complete` after it.
+    /// - `stream.query`: `Pending` while work is outstanding, `Complete` after it. A wait for an event is outstanding work until the
+    ///   event is reached.
     fn query_stream(&self, stream: StreamId) -> Result<Completion>;
 
     /// Waits until all work enqueued so far has been executed.

@@ -38,6 +38,11 @@ mutants! {
             copy.bytes = copy.bytes.min(64 << 10);
         }
     });
+    "copies-on-the-device-of-24-bits": "Keeps the low 24 bits of the size of copies within a device." => |h| altered(h, |copy| {
+        if Way::of(copy) == Way::OnDevice {
+            copy.bytes &= (1 << 24) - 1;
+        }
+    });
     "copies-cut": "Copies 4 MiB, and no more." => |h| altered(h, |copy| copy.bytes = copy.bytes.min(4 << 20));
 
     in "copy.ordered":
@@ -51,6 +56,11 @@ mutants! {
         0 => Err(wrong(ErrorKind::InvalidArgument, "copy")),
         _ => reference.copy(copy, stream),
     });
+    "copies-of-nothing-between-devices-refused": "Refuses to copy 0 bytes between devices." =>
+        |h| h.backend.copy(|reference, copy, stream| match (copy.bytes, Way::of(copy)) {
+            (0, Way::BetweenDevices) => Err(wrong(ErrorKind::InvalidArgument, "copy")),
+            _ => reference.copy(copy, stream),
+        });
     "copies-of-nothing-done": "Copies a byte instead of none." => |h| h.backend.copy(|reference, copy, stream| {
         let one = MemoryCopy::new(copy.dst, copy.src, copy.bytes.max(1));
         // At the end of a block there is no byte.
@@ -76,6 +86,9 @@ mutants! {
         // At the end of a block there is none.
         reference.fill(&more, stream).or_else(|_| reference.fill(fill, stream))
     });
+
+    "fills-of-24-bits": "Keeps the low 24 bits of the count of a fill." =>
+        |h| filled(h, |fill| fill.count &= (1 << 24) - 1);
 
     in "fill.ordered":
     "fills-overtake": "Fills ahead of the stream's earlier work." =>

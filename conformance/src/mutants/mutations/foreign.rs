@@ -1,9 +1,12 @@
 //! The description of memory, and mapped memory that is imported. The second process has the same mutant.
 
+use std::collections::HashSet;
+
 use highwater_hal::numbers::Coded;
 use highwater_hal::{DevicePtr, ErrorKind, MemoryRange, PhysicalMemoryOptions, RangeKind, Transport, Transports};
 
 use super::super::reference::{forgiven, is, renamed};
+use super::super::state::Shared;
 
 mutants! {
     in "foreign.range":
@@ -94,6 +97,24 @@ mutants! {
             let piece = sharing.backend.capabilities(device)?.mapped_memory_granularity;
             sharing.backend.create_memory(device, &PhysicalMemoryOptions::new(piece))
         });
+    "imports-of-blocks" [by_two_processes]: "Imports memory of `allocate`, as new memory, in the process that exports it." => |h| {
+        let exported = Shared::<HashSet<[u8; 64]>>::default();
+        let kept = exported.clone();
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport)?;
+            kept.with(|kept| kept.insert(handle.payload));
+            Ok(handle)
+        });
+        h.sharing.import_memory(move |sharing, device, handle| {
+            let imported = sharing.import_memory(device, handle);
+            let is_own = exported.with(|exported| exported.contains(&handle.payload));
+            if !is_own || !is(&imported, ErrorKind::InvalidArgument) {
+                return imported;
+            }
+            let piece = sharing.backend.capabilities(device)?.mapped_memory_granularity;
+            sharing.backend.create_memory(device, &PhysicalMemoryOptions::new(piece))
+        });
+    };
     "imports-of-any-device" [by_two_processes]: "Imports handles that name another device, or none." =>
         |h| h.sharing.import_memory(|sharing, device, handle| {
             let mut handle = handle.clone();

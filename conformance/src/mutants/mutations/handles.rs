@@ -25,6 +25,20 @@ mutants! {
         });
     };
 
+    "handles-made-under-a-lock-of-copies": "Makes handles under a lock that every copy takes." => |h| {
+        let lock = Arc::new(RwLock::new(()));
+        let shared = Arc::clone(&lock);
+        h.backend.create_blas_handle(move |reference, device, options| {
+            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
+            std::thread::sleep(Duration::from_millis(40));
+            reference.create_blas_handle(device, options)
+        });
+        h.backend.copy(move |reference, copy, stream| {
+            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            reference.copy(copy, stream)
+        });
+    };
+
     in "blas.kind":
     "products-of-plan-handles": "Accepts products on a handle of kind Lt, and does nothing." =>
         |h| h.handle.gemm(|handle, gemm| {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, StreamId};
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, PhysicalMemoryId, StreamId};
 
 use super::super::reference::{is, renamed};
 use super::super::state::Shared;
@@ -167,6 +167,31 @@ mutants! {
                 *known = info.free.min(*known);
                 *known
             });
+            Ok(info)
+        });
+    };
+    "physical-memory-freed-late": "Frees large physical memory at the next creation of some on its device." => |h| {
+        let live = Shared::<HashMap<PhysicalMemoryId, u64>>::default();
+        let late = Shared::<HashMap<u32, u64>>::default();
+        let (made, freed, counted) = (live.clone(), late.clone(), late.clone());
+        h.backend.create_memory(move |reference, device, options| {
+            freed.with(|freed| freed.remove(&device));
+            let memory = reference.create_memory(device, options)?;
+            if options.bytes >= 1 << 20 {
+                made.with(|made| made.insert(memory, options.bytes as u64));
+            }
+            Ok(memory)
+        });
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            if let Some(bytes) = live.with(|live| live.remove(&memory)) {
+                late.with(|late| *late.entry(memory.device()).or_default() += bytes);
+            }
+            Ok(())
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            info.free = info.free.saturating_sub(counted.with(|late| late.get(&device).copied().unwrap_or_default()));
             Ok(info)
         });
     };

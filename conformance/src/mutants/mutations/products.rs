@@ -12,6 +12,12 @@ mutants! {
     "alpha-in-single-precision": "Rounds alpha of 64-bit products to 32 bits." =>
         |h| altered(h, |gemm| gemm.alpha = f64::from(gemm.alpha as f32));
     "sums-cut": "Adds up 4096 terms of a sum, and no more." => |h| altered(h, |gemm| gemm.shape.k = gemm.shape.k.min(4096));
+    "sums-of-whole-steps": "Leaves out the last terms of a sum of more than 256 that do not fill a step of 8." =>
+        |h| altered(h, |gemm| {
+            if gemm.shape.k > 256 {
+                gemm.shape.k -= gemm.shape.k % 8;
+            }
+        });
     "tiles-only": "Leaves out the rows after the last whole tile of 16." => |h| altered(h, |gemm| {
         if gemm.shape.m > 16 {
             gemm.shape.m -= gemm.shape.m % 16;
@@ -40,6 +46,12 @@ mutants! {
     });
     "square-b-as-it-is": "Does not transpose a square B if A is transposed too." => |h| altered(h, |gemm| {
         if gemm.shape.n == gemm.shape.k && gemm.shape.transpose_a == Transpose::Yes {
+            gemm.shape.transpose_b = Transpose::No;
+        }
+    });
+
+    "square-b-of-a-batch-as-it-is": "Does not transpose a square B of a batch of bfloat16." => |h| altered(h, |gemm| {
+        if gemm.shape.batch.is_some() && gemm.shape.data_type == DataType::Bf16 && gemm.shape.n == gemm.shape.k {
             gemm.shape.transpose_b = Transpose::No;
         }
     });
@@ -159,6 +171,10 @@ mutants! {
     "products-wait": "Returns from a product when it is done." => |h| h.handle.gemm(|handle, gemm| {
         handle.gemm(gemm)?;
         handle.wait()
+    });
+    "products-of-64-bits-wait": "Returns from a product of 64 bits when it is done." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        if gemm.shape.data_type == DataType::F64 { handle.wait() } else { Ok(()) }
     });
     "products-wait-before": "Waits for the stream before a product." => |h| h.handle.gemm(|handle, gemm| {
         handle.wait()?;

@@ -1,9 +1,10 @@
 //! Streams: order, asynchrony, independence, and waiting.
 
 use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use highwater_hal::{AllocateOptions, Completion, Location, StreamId, StreamPriority};
+use highwater_hal::{AllocateOptions, Completion, Location, MemoryCopy, StreamId, StreamPriority};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, Way};
@@ -249,30 +250,34 @@ mutants! {
         });
     };
 
-    in "stream.synchronize":
-    "short-copies-not-waited-for": "Does not wait if the stream's last work is a copy to the host of less than 1 MiB." =>
-    |h| {
-        h.settles = true;
-        let short = Shared::<HashSet<StreamId>>::default();
-        let (given, last) = (short.clone(), short.clone());
+    "waits-are-no-work": "Reports a stream whose last call is a wait as it was before that call." => |h| {
+        let waiting = Shared::<HashSet<StreamId>>::default();
+        let (given, waits) = (waiting.clone(), waiting.clone());
         h.before(move |_, method, stream| {
-            if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "synchronize_stream")) {
+            if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "stream_wait_event")) {
                 given.with(|given| given.remove(&stream));
             }
             Ok(())
         });
-        h.backend.copy(move |reference, copy, stream| {
-            reference.copy(copy, stream)?;
-            if Way::of(copy) == Way::ToHost && copy.bytes < 1 << 20 {
-                last.with(|last| last.insert(stream));
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let was_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
+            reference.stream_wait_event(stream, event)?;
+            if was_idle {
+                waits.with(|waits| waits.insert(stream));
             }
             Ok(())
         });
-        h.backend.synchronize_stream(move |reference, stream| match short.with(|short| short.contains(&stream)) {
-            true => reference.query_stream(stream).map(drop),
-            false => reference.synchronize_stream(stream),
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            Ok(if waiting.with(|waiting| waiting.contains(&stream)) { Completion::Complete } else { completion })
         });
     };
+
+    in "stream.synchronize":
+    "copies-on-the-device-not-waited-for": "Does not wait if the stream's last work is a copy within the device." =>
+        |h| skip_copies(h, |copy| Way::of(copy) == Way::OnDevice);
+    "short-copies-not-waited-for": "Does not wait if the stream's last work is a copy to the host of less than 1 MiB." =>
+        |h| skip_copies(h, |copy| Way::of(copy) == Way::ToHost && copy.bytes < 1 << 20);
     "streams-waited-for-briefly": "Waits for a stream for 3 milliseconds at most." => |h| {
         h.settles = true;
         h.backend.synchronize_stream(|reference, stream| {
@@ -300,6 +305,29 @@ mutants! {
             oldest.map_or(Ok(()), |stream| reference.wait_for(stream))
         });
     };
+    "streams-of-the-calling-thread": "Waits for the streams that the calling thread made." => |h| {
+        h.settles = true;
+        let streams = Shared::<HashMap<StreamId, ThreadId>>::default();
+        let (made, gone) = (streams.clone(), streams.clone());
+        h.backend.create_stream(move |reference, device, options| {
+            let stream = reference.create_stream(device, options)?;
+            made.with(|made| made.insert(stream, std::thread::current().id()));
+            Ok(stream)
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            gone.with(|gone| gone.remove(&stream));
+            reference.destroy_stream(stream)
+        });
+        h.backend.synchronize_device(move |reference, device| {
+            reference.device_info(device)?;
+            let here = std::thread::current().id();
+            let own: Vec<StreamId> = streams.with(|streams| {
+                let own = streams.iter().filter(|(stream, thread)| stream.device() == device && **thread == here);
+                own.map(|(stream, _)| *stream).collect()
+            });
+            own.into_iter().try_for_each(|stream| reference.wait_for(stream))
+        });
+    };
     "the-other-device": "Waits for the first device instead of the requested one." => |h| {
         h.settles = true;
         h.backend.synchronize_device(|reference, device| {
@@ -307,6 +335,30 @@ mutants! {
             reference.synchronize_device(0)
         });
     };
+}
+
+/// Does not wait for a stream whose last work is a copy that is chosen.
+fn skip_copies(h: &mut Hooks, chosen: fn(&MemoryCopy) -> bool) {
+    h.settles = true;
+    let skipped = Shared::<HashSet<StreamId>>::default();
+    let (given, last) = (skipped.clone(), skipped.clone());
+    h.before(move |_, method, stream| {
+        if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "synchronize_stream")) {
+            given.with(|given| given.remove(&stream));
+        }
+        Ok(())
+    });
+    h.backend.copy(move |reference, copy, stream| {
+        reference.copy(copy, stream)?;
+        if chosen(copy) {
+            last.with(|last| last.insert(stream));
+        }
+        Ok(())
+    });
+    h.backend.synchronize_stream(move |reference, stream| match skipped.with(|skipped| skipped.contains(&stream)) {
+        true => reference.query_stream(stream).map(drop),
+        false => reference.synchronize_stream(stream),
+    });
 }
 
 /// Holds a fill back until the copy after it, on streams that are chosen.
