@@ -276,7 +276,7 @@ pub(super) struct SoakIpcArguments {
     pub(super) owner_kills: Option<u64>,
 
     /// Backend to use with --owner-kills, built in or a plugin [default: the mock]
-    #[arg(long, value_name = "NAME", requires = "owner_kills")]
+    #[arg(long, value_name = "NAME", requires = "owner_kills", conflicts_with = "kills")]
     pub(super) backend: Option<String>,
 }
 

@@ -586,6 +586,7 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         (&["soak", "ipc", "--owner-kills", "0"], "expected a number of kills"),
         (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "cannot be used with"),
         (&["soak", "ipc", "--backend", "mock"], "--owner-kills"),
+        (&["soak", "ipc", "--backend", "mock", "--kills", "2"], "cannot be used with"),
         (&["--die-at", "noon"], "or `ticket`"),
         (&["--scale", "--workers", "3"], "cannot be used with"),
     ] {

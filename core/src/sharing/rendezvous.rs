@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{AtFlags, Dir, Mode, OFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -393,8 +393,13 @@ impl Directory {
         }
     }
 
-    /// Returns whether no process has the socket of a file open. A live one refuses a socket of another type with `PROTOTYPE`.
+    /// Returns whether a file is a socket that no process has open. A live one refuses a socket of another type with `PROTOTYPE`.
     fn is_left(&self, file: &str) -> bool {
+        // Connections to other files are refused, too.
+        let found = rustix::fs::statat(&self.descriptor, file, AtFlags::SYMLINK_NOFOLLOW);
+        if !found.is_ok_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::Socket) {
+            return false;
+        }
         let socket = new_socket(SocketType::DGRAM);
         socket.is_ok_and(|socket| self.connect(&socket, file) == Err(Errno::CONNREFUSED))
     }

@@ -160,9 +160,16 @@ fn two_containers_share_by_a_directory_and_nothing_else() {
     share_and_die(|_| container(MAPPED, &folder.sharing("")));
     // The file of the killed exporter is removed by the next one, whose own file goes with it.
     assert_eq!(folder.files(), 1);
+    // A file of the same form that is no socket stays.
+    let dead = std::fs::read_dir(&folder.0).unwrap().next().unwrap().unwrap().path();
+    let (start, hex) = dead.to_str().unwrap().rsplit_once('-').unwrap();
+    let other = format!("{start}-{}", "0".repeat(hex.len()));
+    std::fs::write(&other, "kept").unwrap();
     let mut next = container(MAPPED, &folder.sharing(""));
     next.tell("make a 10 1");
-    assert_eq!(folder.files(), 1);
+    assert_eq!(folder.files(), 2);
+    assert_eq!(std::fs::read_to_string(&other).unwrap(), "kept");
+    std::fs::remove_file(&other).unwrap();
     // A live exporter keeps its file.
     let mut another = container(MAPPED, &folder.sharing(""));
     let ticket = another.tell("make a 10 1");
