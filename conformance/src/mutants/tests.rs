@@ -69,12 +69,10 @@ fn a_wrapper_that_breaks_nothing_passes() {
     let backend = wrapped(MockOptions::new(), |_| {});
     let report = run(&backend, &Options::new().with_launcher(launcher));
     assert!(report.is_success() && report.skipped() < 60, "{report}");
-    // Every kind of work, and every way to wait, on a second device.
-    for group in ["cells.", "devices.", "ids."] {
-        let backend = wrapped(MockOptions::new().with_devices(2), |_| {});
-        let report = run(&backend, &Options::new().with_filter(group));
-        assert!(report.is_success() && report.passed() > 0, "{report}");
-    }
+    // The ids of a second device.
+    let backend = wrapped(MockOptions::new().with_devices(2), |_| {});
+    let report = run(&backend, &Options::new().with_filter("ids."));
+    assert!(report.is_success() && report.passed() > 5, "{report}");
 }
 
 /// Such a call leaves no work outstanding, and the failure must not blame the machine.
