@@ -764,7 +764,7 @@ impl<'b> RegisteredFile<'b> {
         Self::of(backend, &file_in_memory(content), content.len(), true)
     }
 
-    /// Maps and registers a file of so many bytes, a multiple of the page size, for reading only if `read_only`.
+    /// Maps and registers the first `bytes` of a file, a multiple of the page size. With `read_only`, the mapping is read-only.
     #[track_caller]
     pub(crate) fn of(backend: &'b dyn Backend, file: &OwnedFd, bytes: usize, read_only: bool) -> Result<Self> {
         use rustix::mm::{MapFlags, ProtFlags, mmap};

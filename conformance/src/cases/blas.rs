@@ -563,7 +563,7 @@ fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
         check_eq!(creations.len(), CREATIONS, "handles made");
         let seen = calls.iter().map(|(what, spans)| (*what, Delays::of(&creations, spans)));
         let guilty: Vec<_> = seen.filter(|(_, delays)| !delays.acquit()).collect();
-        // The call that was held says more than those that did not come to run meanwhile.
+        // A call that was held names the cause. Others may only have had no processor meanwhile.
         delayed = guilty.iter().find_map(|(what, delays)| delays.some.iter().max().map(|longest| (*what, *longest)));
         Ok(Attempt::seen(guilty.is_empty()))
     });

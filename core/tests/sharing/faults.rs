@@ -190,7 +190,7 @@ impl Pair {
         }
     }
 
-    /// Two buffers are shared as one batch of three slices. What opens has the values, and what fails leaves nothing open.
+    /// Shares two buffers as one batch of three slices. Each opened slice has its values, and each failed open leaves nothing open.
     fn batch(&mut self, tag: u32) {
         let Some(buffers) = (0..2).map(|_| self.make(tag)).collect::<Option<Vec<_>>>() else { return };
         let slices = [buffers[0].slice(0..LEN / 2), buffers[1].slice(0..LEN), buffers[0].slice(LEN / 4..LEN)];

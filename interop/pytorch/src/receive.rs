@@ -77,20 +77,16 @@ impl Drop for Received {
 /// The buffer behaves like any other. Once it is dropped and the last use has ended, the memory is closed and the sender's count
 /// falls. The call that drops the buffer does not wait for that. This process cannot share the sender's memory again.
 ///
-/// ```no_run
-/// # fn main() -> highwater_core::Result<()> {
-/// # let runtime: highwater_core::Runtime = unimplemented!();
+/// ```
+/// use highwater_core::{Device, Result};
 /// use highwater_pytorch::TorchStorage;
 ///
-/// // Python: ":".join(f.hex() if isinstance(f, bytes) else str(int(f)) for f in storage._share_cuda_())
-/// let mut line = String::new();
-/// std::io::stdin().read_line(&mut line).unwrap();
-/// let storage: TorchStorage = line.parse()?;
-/// let device = runtime.device(0)?;
-/// let weights = highwater_pytorch::open::<f32>(&device, &storage)?;
-/// println!("{:?}", &device.create_stream()?.download(&weights)?[..4]);
-/// # Ok(())
-/// # }
+/// /// Python: `":".join(f.hex() if isinstance(f, bytes) else str(int(f)) for f in storage._share_cuda_())`.
+/// fn values(device: &Device, line: &str) -> Result<Vec<f32>> {
+///     let storage: TorchStorage = line.parse()?;
+///     let weights = highwater_pytorch::open::<f32>(device, &storage)?;
+///     device.create_stream()?.download(&weights)
+/// }
 /// ```
 ///
 /// # Errors

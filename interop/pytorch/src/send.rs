@@ -173,23 +173,22 @@ impl Inner {
 /// Dropping the sender ends no share. The memory stays until the receivers are done, or until this process ends. A thread of the
 /// sender ends the shares.
 ///
-/// ```no_run
-/// # fn main() -> highwater_core::Result<()> {
-/// # let runtime: highwater_core::Runtime = unimplemented!();
-/// use highwater_core::Transport;
+/// ```
+/// use highwater_core::{Result, Runtime, Transport};
 /// use highwater_pytorch::Sender;
 ///
-/// let device = runtime.device(0)?;
-/// let stream = device.create_stream()?;
-/// // PyTorch opens plain blocks, by the vendor's legacy handle.
-/// let weights = device.allocate_shared_by::<f32>(1000, Transport::Legacy)?;
-/// stream.fill(&weights, 0.5_f32)?;
-/// let sender = Sender::new(&runtime)?;
-/// println!("{}", sender.share(&weights, &stream)?); // a line for the Python process
-/// drop(weights); // the receiver still has the memory
-/// sender.wait(None);
-/// # Ok(())
-/// # }
+/// fn send(runtime: &Runtime) -> Result<()> {
+///     let device = runtime.device(0)?;
+///     let stream = device.create_stream()?;
+///     // PyTorch opens plain blocks, by the vendor's legacy handle.
+///     let weights = device.allocate_shared_by::<f32>(1000, Transport::Legacy)?;
+///     stream.fill(&weights, 0.5_f32)?;
+///     let sender = Sender::new(runtime)?;
+///     println!("{}", sender.share(&weights, &stream)?); // a line for the Python process
+///     drop(weights); // the receiver still has the memory
+///     sender.wait(None);
+///     Ok(())
+/// }
 /// ```
 pub struct Sender {
     inner: Arc<Inner>,

@@ -381,7 +381,7 @@ impl Importer<'_> {
             self.report.kept += 1;
             kept_bytes = (kept.len() * size_of::<u32>()) as u64;
         }
-        // Dropped: the next owner's memory is told from this one's by what is mapped.
+        // The mapped bytes are those of one owner at a time, so the memory of this one has to be unmapped first.
         self.wait_for_mapped(mapped - kept_bytes);
         Ok(())
     }
