@@ -29,6 +29,7 @@ mod fork_tests;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod key_values;
 mod ledger;
 mod matmul;
 pub mod numerics;

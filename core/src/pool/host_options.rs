@@ -6,14 +6,15 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
-use highwater_hal::{Error, ErrorKind, Result, display_foreign};
+use crate::key_values::{self, Key};
+use highwater_hal::{Error, ErrorKind, Result};
 
 /// The variable that sets options that the program does not set.
 const VARIABLE: &str = "HIGHWATER_HOST_MEMORY";
 const OPERATION: &str = "host memory options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
-const KEYS: [(&str, &str, Set); 7] = [
+const KEYS: [Key<HostMemoryOptions>; 7] = [
     ("cap", SIZE, |options, value| Some(options.with_cap_bytes(bytes(value)?))),
     ("idle-cap", SIZE, |options, value| Some(options.with_idle_cap_bytes(bytes(value)?))),
     ("idle-seconds", "a whole number of seconds", |options, value| {
@@ -34,9 +35,6 @@ const KEYS: [(&str, &str, Set); 7] = [
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 const SIZE: &str = "a whole number of bytes, KiB, MiB, GiB or TiB, such as `512MiB`";
 const UNITS: [(&str, u32); 4] = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)];
-
-/// Returns the options with one more set, or `None` for a value of another form.
-type Set = fn(HostMemoryOptions, &str) -> Option<HostMemoryOptions>;
 
 /// The huge pages that the pool may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -212,32 +210,7 @@ impl HostMemoryOptions {
     }
 
     fn parse(text: &OsStr) -> Result<Self> {
-        let invalid = |message: String, hint: String| {
-            let message = format!("{VARIABLE}={}: {message}", display_foreign(text));
-            Error::new(ErrorKind::InvalidArgument, OPERATION, message).with_hint(hint)
-        };
-        let text = text.to_str().ok_or_else(|| invalid("not UTF-8".to_owned(), form()))?;
-        let mut options = Self::new();
-        let mut seen = Vec::new();
-        let pairs = text.split(',').map(str::trim).filter(|_| !text.trim().is_empty());
-        for pair in pairs {
-            let (key, value) =
-                pair.split_once('=').map(|(key, value)| (key.trim(), value.trim())).ok_or_else(|| {
-                    invalid(format!("`{}` is not of the form `key=value`", display_foreign(pair)), form())
-                })?;
-            let Some((key, expected, set)) = KEYS.iter().find(|(known, ..)| *known == key) else {
-                return Err(invalid(format!("`{}` is not a key", display_foreign(key)), form()));
-            };
-            if seen.contains(key) {
-                return Err(invalid(format!("`{key}` is set twice"), format!("keep one `{key}=` of the two")));
-            }
-            seen.push(*key);
-            options = set(options, value).ok_or_else(|| {
-                let message = format!("`{}` is not a value of `{key}`", display_foreign(value));
-                invalid(message, format!("`{key}` expects {expected}"))
-            })?;
-        }
-        Ok(options)
+        key_values::parse(OPERATION, VARIABLE, text, &KEYS, Self::new())
     }
 }
 
@@ -256,12 +229,6 @@ impl fmt::Display for HostMemoryOptions {
         let set = pairs.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?)));
         f.write_str(&set.collect::<Vec<_>>().join(","))
     }
-}
-
-/// Returns the form of the variable.
-fn form() -> String {
-    let keys = KEYS.map(|(key, expected, _)| format!("`{key}` ({expected})")).join("; ");
-    format!("write `key=value` pairs, separated by commas; the keys are {keys}")
 }
 
 fn bytes(value: &str) -> Option<u64> {

@@ -7,22 +7,20 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::path::Path;
 
-use highwater_hal::{Error, ErrorKind, Result, display_foreign, secure_execution};
+use crate::key_values::{self, Key};
+use highwater_hal::{Result, secure_execution};
 
 /// The variable that sets options that the program does not set.
 const VARIABLE: &str = "HIGHWATER_SHARING";
 pub(super) const OPERATION: &str = "sharing options";
 
 /// The keys of the variable, with the form of their values and a function that sets one.
-const KEYS: [(&str, &str, Set); 2] = [
+const KEYS: [Key<SharingOptions>; 2] = [
     ("rendezvous", "`abstract`, `directory:PATH` or `descriptor:NUMBER`", |options, value| {
         Some(options.with_rendezvous(rendezvous(value)?))
     }),
     ("openers", "`user`, `group:ID` or `secret`", |options, value| Some(options.with_openers(openers(value)?))),
 ];
-
-/// Returns the options with one more set, or `None` for a value of another form.
-type Set = fn(SharingOptions, &str) -> Option<SharingOptions>;
 
 /// The method by which processes that share memory find each other.
 ///
@@ -201,31 +199,7 @@ impl SharingOptions {
     }
 
     fn parse(text: &OsStr) -> Result<Self> {
-        let invalid = |message: String, hint: String| {
-            let message = format!("{VARIABLE}={}: {message}", display_foreign(text));
-            Error::new(ErrorKind::InvalidArgument, OPERATION, message).with_hint(hint)
-        };
-        let text = text.to_str().ok_or_else(|| invalid("not UTF-8".to_owned(), form()))?;
-        let mut options = Self::new();
-        let mut seen = Vec::new();
-        for pair in text.split(',').map(str::trim).filter(|_| !text.trim().is_empty()) {
-            let (key, value) =
-                pair.split_once('=').map(|(key, value)| (key.trim(), value.trim())).ok_or_else(|| {
-                    invalid(format!("`{}` is not of the form `key=value`", display_foreign(pair)), form())
-                })?;
-            let Some((key, expected, set)) = KEYS.iter().find(|(known, ..)| *known == key) else {
-                return Err(invalid(format!("`{}` is not a key", display_foreign(key)), form()));
-            };
-            if seen.contains(key) {
-                return Err(invalid(format!("`{key}` is set twice"), format!("keep one `{key}=` of the two")));
-            }
-            seen.push(*key);
-            options = set(options, value).ok_or_else(|| {
-                let message = format!("`{}` is not a value of `{key}`", display_foreign(value));
-                invalid(message, format!("`{key}` expects {expected}"))
-            })?;
-        }
-        Ok(options)
+        key_values::parse(OPERATION, VARIABLE, text, &KEYS, Self::new())
     }
 }
 
@@ -247,12 +221,6 @@ pub(super) fn variable() -> Option<OsString> {
 /// a caller must not decide which processes open the memory.
 fn trusted(value: Option<OsString>, is_secure: bool) -> Option<OsString> {
     value.filter(|_| !is_secure)
-}
-
-/// Returns the form of the variable.
-fn form() -> String {
-    let keys = KEYS.map(|(key, expected, _)| format!("`{key}` ({expected})")).join("; ");
-    format!("write `key=value` pairs, separated by commas; the keys are {keys}")
 }
 
 fn rendezvous(value: &str) -> Option<Rendezvous> {
@@ -285,6 +253,8 @@ fn digits(text: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use highwater_hal::ErrorKind;
+
     use std::os::unix::ffi::OsStrExt;
 
     use super::*;

@@ -26,10 +26,12 @@ use std::time::{Duration, SystemTime};
 use anyhow::Result;
 use highwater::ErrorKind;
 use highwater::mock::{MockGpu, MockOptions};
+use serde_json::Value;
 
 use super::args::SoakIpcArguments;
 use super::failure::{self, Failure};
 use super::progress::Progress;
+use super::table::Table;
 use super::{Verdict, output};
 
 /// The time limit of a step. A step that takes longer hangs, which is a defect.
@@ -47,14 +49,7 @@ pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdic
     let report = exporter::run(&soak, &progress, &pulse);
     drop(progress);
     let report = report?;
-    if json {
-        output::object(&report.to_json())?
-    } else {
-        output::result(report.to_table())?
-    }
-    let faults = report.faults();
-    faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
-    Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
+    print(json, report.to_json(), report.to_table(), &report.faults())
 }
 
 /// Runs `highwater soak ipc --owner-kills`.
@@ -65,12 +60,16 @@ fn kill_owners(arguments: &SoakIpcArguments, kills: u64, seed: u64, json: bool) 
     let report = owners::run(&soak, &progress, &pulse);
     drop(progress);
     let report = report?;
+    print(json, report.to_json(), report.to_table(), &report.faults())
+}
+
+/// Prints the report of a soak.
+fn print(json: bool, object: Value, table: Table, faults: &[String]) -> Result<Verdict> {
     if json {
-        output::object(&report.to_json())?
+        output::object(&object)?
     } else {
-        output::result(report.to_table())?
+        output::result(table)?
     }
-    let faults = report.faults();
     faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
