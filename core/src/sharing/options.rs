@@ -253,9 +253,9 @@ fn digits(text: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use highwater_hal::ErrorKind;
-
     use std::os::unix::ffi::OsStrExt;
+
+    use highwater_hal::ErrorKind;
 
     use super::*;
 
