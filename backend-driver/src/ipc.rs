@@ -25,13 +25,27 @@ pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Erro
 
 const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
 
+/// The memory that a payload names. The vendor makes both from one kind of memory, so only the payload tells them apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Named {
+    /// Mapped memory. Earlier versions wrote this number for both.
+    Mapped = 0,
+    /// A block of `allocate`.
+    Block = 1,
+}
+
+/// The place of [`Named`] in a payload.
+const NAMED: usize = 32;
+
 /// Returns the payload of a handle whose memory travels as a descriptor. It identifies the allocation, so that a second
 /// open finds the first, and holds the size.
-fn seal(token: [u8; 16], bytes: u64, uuid: &[u8; 16]) -> [u8; 64] {
+fn seal(named: Named, token: [u8; 16], bytes: u64, uuid: &[u8; 16]) -> [u8; 64] {
     let mut payload = [0; 64];
     payload[..8].copy_from_slice(&MAGIC);
     payload[8..24].copy_from_slice(&token);
     payload[24..32].copy_from_slice(&bytes.to_le_bytes());
+    payload[NAMED] = named as u8;
     let sum = checksum(&payload, uuid);
     payload[60..].copy_from_slice(&sum);
     payload
@@ -105,7 +119,7 @@ impl<P: Platform> DriverIpc<P> {
         let handle = match transport {
             Transport::Legacy => self.export_legacy(range.base, bytes, uuid)?,
             _ => {
-                let payload = seal(highwater_hal::random(OPERATION)?, bytes, &uuid);
+                let payload = seal(Named::Mapped, highwater_hal::random(OPERATION)?, bytes, &uuid);
                 let handle = MemoryHandle::new(transport, uuid, bytes, payload);
                 // SAFETY: As the caller promises.
                 unsafe { state.platform.export_foreign(range.base, transport, handle)? }
@@ -239,15 +253,15 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         };
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
-        let export = |token, shared: &SharedBlock, bytes| {
-            let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
+        let export = |named, token, shared: &SharedBlock, bytes| {
+            let handle = MemoryHandle::new(transport, uuid, bytes, seal(named, token, bytes, &uuid));
             let handle = state.platform.export_shared(shared, transport, handle)?;
             self.watch(&handle);
             Ok(handle)
         };
         match exported {
             None => {
-                let export = |token, shared: &SharedBlock| export(token, shared, shared.bytes as u64);
+                let export = |token, shared: &SharedBlock| export(Named::Mapped, token, shared, shared.bytes as u64);
                 if let Some(exported) = state.export_mapped(OPERATION, device, (ptr, transport), export) {
                     return exported;
                 }
@@ -255,7 +269,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 // SAFETY: The caller promises that the memory stays allocated.
                 unsafe { self.export_foreign(&range, transport, uuid) }
             }
-            Some((bytes, Some((token, shared)))) => export(token, &shared, bytes),
+            Some((bytes, Some((token, shared)))) => export(Named::Block, token, &shared, bytes),
             Some((bytes, None)) => self.export_legacy(ptr, bytes, uuid),
         }
     }
@@ -350,13 +364,17 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let granularity = state.check_import(device, handle.transport)?;
         self.check_uuid(OPERATION, device, &handle.device_uuid)?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(0);
-        if handle.transport == Transport::Legacy || bytes == 0 || !bytes.is_multiple_of(granularity) {
+        // By `Transport::Fabric`, the payload is the vendor's own.
+        let is_block = handle.transport == Transport::Descriptor && handle.payload[NAMED] == Named::Block as u8;
+        let is_foreign = handle.is_of_other_code();
+        let is_possible = handle.transport != Transport::Legacy && bytes != 0 && bytes.is_multiple_of(granularity);
+        if !is_possible || is_block {
             let message =
                 format!("a handle of {} bytes by {:?} is not of mapped memory", handle.bytes, handle.transport);
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
                 .with_hint("open other memory with `open_memory`"));
         }
-        if !handle.is_of_other_code() {
+        if !is_foreign {
             self.check_sealed(OPERATION, handle)?;
         }
         state.import_memory(device, bytes, |platform| platform.import_memory(device, handle))
@@ -423,7 +441,7 @@ mod tests {
     #[test]
     fn a_payload_is_opened_as_it_was_sealed_or_not_at_all() {
         let (uuid, other) = ([7; 16], [8; 16]);
-        let payload = seal([3; 16], 4096, &uuid);
+        let payload = seal(Named::Block, [3; 16], 4096, &uuid);
         assert!(is_sealed(&payload, 4096, &uuid));
         for index in 0..64 {
             let mut altered = payload;

@@ -17,7 +17,7 @@ pub(crate) struct IdleStream<'b> {
 
 impl<'b> IdleStream<'b> {
     /// On a loaded machine, one stream may begin later than another.
-    const AT_LEAST: Duration = Duration::from_millis(15);
+    const AT_LEAST: Duration = Duration::from_millis(10);
 
     pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
         Ok(Self { stream: Stream::on(backend, device)?, block: Block::on(backend, device, BYTES)? })

@@ -46,7 +46,7 @@
 //!   reports which of them the suite catches, and by which case. Every clause has at least one mutant. A mutant that survives
 //!   shows what the cases do not observe.
 //! - **No timing.** A case never measures speed. It shows that a call does not wait while a stream is busy with copies whose time
-//!   was measured first. If the work is complete too early, the case repeats the observation with up to 128 times as much work. A
+//!   was measured first. If the work is complete too early, the case repeats the observation with up to 256 times as much work. A
 //!   loaded machine gets more attempts than a quiet one, and a failure says so. A backend that executes work inside its calls
 //!   never leaves work outstanding, and the failure says so too.
 //!

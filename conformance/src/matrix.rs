@@ -394,13 +394,16 @@ fn guarded(bytes: &[u8]) -> Vec<u8> {
 /// Returns the bytes of numbers that the element type represents exactly.
 fn encode(data_type: DataType, elements: &[f64]) -> Vec<u8> {
     match data_type {
-        DataType::F64 => elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DataType::F16 => elements.iter().flat_map(|&x| f16_bits(x).to_le_bytes()).collect(),
-        DataType::Bf16 => {
-            elements.iter().flat_map(|&x| ((x as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()).collect()
-        }
-        _ => elements.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+        DataType::F64 => bytes_of_each(elements, f64::to_le_bytes),
+        DataType::F16 => bytes_of_each(elements, |x| f16_bits(x).to_le_bytes()),
+        DataType::Bf16 => bytes_of_each(elements, |x| (((x as f32).to_bits() >> 16) as u16).to_le_bytes()),
+        _ => bytes_of_each(elements, |x| (x as f32).to_le_bytes()),
     }
+}
+
+/// Returns the bytes of the elements, one after the other.
+pub(crate) fn bytes_of_each<T: Copy, const N: usize>(elements: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    elements.iter().map(|&element| bytes(element)).collect::<Vec<[u8; N]>>().into_flattened()
 }
 
 fn decode(data_type: DataType, bytes: &[u8]) -> Vec<f64> {

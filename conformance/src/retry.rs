@@ -30,10 +30,10 @@ impl Attempt {
 
 /// The amount of work of each attempt, in multiples of [`StreamLoad::TIME`]. The longest exceed any delay of a usable machine.
 /// The last are equal, because another chance helps more than twice the work.
-const AMOUNTS: [usize; 10] = [1, 2, 4, 8, 16, 32, 64, 128, 128, 128];
+const AMOUNTS: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256];
 
 /// The number of attempts on a quiet machine that prove that the backend waits.
-const ENOUGH_WHEN_QUIET: usize = 6;
+const ENOUGH_WHEN_QUIET: usize = 7;
 
 /// No attempt begins after this time, so that a backend that is wrong everywhere fails in bounded time.
 const LIMIT: Duration = Duration::from_secs(3);
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(outcome, Err(Inconclusive { attempts: ENOUGH_WHEN_QUIET, on_a_busy_machine: 0 }));
         let (amount, outcome) = made(|_| false, |_| true);
         assert_eq!(amount, AMOUNTS);
-        assert_eq!(outcome, Err(Inconclusive { attempts: 10, on_a_busy_machine: 10 }));
+        assert_eq!(outcome, Err(Inconclusive { attempts: AMOUNTS.len(), on_a_busy_machine: AMOUNTS.len() }));
         // Attempts on a loaded machine do not count against the backend.
         let (amount, _) = made(|_| false, |look| look <= 3);
         assert_eq!(amount.len(), 3 + ENOUGH_WHEN_QUIET);

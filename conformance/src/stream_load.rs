@@ -30,7 +30,7 @@ pub(crate) struct StreamLoad<'b> {
 
 impl<'b> StreamLoad<'b> {
     /// The measured time of the load, at least.
-    pub(crate) const TIME: Duration = Duration::from_millis(10);
+    pub(crate) const TIME: Duration = Duration::from_millis(5);
 
     /// The bytes of one copy. The load takes the first size for which a copy is long compared to the call that enqueues it.
     const BYTES: [usize; 3] = [1 << 20, 8 << 20, 64 << 20];

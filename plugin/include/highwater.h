@@ -998,7 +998,9 @@ struct hw_table {
     /* Opens mapped memory of another process without mapping it. `destroy_memory` gives it back.
      *  - ipc.import-maps: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
      *  - ipc.import-checked: a handle that no exporter made, of another device's UUID, without the descriptor that its
-     *    transport needs, or of memory that is not mapped memory, returns HW_ERROR_INVALID_ARGUMENT, and nothing is opened. */
+     *    transport needs, or of memory that is not mapped memory, returns HW_ERROR_INVALID_ARGUMENT, and nothing is opened.
+     *    The handles of HW_TRANSPORT_FABRIC do not tell memory of `allocate` from mapped memory if the size is one of mapped
+     *    memory. */
     int32_t (*import_memory)(hw_backend *backend, uint32_t device, const hw_memory_handle *memory, hw_id *answer, hw_error *error);
 };
 

@@ -17,6 +17,7 @@ use highwater_hal::{
 
 use crate::case::{Case, CaseResult, Failure, all_capabilities, cases, check};
 use crate::device::{Block, Capture, Event, Executable, Handle, Memory, Object, Pinned, Span, Stream};
+use crate::matrix::bytes_of_each;
 use crate::seed::with_seed;
 use crate::validation::made_here;
 
@@ -419,18 +420,33 @@ impl Cell {
 /// Runs one kind of work in its cells.
 fn in_cells(backend: &dyn Backend, work: Work) -> CaseResult {
     let axes = Axes::of(backend, work)?;
-    for cell in axes.singles() {
-        in_cell(backend, work, cell)?;
-    }
+    let loads =
+        (0..backend.device_count().min(2)).map(|device| Load::on(backend, device)).collect::<Result<Vec<_>>>()?;
+    let prove = |cell: Cell| in_cell(backend, work, cell, &loads[cell.device as usize]);
+    axes.singles().into_iter().try_for_each(prove)?;
     with_seed(work as u64, |random| {
-        let drawn = (0..DRAWN).map(|_| axes.cell(|count| random.below(count)).possible());
-        drawn.into_iter().try_for_each(|cell| in_cell(backend, work, cell))
+        let mut drawn = (0..DRAWN).map(|_| axes.cell(|count| random.below(count)).possible());
+        drawn.try_for_each(prove)
     })
 }
 
-fn in_cell(backend: &dyn Backend, work: Work, cell: Cell) -> CaseResult {
+/// The copy before each round, which keeps the stream busy while the next calls are made.
+struct Load<'b> {
+    block: Block<'b>,
+    pinned: Pinned<'b>,
+}
+
+impl<'b> Load<'b> {
+    const BYTES: usize = 2 << 20;
+
+    fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
+        Ok(Self { block: Block::on(backend, device, Self::BYTES)?, pinned: Pinned::new(backend, Self::BYTES)? })
+    }
+}
+
+fn in_cell(backend: &dyn Backend, work: Work, cell: Cell, load: &Load<'_>) -> CaseResult {
     let prove = || {
-        let (made, stream) = Made::new(backend, work, cell)?;
+        let (made, stream) = Made::new(backend, work, cell, load)?;
         let workspace = Block::on(backend, cell.device, WORKSPACE_BYTES)?;
         let mut handle = None;
         if let Some(kind) = work.multiplies() {
@@ -480,8 +496,6 @@ impl<'b> Place<'b> {
 
 /// Launches of one graph, or calls of one kind: enough for mistakes that every third call makes.
 const ROUNDS: usize = 3;
-/// The bytes of the copy before each round, which keeps the stream busy while the next calls are made.
-const LOAD_BYTES: usize = 2 << 20;
 const WORKSPACE_BYTES: usize = 4 << 20;
 
 /// The objects of one cell, apart from the stream of the work and the handle.
@@ -501,7 +515,7 @@ struct Made<'b> {
     old: Vec<Block<'b>>,
     identity: Block<'b>,
     result: Pinned<'b>,
-    load: (Block<'b>, Pinned<'b>),
+    load: &'b Load<'b>,
     /// Streams that other members of this struct need until they are dropped: the stream of stream-ordered memory, and the
     /// owner of a foreign stream.
     _kept: Vec<Stream<'b>>,
@@ -509,7 +523,11 @@ struct Made<'b> {
 
 /// Returns elements that are small integers, so that products are exact.
 fn content(seed: usize, count: usize) -> Vec<f32> {
-    (0..count).map(|index| ((index * 7 + seed * 31) % 97) as f32 - 40.0).collect()
+    const PERIOD: usize = 97;
+    let period: [f32; PERIOD] = std::array::from_fn(|index| ((index * 7 + seed * 31) % PERIOD) as f32 - 40.0);
+    let mut elements = period.repeat(count.div_ceil(PERIOD));
+    elements.truncate(count);
+    elements
 }
 
 fn fresh(round: usize, count: usize) -> Vec<f32> {
@@ -521,11 +539,11 @@ fn old(round: usize, count: usize) -> Vec<f32> {
 }
 
 fn bytes_of(elements: &[f32]) -> Vec<u8> {
-    elements.iter().flat_map(|element| element.to_ne_bytes()).collect()
+    bytes_of_each(elements, f32::to_ne_bytes)
 }
 
 impl<'b> Made<'b> {
-    fn new(backend: &'b dyn Backend, work: Work, cell: Cell) -> Result<(Self, Stream<'b>)> {
+    fn new(backend: &'b dyn Backend, work: Work, cell: Cell, load: &'b Load<'b>) -> Result<(Self, Stream<'b>)> {
         let (device, count, size) = (cell.device, cell.elements(), cell.bytes());
         let other = (device + 1) % backend.device_count();
         let tag = backend.identity().tag;
@@ -606,7 +624,7 @@ impl<'b> Made<'b> {
             old: (0..ROUNDS).map(|round| holding(output_device, &old(round, count))).collect::<Result<_>>()?,
             identity: holding(device, &identity)?,
             result: Pinned::holding(backend, &stale)?,
-            load: (Block::on(backend, device, LOAD_BYTES)?, Pinned::new(backend, LOAD_BYTES)?),
+            load,
             _kept: kept,
         };
         Ok((made, stream))
@@ -672,7 +690,7 @@ impl<'b> Made<'b> {
         };
         for round in 0..ROUNDS {
             let main = of(&stream)?;
-            main.copy(self.load.0.all(), self.load.1.all())?;
+            main.copy(self.load.block.all(), self.load.pinned.all())?;
             let before = [(&self.input, &self.fresh[round]), (&self.output, &self.old[round])];
             for ((place, block), is_apart) in
                 before.into_iter().zip([self.work == Work::FromOther, self.work == Work::ToOther])

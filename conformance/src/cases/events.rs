@@ -58,7 +58,7 @@ fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
 
 /// The load of a producer, relative to the load of an attempt. A consumer that does not wait needs the time to run ahead;
 /// otherwise its mistake does not show.
-const PRODUCED: usize = 4;
+const PRODUCED: usize = 5;
 
 fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
@@ -556,7 +556,7 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
         // The device was past the first record at `begun` and not yet past the second at `running`. It spent at least the
         // time between them.
         let begun = Instant::now();
-        busy.enqueue(&stream, load)?;
+        busy.enqueue(&stream, load * 2)?;
         stream.record(&end)?;
         let mut running = begun;
         loop {
@@ -582,7 +582,7 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
         );
         check!(backend.event_elapsed_ns(start.id(), start.id())? == 0, "time passed between a record and itself");
         // A time that is too short by half shows only if less than half of the work went unobserved.
-        Ok(Attempt::seen(enough && least >= StreamLoad::TIME / 4 && least >= over * 3 / 4))
+        Ok(Attempt::seen(enough && least >= StreamLoad::TIME / 2 && least >= over * 3 / 4))
     });
     outcome.map_err(|failure| short.unwrap_or(failure))
 }

@@ -1,7 +1,7 @@
 //! Objects that are destroyed while they are in use: by outstanding work, by a capture, and by calls of other threads.
 //!
-//! A table pairs each object with the work that uses it. Rows about work and waits run on two devices. The thread that made the
-//! object destroys it, and then another one does, except in rows about calls of other threads.
+//! A table pairs each object with the work that uses it. The thread that made the object destroys it, and then another one does,
+//! except in rows about calls of other threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -85,12 +85,12 @@ fn in_thread<T: Send>(is_other: bool, destroy: impl FnOnce() -> Result<T, Failur
 }
 
 /// Creates objects, which may take the place of those that were destroyed, and uses them.
-fn replace(backend: &dyn Backend, device: u32) -> CaseResult {
-    let streams = (0..2).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>, _>>()?;
+fn replace(backend: &dyn Backend) -> CaseResult {
+    let streams = (0..2).map(|_| Stream::new(backend)).collect::<Result<Vec<_>, _>>()?;
     for stream in &streams {
-        let event = Event::on(backend, device)?;
+        let event = Event::new(backend)?;
         stream.record(&event)?;
-        if backend.capabilities(device)?.capture {
+        if backend.capabilities(DEVICE)?.capture {
             let graph = Capture::begin(stream, CaptureMode::ThreadLocal)?.end(&[])?;
             graph.instantiate()?.destroy()?;
         }
@@ -100,17 +100,15 @@ fn replace(backend: &dyn Backend, device: u32) -> CaseResult {
 }
 
 fn by_work(backend: &dyn Backend, object: Object) -> CaseResult {
-    for device in 0..backend.device_count().min(2) {
-        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        for is_other in [false, true] {
-            until_conclusive("the work was over when the object was destroyed", |load| {
-                under_a_copy(backend, object, device, is_other, |stream| busy.enqueue(stream, load))
-            })
-            .map_err(|failure| {
-                let thread = if is_other { "another thread" } else { "its own thread" };
-                failure.with_details(&format!("{object:?} of device {device}, destroyed by {thread}"))
-            })?;
-        }
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    for is_other in [false, true] {
+        until_conclusive("the work was over when the object was destroyed", |load| {
+            under_a_copy(backend, object, is_other, |stream| busy.enqueue(stream, load))
+        })
+        .map_err(|failure| {
+            let thread = if is_other { "another thread" } else { "its own thread" };
+            failure.with_details(&format!("{object:?}, destroyed by {thread}"))
+        })?;
     }
     Ok(())
 }
@@ -119,14 +117,13 @@ fn by_work(backend: &dyn Backend, object: Object) -> CaseResult {
 fn under_a_copy(
     backend: &dyn Backend,
     object: Object,
-    device: u32,
     is_other: bool,
     load: impl Fn(&Stream<'_>) -> highwater_hal::Result<()>,
 ) -> Result<Attempt, Failure> {
-    let fresh = Block::filled_on(backend, device, BYTES, NEW)?;
-    let shared = Block::filled_on(backend, device, BYTES, OLD)?;
-    let target = Block::filled_on(backend, device, BYTES, OLD)?;
-    let (stream, before) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+    let fresh = Block::filled(backend, BYTES, NEW)?;
+    let shared = Block::filled(backend, BYTES, OLD)?;
+    let target = Block::filled(backend, BYTES, OLD)?;
+    let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let begin = |stream: &Stream<'_>| {
         load(stream)?;
         stream.record(&before)
@@ -140,7 +137,7 @@ fn under_a_copy(
             outstanding
         }
         Object::WaitingStream => {
-            let (producer, written) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+            let (producer, written) = (Stream::new(backend)?, Event::new(backend)?);
             begin(&producer)?;
             producer.copy(shared.all(), fresh.all())?;
             producer.record(&written)?;
@@ -151,12 +148,12 @@ fn under_a_copy(
             outstanding
         }
         Object::Event | Object::ForeignEvent => {
-            let (producer, written) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+            let (producer, written) = (Stream::new(backend)?, Event::new(backend)?);
             let wrapper = match object {
                 Object::ForeignEvent => {
                     let raw = backend.raw_event(written.id())?;
                     // SAFETY: the event is destroyed after its wrapper, in this function.
-                    let id = unsafe { backend.event_from_raw(device, raw) }.map_err(Failure::from)?;
+                    let id = unsafe { backend.event_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
                     Some(Event::adopted(backend, id))
                 }
                 _ => None,
@@ -169,7 +166,7 @@ fn under_a_copy(
             match wrapper {
                 Some(wrapper) => {
                     in_thread(is_other, || Ok(wrapper.destroy()?))?;
-                    replace(backend, device)?;
+                    replace(backend)?;
                     let (answer, outstanding) = (written.is_pending()?, before.is_pending()?);
                     check!(
                         answer || !outstanding,
@@ -200,7 +197,7 @@ fn under_a_copy(
             match object {
                 Object::Graph => {
                     in_thread(is_other, || Ok(graph.destroy()?))?;
-                    replace(backend, device)?;
+                    replace(backend)?;
                     // The graph is gone, and its executable is as good as before.
                     executable.launch(&stream)?;
                     stream.synchronize()?;
@@ -212,8 +209,8 @@ fn under_a_copy(
             outstanding
         }
         Object::PhysicalMemory => {
-            let piece = backend.capabilities(device)?.mapped_memory_granularity.max(BYTES);
-            let addresses = Addresses::new(backend, device, 2 * piece)?;
+            let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity.max(BYTES);
+            let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
             let memory = addresses.fill_in(0..piece)?;
             begin(&stream)?;
             stream.copy(addresses.span(0..BYTES), fresh.all())?;
@@ -231,7 +228,7 @@ fn under_a_copy(
         Object::ForeignStream => {
             let raw = backend.raw_stream(stream.id())?;
             // SAFETY: the stream is destroyed after its wrapper, in this function.
-            let id = unsafe { backend.stream_from_raw(device, raw) }.map_err(Failure::from)?;
+            let id = unsafe { backend.stream_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
             let wrapper = Stream::adopted(backend, id);
             begin(&wrapper)?;
             wrapper.copy(shared.all(), fresh.all())?;
@@ -242,7 +239,7 @@ fn under_a_copy(
             outstanding
         }
     };
-    replace(backend, device)?;
+    replace(backend)?;
     // Reading waits for all work of the device, also of streams that were destroyed.
     let got = target.read()?;
     let wrong = got.iter().filter(|&&byte| byte != NEW).count();
@@ -320,7 +317,7 @@ fn by_product(backend: &dyn Backend, kind: BlasKind, bound: Bound) -> CaseResult
                 }
             }
             if bound != Bound::Stream {
-                replace(backend, DEVICE)?;
+                replace(backend)?;
                 let other = Handle::unbound(backend, kind, DEVICE)?;
                 drop(other);
             }
@@ -383,91 +380,73 @@ fn let_it_wait() {
 }
 
 fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
-    for device in 0..backend.device_count().min(2) {
-        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        until_conclusive(
-            "no wait was in progress when the object was destroyed, or it ended with the object",
-            |load| {
-                let fresh = Block::filled_on(backend, device, BYTES, NEW)?;
-                let pinned = Pinned::holding(backend, &[OLD; BYTES])?;
-                let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
-                let end = Event::on(backend, device)?;
-                let wrapper = match waited {
-                    Waited::ForeignEvent => {
-                        let raw = backend.raw_event(event.id())?;
-                        // SAFETY: the event is destroyed after its wrapper, at the end of this attempt.
-                        let id = unsafe { backend.event_from_raw(device, raw) }.map_err(Failure::from)?;
-                        Some(Event::adopted(backend, id))
-                    }
-                    _ => None,
-                };
-                busy.enqueue(&stream, 2 * load)?;
-                stream.copy(pinned.all(), fresh.all())?;
-                stream.record(wrapper.as_ref().unwrap_or(&event))?;
-                stream.record(&end)?;
-                let (stream_id, event_id) = (stream.id(), wrapper.as_ref().map_or(event.id(), Event::id));
-                let is_about_to_wait = AtomicBool::new(false);
-                // Returns whether the call began before the object was destroyed. On a loaded machine it may begin too late.
-                let wait = || -> Result<bool, Failure> {
-                    // Release suffices: the other thread reads only the flag itself.
-                    is_about_to_wait.store(true, Ordering::Release);
-                    let waited = match waited {
-                        Waited::Stream => backend.synchronize_stream(stream_id),
-                        Waited::Event | Waited::ForeignEvent => backend.synchronize_event(event_id),
-                    };
-                    if !is_alive("the wait", waited)? {
-                        return Ok(false);
-                    }
-                    // SAFETY: the wait has returned, which the clause promises to be enough.
-                    let seen = unsafe { pinned.read_now() };
-                    check!(seen == [NEW; BYTES], "a wait ended before the work, because the object was destroyed");
-                    Ok(true)
-                };
-                let outstanding = std::thread::scope(|scope| -> Result<bool, Failure> {
-                    let waiting = scope.spawn(wait);
-                    while !is_about_to_wait.load(Ordering::Acquire) {
-                        std::thread::yield_now();
-                    }
-                    let_it_wait();
-                    let outstanding = end.is_pending()?;
-                    match (waited, wrapper) {
-                        (Waited::Stream, _) => {
-                            stream.destroy()?;
-                            check_error!(
-                                backend.query_stream(stream_id),
-                                InvalidHandle,
-                                "a stream that a thread waits for"
-                            );
-                        }
-                        (_, Some(wrapper)) => {
-                            wrapper.destroy()?;
-                            check_error!(
-                                backend.query_event(event_id),
-                                InvalidHandle,
-                                "an event that a thread waits for"
-                            );
-                            event.synchronize()?;
-                        }
-                        _ => {
-                            event.destroy()?;
-                            check_error!(
-                                backend.query_event(event_id),
-                                InvalidHandle,
-                                "an event that a thread waits for"
-                            );
-                        }
-                    }
-                    replace(backend, device)?;
-                    let was_in_time = waiting.join().map_err(|_| Failure::new("a thread panicked"))??;
-                    Ok(outstanding && was_in_time)
-                })?;
-                end.synchronize()?;
-                Ok(Attempt::seen(outstanding))
-            },
-        )
-        .map_err(|failure| failure.with_details(&format!("{waited:?} of device {device}")))?;
-    }
-    Ok(())
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("no wait was in progress when the object was destroyed, or it ended with the object", |load| {
+        let fresh = Block::filled(backend, BYTES, NEW)?;
+        let pinned = Pinned::holding(backend, &[OLD; BYTES])?;
+        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        let end = Event::new(backend)?;
+        let wrapper = match waited {
+            Waited::ForeignEvent => {
+                let raw = backend.raw_event(event.id())?;
+                // SAFETY: the event is destroyed after its wrapper, at the end of this attempt.
+                let id = unsafe { backend.event_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
+                Some(Event::adopted(backend, id))
+            }
+            _ => None,
+        };
+        busy.enqueue(&stream, 2 * load)?;
+        stream.copy(pinned.all(), fresh.all())?;
+        stream.record(wrapper.as_ref().unwrap_or(&event))?;
+        stream.record(&end)?;
+        let (stream_id, event_id) = (stream.id(), wrapper.as_ref().map_or(event.id(), Event::id));
+        let is_about_to_wait = AtomicBool::new(false);
+        // Returns whether the call began before the object was destroyed. On a loaded machine it may begin too late.
+        let wait = || -> Result<bool, Failure> {
+            // Release suffices: the other thread reads only the flag itself.
+            is_about_to_wait.store(true, Ordering::Release);
+            let waited = match waited {
+                Waited::Stream => backend.synchronize_stream(stream_id),
+                Waited::Event | Waited::ForeignEvent => backend.synchronize_event(event_id),
+            };
+            if !is_alive("the wait", waited)? {
+                return Ok(false);
+            }
+            // SAFETY: the wait has returned, which the clause promises to be enough.
+            let seen = unsafe { pinned.read_now() };
+            check!(seen == [NEW; BYTES], "a wait ended before the work, because the object was destroyed");
+            Ok(true)
+        };
+        let outstanding = std::thread::scope(|scope| -> Result<bool, Failure> {
+            let waiting = scope.spawn(wait);
+            while !is_about_to_wait.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            let_it_wait();
+            let outstanding = end.is_pending()?;
+            match (waited, wrapper) {
+                (Waited::Stream, _) => {
+                    stream.destroy()?;
+                    check_error!(backend.query_stream(stream_id), InvalidHandle, "a stream that a thread waits for");
+                }
+                (_, Some(wrapper)) => {
+                    wrapper.destroy()?;
+                    check_error!(backend.query_event(event_id), InvalidHandle, "an event that a thread waits for");
+                    event.synchronize()?;
+                }
+                _ => {
+                    event.destroy()?;
+                    check_error!(backend.query_event(event_id), InvalidHandle, "an event that a thread waits for");
+                }
+            }
+            replace(backend)?;
+            let was_in_time = waiting.join().map_err(|_| Failure::new("a thread panicked"))??;
+            Ok(outstanding && was_in_time)
+        })?;
+        end.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+    .map_err(|failure| failure.with_details(&format!("{waited:?}")))
 }
 
 /// Returns whether the call succeeded. A call with an id that was destroyed must return `InvalidHandle`.

@@ -516,22 +516,24 @@ fn records_on_another_device(backend: &dyn Backend) -> CaseResult {
         let other = 1 - device;
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let own = Stream::on(backend, device)?;
-        for kind in StreamKind::of(backend, other)? {
-            let made = kind.make(backend, other)?;
-            until_conclusive("the work was over before the refused record", |load| {
-                busy.enqueue(&own, load)?;
-                own.record(event)?;
+        let kinds = StreamKind::of(backend, other)?;
+        let made = kinds.into_iter().map(|kind| Ok((kind, kind.make(backend, other)?))).collect::<Result<Vec<_>>>()?;
+        until_conclusive("the work was over before the refused records", |load| {
+            busy.enqueue(&own, load)?;
+            own.record(event)?;
+            let mut all_in_time = true;
+            for (kind, made) in &made {
                 let refused = backend.record_event(event.id(), made.stream.id());
                 check_error!(refused, WrongDevice, "a record on {kind:?} of another device");
                 let pending = event.is_pending()?;
                 let outstanding = own.is_pending()?;
-                check!(pending || !outstanding, "a refused record has made an event complete");
-                own.synchronize()?;
-                check!(event.query()?.is_complete(), "a refused record has moved an event");
-                Ok(Attempt::seen(pending))
-            })?;
-        }
-        Ok(())
+                check!(pending || !outstanding, "a refused record on {kind:?} has made an event complete");
+                all_in_time &= pending;
+            }
+            own.synchronize()?;
+            check!(event.query()?.is_complete(), "a refused record has moved an event");
+            Ok(Attempt::seen(all_in_time))
+        })
     })
 }
 
@@ -592,7 +594,7 @@ fn elapsed_time_between_streams(backend: &dyn Backend) -> CaseResult {
             first.record(&start)?;
             start.synchronize()?;
             let begun = Instant::now();
-            busy.enqueue(&second, load)?;
+            busy.enqueue(&second, load * 2)?;
             second.record(&end)?;
             let mut least = Duration::ZERO;
             // The time is taken before the query: this thread may be preempted after it.

@@ -99,40 +99,83 @@ fn each_wait_covers_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
 fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        let (block, copy) = (Block::on(backend, device, BYTES)?, Block::on(backend, device, BYTES)?);
-        let plain = Stream::on(backend, device)?;
-        let mut byte = 0;
-        for event_kind in EventKind::of(backend, device)? {
-            for stream_kind in StreamKind::of(backend, device)? {
-                let made = stream_kind.make(backend, device)?;
-                // As the stream that records, and as the one that waits.
-                for (first, second) in [(&made.stream, &plain), (&plain, &made.stream)] {
-                    let event = event_kind.make(backend, device)?;
-                    let event = &event.event;
-                    until_conclusive("the work was over before the wait for it was enqueued", |load| {
-                        byte = byte % 250 + 1;
-                        busy.enqueue(first, load)?;
-                        first.set(block.all(), byte)?;
-                        first.record(event)?;
-                        second.wait(event)?;
-                        second.copy(copy.all(), block.all())?;
-                        let pending = event.is_pending()?;
-                        let overtaken = pending && second.query()?.is_complete() && event.is_pending()?;
-                        second.synchronize()?;
-                        let complete = event.query()?.is_complete();
-                        first.synchronize()?;
-                        check!(
-                            !overtaken && copy.read()? == [byte; BYTES],
-                            "a stream overtook the work that it waits for"
-                        );
-                        check!(complete, "an event is pending after a stream that waits for it has gone on");
-                        Ok(Attempt::seen(pending))
-                    })
-                    .map_err(|failure| failure.with_details(&format!("an event: {event_kind:?}, {stream_kind:?}")))?;
+        let (event_kinds, stream_kinds) = (EventKind::of(backend, device)?, StreamKind::of(backend, device)?);
+        // As the stream that records. Each event has a stream of its own that waits for it.
+        for &kind in &stream_kinds {
+            let made = kind.make(backend, device)?;
+            let events = event_kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
+            let plain = events.iter().map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
+            let waits = event_kinds.iter().zip(&events).zip(&plain);
+            let waits: Vec<_> = waits.map(|((kind, made), stream)| (*kind, &made.event, stream)).collect();
+            order_streams(backend, &busy, &made.stream, &waits)
+                .map_err(|failure| failure.with_details(&format!("{kind:?} records")))?;
+        }
+        // As the stream that waits. The default streams may wait for each other, so they have a load each.
+        let recorder = Stream::on(backend, device)?;
+        for kind in event_kinds {
+            let made = kind.make(backend, device)?;
+            let is_apart = |stream: &StreamKind| *stream == StreamKind::PerThread;
+            for apart in [false, true] {
+                let kinds: Vec<_> = stream_kinds.iter().copied().filter(|stream| is_apart(stream) == apart).collect();
+                let streams = kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
+                let waits: Vec<_> =
+                    kinds.iter().zip(&streams).map(|(kind, waiting)| (*kind, &made.event, &waiting.stream)).collect();
+                if !waits.is_empty() {
+                    order_streams(backend, &busy, &recorder, &waits)
+                        .map_err(|failure| failure.with_details(&format!("an event: {kind:?}")))?;
                 }
             }
         }
         Ok(())
+    })
+}
+
+/// Records the events behind a load of `first`. Each of the other streams waits for its event and copies what the load comes before.
+fn order_streams(
+    backend: &dyn Backend,
+    busy: &StreamLoad<'_>,
+    first: &Stream<'_>,
+    waits: &[(impl std::fmt::Debug, &Event<'_>, &Stream<'_>)],
+) -> CaseResult {
+    let device = first.id().device();
+    let block = Block::on(backend, device, BYTES)?;
+    let copies = waits.iter().map(|_| Block::on(backend, device, BYTES)).collect::<Result<Vec<_>>>()?;
+    let mut byte = 0;
+    until_conclusive("the work was over before the waits for it were enqueued", |load| {
+        byte = byte % 250 + 1;
+        busy.enqueue(first, load)?;
+        first.set(block.all(), byte)?;
+        for (_, event, _) in waits {
+            first.record(event)?;
+        }
+        for ((_, event, second), copy) in waits.iter().zip(&copies) {
+            second.wait(event)?;
+            second.copy(copy.all(), block.all())?;
+        }
+        let (mut all_pending, mut overtaken) = (true, None);
+        for (kind, event, second) in waits {
+            let pending = event.is_pending()?;
+            if pending && second.query()?.is_complete() && event.is_pending()? {
+                overtaken = Some(kind);
+            }
+            all_pending &= pending;
+        }
+        let mut early = None;
+        for (kind, event, second) in waits {
+            second.synchronize()?;
+            if !event.query()?.is_complete() {
+                early = Some(kind);
+            }
+        }
+        first.synchronize()?;
+        for ((kind, ..), copy) in waits.iter().zip(&copies) {
+            if copy.read()? != [byte; BYTES] {
+                overtaken = Some(kind);
+            }
+        }
+        check!(overtaken.is_none(), "a stream overtook the work that it waits for: {overtaken:?}");
+        check!(early.is_none(), "an event is pending after a stream that waits for it has gone on: {early:?}");
+        Ok(Attempt::seen(all_pending))
     })
 }
 

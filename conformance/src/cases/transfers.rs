@@ -9,9 +9,7 @@ use std::ops::Range;
 use highwater_hal::{Backend, CaptureMode, FillPattern, HostMemoryKind, HostOptions, Result};
 
 use crate::case::{CaseResult, Failure, cases, check};
-use crate::device::{
-    Block, Capture, Event, Executable, Memory, Pinned, Registered, Span, Stream, read_span, write_span,
-};
+use crate::device::{Block, Capture, Event, Executable, Memory, Pinned, Registered, Span, Stream, write_span};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -150,15 +148,41 @@ struct Made<'b> {
     transfers: Vec<Transfer>,
     input: Place<'b>,
     output: Place<'b>,
-    /// The bytes that a round brings into the sources before the transfers.
-    fresh: Vec<Block<'b>>,
-    /// The bytes that a round brings into the sources after them.
-    junk: Block<'b>,
-    /// The bytes that the destinations hold before the transfers.
-    old: Block<'b>,
-    snapshots: Vec<Block<'b>>,
-    old_bytes: Vec<u8>,
-    fresh_bytes: Vec<Vec<u8>>,
+    /// Random bytes, on the device and here. Each [`Content`] begins at another byte of them.
+    drawn: Block<'b>,
+    drawn_bytes: Vec<u8>,
+    /// The snapshots of all rounds.
+    seen: Pinned<'b>,
+    /// Receives the snapshots first if the output is not on the device of the stream: no copy of this stream leads from it to the host.
+    between: Option<Block<'b>>,
+}
+
+/// The bytes that the memory of all transfers has at a time.
+#[derive(Debug, Clone, Copy)]
+enum Content {
+    /// What a round brings into the sources before the transfers.
+    Fresh(usize),
+    /// What a round brings into the sources after them.
+    Junk,
+    /// What the destinations hold before the transfers.
+    Old,
+}
+
+impl Content {
+    /// The distance between the beginnings of two contents, so that no byte has the same value in both but by chance.
+    const STEP: usize = 9 * SLOT_ALIGNMENT;
+    /// The bytes that are drawn beyond those of one content.
+    const MORE: usize = (ROUNDS + 1) * Self::STEP;
+
+    /// Returns where this content of a range is among the drawn bytes.
+    fn of(self, range: &Range<usize>) -> Range<usize> {
+        let index = match self {
+            Self::Fresh(round) => round,
+            Self::Junk => ROUNDS,
+            Self::Old => ROUNDS + 1,
+        };
+        range.start + index * Self::STEP..range.end + index * Self::STEP
+    }
 }
 
 impl<'b> Made<'b> {
@@ -176,26 +200,23 @@ impl<'b> Made<'b> {
             Work::ToOther => Place::on(backend, other, bytes)?,
             _ => Place::on(backend, device, bytes)?,
         };
-        let old_bytes = random.bytes(bytes);
-        let fresh_bytes: Vec<Vec<u8>> = (0..ROUNDS).map(|_| random.bytes(bytes)).collect();
-        let holding = |content: &[u8]| -> Result<Block<'b>> {
-            let block = Block::on(backend, device, bytes)?;
-            write_span(backend, device, block.all(), content)?;
-            Ok(block)
-        };
+        let drawn_bytes = random.bytes(bytes + Content::MORE);
+        let drawn = Block::on(backend, device, drawn_bytes.len())?;
+        write_span(backend, device, drawn.all(), &drawn_bytes)?;
         Ok(Self {
             backend,
             device,
             work,
             input,
             output,
-            fresh: fresh_bytes.iter().map(|content| holding(content)).collect::<Result<_>>()?,
-            junk: holding(&random.bytes(bytes))?,
-            old: holding(&old_bytes)?,
-            snapshots: (0..ROUNDS).map(|_| Block::on(backend, device, bytes)).collect::<Result<_>>()?,
+            drawn,
+            drawn_bytes,
+            seen: Pinned::new(backend, ROUNDS * bytes)?,
+            between: match work {
+                Work::ToHost(_) | Work::ToOther => Some(Block::on(backend, device, ROUNDS * bytes)?),
+                _ => None,
+            },
             transfers,
-            old_bytes,
-            fresh_bytes,
         })
     }
 
@@ -228,28 +249,37 @@ impl<'b> Made<'b> {
         let slots = group[0].slot.start..group[group.len() - 1].slot.end;
         let has_input = !matches!(self.work, Work::Fill(_));
         if has_input {
-            stream.copy(self.input.span(slots.clone()), self.fresh[round].span(slots.clone()))?;
+            stream.copy(self.input.span(slots.clone()), self.drawn.span(Content::Fresh(round).of(&slots)))?;
         }
-        stream.copy(self.output.span(slots.clone()), self.old.span(slots.clone()))?;
+        stream.copy(self.output.span(slots.clone()), self.drawn.span(Content::Old.of(&slots)))?;
         match graph {
             Some(graph) => graph.launch(stream)?,
             None => group.iter().try_for_each(|transfer| self.enqueue(stream, transfer, round))?,
         }
         if has_input {
-            stream.copy(self.input.span(slots.clone()), self.junk.span(slots.clone()))?;
+            stream.copy(self.input.span(slots.clone()), self.drawn.span(Content::Junk.of(&slots)))?;
         }
-        stream.copy(self.snapshots[round].span(slots.clone()), self.output.span(slots.clone()))?;
-        stream.copy(self.output.span(slots.clone()), self.junk.span(slots))
+        let place = round * slots.len()..(round + 1) * slots.len();
+        let snapshot = self.between.as_ref().map_or(self.seen.span(place.clone()), |block| block.span(place));
+        stream.copy(snapshot, self.output.span(slots.clone()))?;
+        stream.copy(self.output.span(slots.clone()), self.drawn.span(Content::Junk.of(&slots)))
     }
 
-    /// Checks the snapshots of a group, the bytes beside the destinations included.
+    /// Checks the snapshots of a group after the stream was synchronized, the bytes beside the destinations included.
     fn check(&self, group: &[Transfer], is_recorded: bool) -> CaseResult {
         let slots = group[0].slot.start..group[group.len() - 1].slot.end;
-        for (round, snapshot) in self.snapshots.iter().enumerate() {
-            let seen = read_span(self.backend, self.device, snapshot.span(slots.clone()))?;
+        let bytes = slots.len();
+        if let Some(between) = &self.between {
+            let stream = Stream::on(self.backend, self.device)?;
+            stream.copy(self.seen.span(0..ROUNDS * bytes), between.span(0..ROUNDS * bytes))?;
+            stream.synchronize()?;
+        }
+        // SAFETY: the stream of the copies was synchronized, and the next ones are enqueued by a later call.
+        let seen_in_rounds = unsafe { self.seen.bytes_now(0..ROUNDS * bytes) };
+        for (round, seen) in seen_in_rounds.chunks_exact(bytes).enumerate() {
             for transfer in group {
                 let Transfer { slot, source, destination } = transfer;
-                let mut expected = self.old_bytes[slot.clone()].to_vec();
+                let mut expected = self.drawn_bytes[Content::Old.of(slot)].to_vec();
                 let place = destination.start - slot.start..destination.end - slot.start;
                 match self.work {
                     Work::Fill(width) => {
@@ -261,18 +291,18 @@ impl<'b> Made<'b> {
                         };
                         expected[place].chunks_exact_mut(width).for_each(|chunk| chunk.copy_from_slice(&element));
                     }
-                    _ => expected[place].copy_from_slice(&self.fresh_bytes[round][source.clone()]),
+                    _ => expected[place].copy_from_slice(&self.drawn_bytes[Content::Fresh(round).of(source)]),
                 }
                 let seen = &seen[slot.start - slots.start..slot.end - slots.start];
-                let wrong = seen.iter().zip(&expected).position(|(seen, expected)| seen != expected);
+                let wrong = || seen.iter().zip(&expected).position(|(seen, expected)| seen != expected);
                 check!(
-                    wrong.is_none(),
+                    *seen == expected,
                     "in round {round}, a transfer of {} bytes from {} to {} bytes behind the alignment gave another byte {} of its \
                      slot than it should",
                     destination.len(),
                     source.start - slot.start,
                     destination.start - slot.start,
-                    wrong.unwrap_or_default()
+                    wrong().unwrap_or_default()
                 );
             }
         }

@@ -228,7 +228,8 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     ///
     /// - `ipc.import-maps`: once mapped, it is the memory of the handle: each process reads the bytes that the other writes.
     /// - `ipc.import-checked`: a handle that no exporter made, of another device's UUID, without the descriptor that its
-    ///   transport needs, or of memory that is not mapped memory, returns `InvalidArgument`, and nothing is opened.
+    ///   transport needs, or of memory that is not mapped memory, returns `InvalidArgument`, and nothing is opened. The handles of
+    ///   [`Transport::Fabric`] do not tell memory of `allocate` from mapped memory if the size is one of mapped memory.
     fn import_memory(&self, device: u32, handle: &MemoryHandle) -> Result<PhysicalMemoryId> {
         let _ = (device, handle);
         Err(Error::lacks("import_memory", "foreign_memory"))

@@ -8,15 +8,14 @@
 //! | 0 to 31 | number of times that the importer has the allocation open |
 //! | 32 to 61 | generation: tells apart the allocations that use this slot in succession |
 //! | 62 | `MAPPED`: the importer may still map the memory |
-//! | 63 | `CLOSED`: the exporter has freed the allocation, which can no longer be opened |
+//! | 63 | `CLOSED`: the owner has dropped the buffer, so the exporter grants no new open |
 //!
 //! | step | process | effect on the word |
-//! | --- | --- | --- |
 //! | --- | --- | --- |
 //! | [`Slot::grant`] | exporter, answering an open | sets the generation and `MAPPED`, adds 1 to the count |
 //! | [`Slot::acquire`] | importer, mapping kept | adds 1 to the count unless `CLOSED`, not `MAPPED` or another generation |
 //! | [`Slot::release`] | importer, its device work done | subtracts 1 from the count |
-//! | [`Slot::close`] | exporter, when it frees | sets `CLOSED`; the allocation is free if the count was 0 |
+//! | [`Slot::close`] | exporter, when the owner drops the buffer | sets `CLOSED`; the exporter frees the allocation once no importer holds it |
 //! | [`Slot::unmapped`] | importer, mapping removed | clears `MAPPED` |
 //!
 //! *No early free.* `close` and `acquire` are read-modify-writes of one word, so one comes first. Either the acquire sees
@@ -51,7 +50,7 @@ pub(crate) struct Slot<'t> {
 pub(crate) enum Acquired {
     /// Counted.
     Yes,
-    /// The exporter has freed the allocation.
+    /// The owner has dropped the buffer.
     Closed,
     /// The word records no mapping, or its count is at the maximum.
     NotMapped,
@@ -100,8 +99,8 @@ impl<'t> Slot<'t> {
         }
     }
 
-    /// Releases one open. Returns `true` if it was the last of an allocation that the exporter has freed. The caller must then
-    /// raise the flag for the exporter.
+    /// Releases one open. Returns `true` if it was the last of an allocation whose buffer the owner has dropped. The caller must
+    /// then raise the flag for the exporter.
     #[inline]
     pub(crate) fn release(self) -> bool {
         let before = self.word.fetch_sub(1, Ordering::AcqRel);
@@ -135,14 +134,14 @@ impl<'t> Slot<'t> {
         self.is_of_this(word) && (word & COUNT != 0 || or_maps && word & MAPPED != 0)
     }
 
-    /// Returns whether the exporter has freed the allocation.
+    /// Returns whether the owner has dropped the buffer.
     pub(crate) fn is_closed(self) -> bool {
         let word = self.word.load(Ordering::Acquire);
         !self.is_of_this(word) || word & CLOSED != 0
     }
 
-    /// Records that the memory is no longer mapped. Returns `true` if the exporter has freed it; the caller must then raise the
-    /// flag.
+    /// Records that the memory is no longer mapped. Returns `true` if the owner has dropped the buffer; the caller must then raise
+    /// the flag.
     pub(crate) fn unmapped(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) {

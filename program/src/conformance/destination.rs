@@ -142,23 +142,11 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
 /// The run was long. Something else may have taken the name, or may take it between a check and a rename. So the function exchanges the
 /// two names in one step. It checks the displaced file under the name of the draft, where nothing else changes it.
 fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
-    let rename = |from: &Path, to: &Path, flags| rustix::fs::renameat_with(CWD, from, CWD, to, flags);
     let is_other = |path: &Path| fs::symlink_metadata(path).is_ok_and(|found| !found.is_file());
     // The file may vanish, and another may come, before each step.
     for _ in 0..MOST_LINKS {
         match rename(&draft.0, path, RenameFlags::EXCHANGE) {
-            Ok(()) if is_other(&draft.0) => {
-                let returned = rename(&draft.0, path, RenameFlags::EXCHANGE)
-                    .or_else(|_| rename(&draft.0, path, RenameFlags::NOREPLACE));
-                if let Err(error) = returned {
-                    // It is not removed, wherever it is.
-                    let kept = draft.keep();
-                    let message =
-                        format!("what took the place of the file is now `{}`: {error}", display_foreign(&kept));
-                    return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
-                }
-                return Err(refused(NO_REGULAR_FILE));
-            }
+            Ok(()) if is_other(&draft.0) => return Err(give_back(draft, path)),
             Ok(()) => return Ok(()),
             Err(Errno::NOENT) => match rename(&draft.0, path, RenameFlags::NOREPLACE) {
                 Ok(()) => return Ok(()),
@@ -173,6 +161,20 @@ fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
         }
     }
     Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Returns what an exchange has displaced to its name, and the refusal. If its name cannot be had, it keeps the name of the draft, which
+/// the refusal names.
+fn give_back(draft: Draft, path: &Path) -> io::Error {
+    let returned =
+        rename(&draft.0, path, RenameFlags::EXCHANGE).or_else(|_| rename(&draft.0, path, RenameFlags::NOREPLACE));
+    let Err(error) = returned else { return refused(NO_REGULAR_FILE) };
+    let kept = draft.keep();
+    refused(&format!("what took the place of the file is now `{}`: {error}", display_foreign(&kept)))
+}
+
+fn rename(from: &Path, to: &Path, flags: RenameFlags) -> rustix::io::Result<()> {
+    rustix::fs::renameat_with(CWD, from, CWD, to, flags)
 }
 
 const NO_REGULAR_FILE: &str = "the path now holds no regular file";
@@ -335,6 +337,22 @@ mod tests {
             put_in_place(made(), &path).unwrap();
             assert_eq!((fs::read_to_string(&path).unwrap(), folder.names()), ("new".into(), vec!["a.json".to_owned()]));
         }
+    }
+
+    #[test]
+    fn what_cannot_get_its_name_back_is_kept_and_named() {
+        let folder = Folder::new("displaced");
+        let (path, draft) = (folder.0.join("a.json"), folder.0.join("draft"));
+        // As after the exchange. The path vanished meanwhile, and then its folder.
+        rustix::fs::mkfifoat(CWD, &draft, Mode::RUSR | Mode::WUSR).unwrap();
+        let error = give_back(Draft(draft.clone()), &path);
+        assert!(error.to_string().contains("no regular file"), "{error}");
+        assert!(fs::symlink_metadata(&path).unwrap().file_type().is_fifo());
+        assert_eq!(folder.names(), ["a.json"]);
+        let error = give_back(Draft(path.clone()), &folder.0.join("gone/a.json"));
+        assert!(error.to_string().contains(&format!("is now `{}`", path.display())), "{error}");
+        assert!(fs::symlink_metadata(&path).unwrap().file_type().is_fifo());
+        assert_eq!(folder.names(), ["a.json"]);
     }
 
     #[test]
