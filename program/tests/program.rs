@@ -584,11 +584,11 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         (&["soak", "ipc", "--kills", "0"][..], "expected a number of kills"),
         (&["soak"], "ipc"),
         (&["soak", "ipc", "--owner-kills", "0"], "expected a number of kills"),
-        (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "cannot be used with"),
+        (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "has no effect with"),
         (&["soak", "ipc", "--backend", "mock"], "--owner-kills"),
-        (&["soak", "ipc", "--backend", "mock", "--kills", "2"], "cannot be used with"),
+        (&["soak", "ipc", "--backend", "mock", "--kills", "2"], "only with `--owner-kills`"),
         (&["--die-at", "noon"], "or `ticket`"),
-        (&["--scale", "--workers", "3"], "cannot be used with"),
+        (&["--scale", "--workers", "3"], "`--workers` has no effect with `--scale`"),
     ] {
         let run = highwater(arguments);
         assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""));
