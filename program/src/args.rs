@@ -4,10 +4,10 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::parser::ValueSource;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use super::control::DieAt;
+use super::modes;
 use super::service::Mode;
 
 /// The limit on threads. Fewer threads are faster, and the buffers of this number still fit.
@@ -123,7 +123,7 @@ pub(super) struct DigitsArguments {
     pub(super) repeat: Option<usize>,
 
     /// Measure the speed of 1, 2 and 4 workers
-    #[arg(long, conflicts_with_all = ["workers", "die_at"])]
+    #[arg(long)]
     pub(super) scale: bool,
 
     /// Start each worker in user, network, PID, IPC and mount namespaces of its own, as in a container; needs `unshare` and a
@@ -170,7 +170,7 @@ pub(super) struct ConformanceArguments {
     pub(super) filter: Option<String>,
 
     /// List the cases and the clauses that they prove, or with --saboteurs or --mutants the mutants, and run none
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "races"])]
+    #[arg(long)]
     pub(super) list: bool,
 
     /// Number of rounds of the cases
@@ -186,35 +186,35 @@ pub(super) struct ConformanceArguments {
     pub(super) limit: u64,
 
     /// Write a certificate of a full run: backend, devices, versions, and the proof of each clause
-    #[arg(long, value_name = "FILE", conflicts_with = "fault_sweep")]
+    #[arg(long, value_name = "FILE")]
     pub(super) certificate: Option<PathBuf>,
 
     /// Run each case once more for each fallible call, with that call refused, and check that nothing leaks
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle"], group = "sampled")]
+    #[arg(long)]
     pub(super) fault_sweep: bool,
 
     /// Run the suite against mutants that break one promise each, and report the ones that it catches
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"], group = "sampled")]
+    #[arg(long)]
     pub(super) saboteurs: bool,
 
     /// Run the suite against mutants by construction: each generic mistake, in each operation, under each condition
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "saboteurs"], group = "sampled")]
+    #[arg(long)]
     pub(super) mutants: bool,
 
     /// Run the mock's race finder on known mistakes and on their corrections
-    #[arg(long, conflicts_with_all = ["backend", "plugin", "filter", "repeat", "shuffle", "certificate", "fault_sweep", "saboteurs", "mutants"])]
+    #[arg(long)]
     pub(super) races: bool,
 
     /// Take only every N-th refused call of --fault-sweep, or every N-th mutant of --saboteurs or --mutants
-    #[arg(long, value_name = "N", default_value = "1", requires = "sampled", allow_negative_numbers = true, value_parser = sample)]
+    #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
     /// Seconds after which --saboteurs or --mutants try no further mutant and skip the rest [default: unlimited]
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["fault_sweep", "races"], requires = "sampled", allow_negative_numbers = true, value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = seconds)]
     pub(super) total_limit: Option<u64>,
 
     /// Processes of --fault-sweep [default: one on a real device, else one for each processor]
-    #[arg(long, value_name = "N", requires = "fault_sweep", allow_negative_numbers = true, value_parser = jobs)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = jobs)]
     pub(super) jobs: Option<usize>,
 }
 
@@ -264,7 +264,7 @@ pub(super) struct SoakIpcArguments {
     pub(super) kills: u64,
 
     /// Seed of the random choices [default: random]
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = seed)]
     pub(super) seed: Option<u64>,
 
     /// Processes that use the memory at the same time; with --owner-kills, processes that own it
@@ -272,11 +272,11 @@ pub(super) struct SoakIpcArguments {
     pub(super) consumers: usize,
 
     /// Kill N processes whose memory this one has open instead, and measure the time until it is free
-    #[arg(long, value_name = "N", conflicts_with = "kills", allow_negative_numbers = true, value_parser = kills)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
     pub(super) owner_kills: Option<u64>,
 
     /// Backend to use with --owner-kills, built in or a plugin [default: the mock]
-    #[arg(long, value_name = "NAME", requires = "owner_kills", conflicts_with = "kills")]
+    #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 }
 
@@ -334,7 +334,7 @@ pub(super) struct BenchTraceOptions {
     pub(super) seeds: Option<u64>,
 
     /// Replay the trace in this file instead of the table
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "threads", "rounds", "milliseconds", "seeds", "peer"])]
+    #[arg(long, value_name = "FILE")]
     pub(super) replay: Option<PathBuf>,
 }
 
@@ -347,11 +347,11 @@ pub(super) struct BenchHostArguments {
     pub(super) traces: BenchTraceOptions,
 
     /// Write a trace of the table to this file and measure nothing
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["backend", "rows", "threads", "rounds", "milliseconds", "seeds", "peer", "replay"])]
+    #[arg(long, value_name = "FILE")]
     pub(super) write_trace: Option<PathBuf>,
 
     /// The trace that --write-trace writes
-    #[arg(long, value_name = "NAME", value_enum, default_value = "three-seeds", requires = "write_trace")]
+    #[arg(long, value_name = "NAME", value_enum, default_value = "three-seeds")]
     pub(super) trace: TraceName,
 }
 
@@ -446,11 +446,14 @@ fn rounds(text: &str) -> Result<u32, String> {
 }
 
 fn seed(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| format!("expected a number from 0 to {}", u64::MAX))
+    let expected = || format!("expected a number from 0 to {}; without a number, the seed is random", u64::MAX);
+    text.parse().map_err(|_| expected())
 }
 
 fn sample(text: &str) -> Result<u32, String> {
-    Ok(number(text, "calls", 1..=1_000_000)? as u32)
+    let sample = number(text, "calls or mutants", 1..=1_000_000);
+    Ok(sample.map_err(|expected| format!("{expected}; 1 takes each of them, and so does a run without `--sample`"))?
+        as u32)
 }
 
 fn jobs(text: &str) -> Result<usize, String> {
@@ -503,17 +506,15 @@ pub(super) fn parse_from<T: Into<std::ffi::OsString> + Clone>(
 ) -> Result<Arguments, clap::Error> {
     let mut command = Arguments::command();
     let matches = command.try_get_matches_from_mut(arguments)?;
-    if let Some((name, _)) = matches.subcommand() {
-        // Options of the main job in front of a command would have no effect.
-        for option in
-            ["backend", "workers", "threads", "repeat", "scale", "isolate_workers", "mps", "launcher", "die_at", "data"]
-        {
-            if matches.value_source(option) == Some(ValueSource::CommandLine) {
-                let option = option.replace('_', "-");
-                let message = format!("`--{option}` in front of `{name}` has no effect; see `highwater {name} --help`");
-                return Err(command.error(ErrorKind::ArgumentConflict, message));
-            }
+    let (mut path, mut inner, mut chosen) = (Vec::new(), &mut command, &matches);
+    loop {
+        if let Some(fault) = modes::fault(&path.join(" "), inner, chosen) {
+            return Err(inner.error(ErrorKind::ArgumentConflict, fault));
         }
+        let Some((name, further)) = chosen.subcommand() else { break };
+        path.push(name);
+        chosen = further;
+        inner = inner.find_subcommand_mut(name).ok_or_else(|| clap::Error::new(ErrorKind::InvalidSubcommand))?;
     }
     Arguments::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
 }
@@ -563,7 +564,9 @@ mod tests {
         assert!(parsed("highwater conformance --repeat 0").unwrap_err().contains("number of rounds from 1"));
         assert!(parsed("highwater conformance --limit 0").unwrap_err().contains("number of seconds from 1 to 3600"));
         assert!(
-            parsed("highwater conformance --fault-sweep --sample -3").unwrap_err().contains("number of calls from 1")
+            parsed("highwater conformance --fault-sweep --sample -3")
+                .unwrap_err()
+                .contains("number of calls or mutants from 1")
         );
         assert!(
             parsed("highwater conformance --fault-sweep --jobs 65").unwrap_err().contains("processes from 1 to 64")
@@ -584,13 +587,21 @@ mod tests {
             let error = parsed(&format!("highwater conformance --shuffle {bad}")).unwrap_err();
             assert!(error.contains("expected a number from 0 to 18446744073709551615"), "{error}");
         }
+        // Failed before: `-1` was called an unexpected argument, and the range was not named.
+        for bad in ["-1", "18446744073709551616", "x"] {
+            let error = parsed(&format!("highwater soak ipc --seed {bad}")).unwrap_err();
+            assert!(error.contains("expected a number from 0 to 18446744073709551615; without"), "{error}");
+        }
+        assert!(
+            parsed("highwater conformance --fault-sweep --sample 0").unwrap_err().contains("; 1 takes each of them")
+        );
     }
 
     #[test]
     fn a_sweep_is_neither_shuffled_nor_certified() {
         for other in ["--repeat 2", "--shuffle", "--certificate there.json"] {
             let error = parsed(&format!("highwater conformance --fault-sweep {other}")).unwrap_err();
-            assert!(error.contains("cannot be used with"), "{error}");
+            assert!(error.contains("has no effect with `--fault-sweep`"), "{error}");
         }
         assert!(parsed("highwater conformance --sample 2").unwrap_err().contains("--fault-sweep"));
         assert!(parsed("highwater conformance --fault-sweep --sample 2 --jobs 1 --filter ids.").is_ok());

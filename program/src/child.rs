@@ -22,6 +22,8 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use highwater::ErrorKind;
+use highwater::hal::display_foreign;
+use highwater::sharing::{Rendezvous, SharingOptions};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
@@ -43,6 +45,32 @@ pub(super) struct Child {
     socket: UnixStream,
     inbox: Inbox,
     ended: Option<ExitStatus>,
+    /// `None` without namespaces of its own.
+    wrapper: Option<Wrapper>,
+}
+
+/// The programs between this process and a child in namespaces of its own. `Child::pid` is that of the first of them.
+#[derive(Debug, Default)]
+struct Wrapper {
+    /// Set once the child has sent something.
+    inner: Option<Inner>,
+}
+
+/// The child itself.
+#[derive(Debug)]
+struct Inner {
+    shell: Pid,
+    pid: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Inner {
+    /// Finds the child of the shell that `unshare` has started. Each of them has one child.
+    fn of(unshare: Pid) -> Option<Self> {
+        let shell = only_child(unshare)?;
+        let pid = only_child(shell)?;
+        Some(Self { shell, pid, pidfd: pidfd_open(pid, PidfdFlags::empty()).ok()? })
+    }
 }
 
 impl Child {
@@ -58,13 +86,15 @@ impl Child {
     /// Starts this program once more, in user, network, PID, IPC and mount namespaces of its own. It sees no process outside.
     ///
     /// A shell is the first process of the PID namespace and the parent of the child. The kernel ends the shell with `unshare`, and
-    /// the namespace with the shell. The process of `unshare` stands for the child here.
+    /// the namespace with the shell. The child of this process is `unshare`.
     pub(super) fn start_isolated(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         // The second command keeps the shell from replacing itself.
         const SHELL: &str = r#""$@"; exit $?"#;
         let mut command = Command::new("unshare");
         command.args(["-Urnpifm", "--kill-child", "--", "sh", "-c", SHELL, "sh"]).arg(std::env::current_exe()?);
-        Self::spawn(command.args(arguments).args(["--parent", "1"]))
+        let mut child = Self::spawn(command.args(arguments).args(["--parent", "1"]))?;
+        child.wrapper = Some(Wrapper::default());
+        Ok(child)
     }
 
     fn spawn(command: &mut Command) -> io::Result<Self> {
@@ -75,7 +105,7 @@ impl Child {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| {
             let _ = kill_process(pid, Signal::KILL).and_then(|()| waitpid(Some(pid), WaitOptions::empty()));
         })?;
-        Ok(Self { pid, pidfd, socket, inbox: Inbox::new(pid), ended: None })
+        Ok(Self { pid, pidfd, socket, inbox: Inbox::new(pid), ended: None, wrapper: None })
     }
 
     pub(super) fn pid(&self) -> Pid {
@@ -101,16 +131,34 @@ impl Child {
         self.inbox.is_cut()
     }
 
-    /// Returns the child's state as the system reports it, such as `T (stopped)`, or `None` if it does not.
+    /// Returns the process that does the work: the child, or the one that its wrapper has started. `None` before that is known.
+    pub(super) fn worker(&self) -> Option<Pid> {
+        self.wrapper.as_ref().map_or(Some(self.pid), |wrapper| Some(wrapper.inner.as_ref()?.pid))
+    }
+
+    fn inner(&self) -> Option<&Inner> {
+        self.wrapper.as_ref().and_then(|wrapper| wrapper.inner.as_ref())
+    }
+
+    /// Returns the state of that process as the system reports it, such as `T (stopped)`, or `None` if it does not.
     pub(super) fn state(&self) -> Option<String> {
-        // The id names no other process until the child has been waited for.
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
-        status.lines().find_map(|line| line.strip_prefix("State:")).map(|state| state.trim().to_owned())
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.worker()?)).ok()?;
+        let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        // The id of a child names no other process until the child has been waited for. The shell waits for the worker.
+        if let Some(inner) = self.inner()
+            && field("PPid:") != Some(&*inner.shell.to_string())
+        {
+            return None;
+        }
+        field("State:").map(str::to_owned)
     }
 
     /// Returns the messages that have arrived, without waiting.
     pub(super) fn messages<M: Message>(&mut self) -> io::Result<Vec<M>> {
         self.inbox.receive_all(&self.socket)?;
+        if let Some(wrapper) = &mut self.wrapper {
+            wrapper.inner = wrapper.inner.take().or_else(|| Inner::of(self.pid));
+        }
         std::iter::from_fn(|| self.inbox.next().transpose()).collect()
     }
 
@@ -136,7 +184,12 @@ impl Child {
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             let waited = waitpid(Some(self.pid), WaitOptions::NOHANG)?;
-            self.ended = waited.map(|(_, status)| ExitStatus::from_raw(status.as_raw()));
+            self.ended = waited.map(|(_, status)| {
+                let status = ExitStatus::from_raw(status.as_raw());
+                // The code of a shell whose child was killed: 128 and the signal.
+                let signal = status.code().filter(|code| self.wrapper.is_some() && (129..192).contains(code));
+                signal.map_or(status, |code| ExitStatus::from_raw(code - 128))
+            });
         }
         Ok(self.ended)
     }
@@ -162,6 +215,10 @@ impl Child {
         if !wait_readable(self.pidfd.as_fd(), END)? || self.ended()?.is_none() {
             return Err(io::Error::other(format!("process {} is still there after it was killed", self.pid)));
         }
+        // The kernel kills it after `unshare` and the shell, and until then it has memory open.
+        if let Some(inner) = self.inner() {
+            wait_readable(inner.pidfd.as_fd(), END)?;
+        }
         Ok(())
     }
 
@@ -182,6 +239,28 @@ impl Drop for Child {
     }
 }
 
+/// Refuses a rendezvous by which the children of this process cannot share memory with it. `is_isolated`: whether they are in
+/// namespaces of their own.
+///
+/// # Errors
+/// If the children would wait for each other in vain.
+pub(super) fn check_rendezvous(is_isolated: bool) -> anyhow::Result<()> {
+    let rendezvous = SharingOptions::from_environment()?.rendezvous.unwrap_or_default();
+    let why = match rendezvous {
+        Rendezvous::Descriptor(_) => "the processes that this one starts inherit no descriptor",
+        Rendezvous::Abstract if is_isolated => "`--isolate-workers` starts workers in network namespaces of their own",
+        _ => return Ok(()),
+    };
+    let message =
+        format!("the rendezvous `{}` cannot serve this command: {why}", display_foreign(&rendezvous.to_string()));
+    let hint = if is_isolated {
+        "set HIGHWATER_SHARING=rendezvous=directory:PATH"
+    } else {
+        "set HIGHWATER_SHARING=rendezvous=directory:PATH, or leave the rendezvous out"
+    };
+    Err(Failure::new(ErrorKind::InvalidArgument, message, hint).into())
+}
+
 /// Waits until a child sends something, hangs up or dies. Returns the positions of all such children: none after `limit`.
 ///
 /// A child that has hung up is waited for only to die.
@@ -198,6 +277,12 @@ pub(super) fn ready<'c>(children: impl IntoIterator<Item = &'c Child>, limit: Du
     let mut ready: Vec<usize> = positions.into_iter().zip(is_ready).filter_map(|(at, is)| is.then_some(at)).collect();
     ready.dedup();
     Ok(ready)
+}
+
+/// Returns the child of a process, if it has one thread and one child.
+fn only_child(parent: Pid) -> Option<Pid> {
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
+    Pid::from_raw(children.trim().parse().ok()?)
 }
 
 /// Waits until a descriptor is readable; false after `limit`.

@@ -16,6 +16,8 @@ use super::table::{Table, wrapped};
 use super::{Verdict, output};
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
+    // Before the libraries of backends make descriptors, which could be mistaken for an inherited one.
+    let sharing = SharingReport::of_environment();
     let report = backends::options(Prober::ThisProgram).survey();
     let findings: Vec<Finding> = report.candidates.iter().cloned().map(Finding::new).collect();
     let usable = findings.iter().filter(|finding| finding.is_usable());
@@ -23,7 +25,6 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     // On a machine without NVIDIA's software, the service is no subject.
     let has_gpu = findings.iter().any(|finding| finding.is_usable() && finding.candidate.name == "cuda");
     let service = Some(mps::status()).filter(|status| has_gpu || status.running || status.control_program.is_some());
-    let sharing = SharingReport::of_environment();
     if json {
         let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
         let places: Vec<Value> = report.places.iter().map(place_to_json).collect();

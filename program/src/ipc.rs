@@ -1,6 +1,6 @@
 //! `highwater ipc ls`: the processes of this user that share memory, with whom, how much, on which device, and since when.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
@@ -15,9 +15,18 @@ use super::{Verdict, output};
 
 /// The time limit for the answers of 64 runtimes, which are asked at once.
 const LIMIT: Duration = Duration::from_secs(1);
+/// Maximum number of holders that a row names.
+const MOST_HOLDERS: usize = 8;
+/// Maximum number of rows of a process.
+const MOST_ROWS: usize = 32;
 
 pub(super) fn list(json: bool) -> Result<Verdict> {
-    let processes: Vec<Named> = processes(LIMIT)?.into_iter().map(Named::new).collect();
+    let mut hidden = 0;
+    let named = |process: SharingProcess| {
+        hidden += usize::from(process.pid == 0);
+        Named::new(process, hidden)
+    };
+    let processes: Vec<Named> = processes(LIMIT)?.into_iter().map(named).collect();
     if json {
         let processes: Vec<Value> = processes.iter().map(Named::to_json).collect();
         output::object(&json!({ "processes": processes }))?;
@@ -35,12 +44,14 @@ struct Named {
     process: SharingProcess,
     /// Empty if the system does not report it.
     command: String,
+    /// Its place among the processes without an id here.
+    hidden: usize,
 }
 
 impl Named {
-    fn new(process: SharingProcess) -> Self {
+    fn new(process: SharingProcess, hidden: usize) -> Self {
         let command = std::fs::read(format!("/proc/{}/comm", process.pid)).unwrap_or_default();
-        Self { process, command: String::from_utf8_lossy(command.trim_ascii_end()).into_owned() }
+        Self { process, command: String::from_utf8_lossy(command.trim_ascii_end()).into_owned(), hidden }
     }
 
     fn to_json(&self) -> Value {
@@ -58,7 +69,7 @@ impl Named {
 
     fn name(&self) -> String {
         match self.process.pid {
-            0 => "in a hidden namespace".to_owned(),
+            0 => format!("hidden {} (another PID namespace)", self.hidden),
             pid if self.command.is_empty() => pid.to_string(),
             pid => format!("{pid} ({})", display_foreign(&self.command)),
         }
@@ -70,6 +81,7 @@ fn note(answer: Answer) -> Option<&'static str> {
     match answer {
         Answer::Complete => None,
         Answer::Stopped => Some("does not answer: it is stopped"),
+        Answer::Full => Some("does not answer: its queue is full"),
         Answer::Invalid => Some("does not answer in a form that this version knows"),
         _ => Some("does not answer"),
     }
@@ -129,6 +141,14 @@ struct Sums {
     since: SystemTime,
 }
 
+impl Sums {
+    fn add(&mut self, other: &Self) {
+        self.count += other.count;
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.since = self.since.min(other.since);
+    }
+}
+
 fn memory(allocation: &Allocation) -> String {
     match allocation.device {
         Some(device) => format!("device {device}, {}", transport(allocation.transport)),
@@ -138,9 +158,18 @@ fn memory(allocation: &Allocation) -> String {
 
 fn shared_group(shared: &SharedAllocation) -> Group {
     let role = if shared.is_dropped { "shares, has dropped it" } else { "shares" };
-    let holders: Vec<String> = shared.holders.iter().map(u32::to_string).collect();
-    let with = if holders.is_empty() { "nobody now".to_owned() } else { holders.join(", ") };
-    Group { role, memory: memory(&shared.allocation), with }
+    Group { role, memory: memory(&shared.allocation), with: with(&shared.holders) }
+}
+
+/// Returns the text of the holders of an allocation. A process may hold it more than once, and a hostile list may repeat one.
+fn with(holders: &[u32]) -> String {
+    let holders: BTreeSet<u32> = holders.iter().copied().collect();
+    let named: Vec<String> = holders.iter().take(MOST_HOLDERS).map(u32::to_string).collect();
+    match holders.len().saturating_sub(named.len()) {
+        0 if named.is_empty() => "nobody now".to_owned(),
+        0 => named.join(", "),
+        others => format!("{} and {others} others", named.join(", ")),
+    }
 }
 
 fn opened_group(opened: &OpenedAllocation) -> Group {
@@ -153,15 +182,24 @@ fn opened_group(opened: &OpenedAllocation) -> Group {
     Group { role, memory: memory(&opened.allocation), with: owner.to_string() }
 }
 
-fn rows(process: &SharingProcess) -> BTreeMap<Group, Sums> {
+/// Returns the rows of a process. The smallest ones become one row if there are too many.
+fn rows(process: &SharingProcess) -> Vec<(Group, Sums)> {
     let mut rows: BTreeMap<Group, Sums> = BTreeMap::new();
     let shared = process.shared.iter().map(|shared| (shared_group(shared), &shared.allocation));
     let opened = process.opened.iter().map(|opened| (opened_group(opened), &opened.allocation));
-    for (group, allocation) in shared.chain(opened) {
-        let sums = rows.entry(group).or_insert(Sums { count: 0, bytes: 0, since: allocation.since });
-        sums.count += 1;
-        sums.bytes = sums.bytes.saturating_add(allocation.bytes);
-        sums.since = sums.since.min(allocation.since);
+    for (group, &Allocation { bytes, since, .. }) in shared.chain(opened) {
+        rows.entry(group).or_insert(Sums { count: 0, bytes: 0, since }).add(&Sums { count: 1, bytes, since });
+    }
+    let mut rows: Vec<_> = rows.into_iter().collect();
+    if rows.len() > MOST_ROWS {
+        rows.sort_by_key(|(_, sums)| std::cmp::Reverse(sums.bytes));
+        let others = rows.split_off(MOST_ROWS - 1);
+        let group = Group { role: "has more", memory: "see --json".into(), with: format!("{} groups", others.len()) };
+        let sums = others.into_iter().map(|(_, sums)| sums).reduce(|mut all, sums| {
+            all.add(&sums);
+            all
+        });
+        rows.extend(sums.map(|sums| (group, sums)));
     }
     rows
 }

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::{ErrorKind, Runtime, Ticket};
+use rustix::process::Pid;
 
 use super::backends;
 use super::child::{self, Child};
@@ -58,6 +59,7 @@ pub(super) struct Spread<'a> {
 
 /// Classifies in workers. On return, everything that it made on the device is dropped, and every worker has ended.
 pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -> Result<Outcome> {
+    child::check_rendezvous(spread.isolated)?;
     let ordinals = weights::devices_for_workers(runtime)?;
     if ordinals.is_empty() {
         return Err(highwater::Error::lacks("digits", "gemm_f32").into());
@@ -342,7 +344,7 @@ impl Member {
     }
 
     fn name(&self) -> String {
-        format!("worker {}", self.child.pid())
+        name(&self.child)
     }
 
     /// Returns true if everything that it owed has arrived.
@@ -378,20 +380,38 @@ impl Member {
     }
 }
 
+/// Returns the name of a worker for messages.
+fn name(child: &Child) -> String {
+    child.worker().map_or_else(
+        || format!("a worker that `unshare` (process {}) starts", child.pid()),
+        |worker| format!("worker {worker}"),
+    )
+}
+
+/// Returns what a user can do about a silent worker in a state of the system.
+fn advice(state: &str, pid: Option<Pid>) -> String {
+    let pid = pid.map_or_else(|| "PID".to_owned(), |pid| pid.to_string());
+    match state.chars().next() {
+        Some('T') => format!("it is stopped: let it go on (`kill -CONT {pid}`), or end it, which ends the job"),
+        Some('t') => "a debugger has stopped it: let it go on there, or end it, which ends the job".to_owned(),
+        Some('Z') => {
+            "it has ended, and the system does not report that yet: a debugger holds it, or its parent does not run"
+                .to_owned()
+        }
+        _ => "the job waits for it; ending it ends the job".to_owned(),
+    }
+}
+
 /// Reports a worker that has been silent for too long, with its state in the system.
 fn tell_of_silence(child: &Child, since: Instant, told_after: &mut Duration, progress: &Progress) {
     if since.elapsed() < *told_after {
         return;
     }
-    let (pid, seconds) = (child.pid(), since.elapsed().as_secs());
+    let seconds = since.elapsed().as_secs();
     *told_after *= 2;
     let state = child.state().unwrap_or_else(|| "unknown".to_owned());
-    let advice = if state.starts_with(['T', 't']) {
-        format!("it is stopped: let it go on (`kill -CONT {pid}`), or end it, which ends the job")
-    } else {
-        "the job waits for it; ending it ends the job".to_owned()
-    };
-    progress.say(&format!("warning: worker {pid} has said nothing for {seconds} s, its state is {state}; {advice}"));
+    let (name, advice) = (name(child), advice(&state, child.worker()));
+    progress.say(&format!("warning: {name} has said nothing for {seconds} s, its state is {state}; {advice}"));
 }
 
 impl Crew<'_> {
@@ -438,6 +458,16 @@ impl Crew<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Failed before: a process that has ended was called one that could be ended.
+    #[test]
+    fn the_advice_about_a_silent_worker_fits_its_state() {
+        let pid = Pid::from_raw(7);
+        assert!(advice("T (stopped)", pid).contains("`kill -CONT 7`"));
+        assert!(advice("t (tracing stop)", pid).contains("debugger"));
+        assert!(advice("Z (zombie)", pid).starts_with("it has ended"));
+        assert!(advice("S (sleeping)", pid).contains("ending it ends the job"));
+    }
 
     #[test]
     fn ranges_that_touch_are_joined_and_long_lists_are_cut() {

@@ -219,7 +219,7 @@ fn unknown_rows_and_bad_peers_are_refused() {
     assert_refused(&with_peer, &["`trace_three_seeds` is no number"]);
     fs::remove_file(&path).unwrap();
     assert_refused(&["--rounds", "0"], &["number of rounds from 1"]);
-    assert_refused(&["--replay", "file", "--rows", "hit"], &["cannot be used with"]);
+    assert_refused(&["--replay", "file", "--rows", "hit"], &["`--rows` has no effect with `--replay`"]);
     assert_refused(&["--trace", "blocks-then-odd"], &["--write-trace"]);
 }
 

@@ -141,17 +141,35 @@ fn listen(backlog: i32) -> OwnedFd {
     socket
 }
 
+/// Returns a list of 100 allocations of 1 to 100 bytes, each with 100 holders, of which each is named ten times.
+fn long_list() -> Vec<u8> {
+    let mut list = b"HWLS\x01\0\x01\0".to_vec();
+    [100_u32, 0, 100_000, 0].iter().for_each(|count| list.extend(count.to_le_bytes()));
+    for bytes in 1..=100_u64 {
+        // A descriptor, on device 0.
+        [1_u32, 0, 0, 0, 0, 0].iter().for_each(|field| list.extend(field.to_le_bytes()));
+        [bytes, 0].iter().for_each(|field| list.extend(field.to_le_bytes()));
+        [0_u32, 1000].iter().for_each(|field| list.extend(field.to_le_bytes()));
+    }
+    for first in 1..=100_u32 {
+        (0..1000).for_each(|holder| list.extend((first * 1000 + holder % 100).to_le_bytes()));
+    }
+    list
+}
+
 /// Answers requests of the list with something else, for as long as the process lives.
 fn pretend(how: &str, listens: &std::sync::mpsc::Sender<()>) {
     const GREETING: &[u8] = b"HWLS\x01\0\x01\0";
-    let file = |bytes: u64, sealed: bool| {
+    let file_of = |content: &[u8], bytes: u64, sealed: bool| {
         let file = rustix::fs::memfd_create("pretended", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&file, bytes).unwrap();
+        assert_eq!(rustix::io::pwrite(&file, content, 0), Ok(content.len()));
         if sealed {
             rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE).unwrap();
         }
         file
     };
+    let file = |bytes, sealed| file_of(&[], bytes, sealed);
     let (reader, _writer) = std::io::pipe().unwrap();
     let (message, descriptor) = match how {
         // The queue holds one connection, which stays there.
@@ -163,6 +181,10 @@ fn pretend(how: &str, listens: &std::sync::mpsc::Sender<()>) {
         "unsealed" => (GREETING, Some(file(24, false))),
         "zeros" => (GREETING, Some(file(24, true))),
         "endless" => (GREETING, Some(file(1 << 40, true))),
+        "many" => {
+            let list = long_list();
+            (GREETING, Some(file_of(&list, list.len() as u64, true)))
+        }
         _ => panic!("{how}"),
     };
     let socket = listen(if how == "full" { 0 } else { 64 });
@@ -337,7 +359,87 @@ fn a_process_whose_queue_is_full_is_found_by_its_socket() {
     hostile.tell("pretend full");
     // The first of these requests stays in the queue.
     let notes: Vec<_> = (0..4).map(|_| entry(hostile.pid()).unwrap()["note"].clone()).collect();
-    assert!(notes.iter().all(|note| note == "does not answer"), "{notes:?}");
+    assert!(
+        notes.iter().all(|note| note == "does not answer" || note == "does not answer: its queue is full"),
+        "{notes:?}"
+    );
+    assert!(notes[3] == "does not answer: its queue is full", "{notes:?}");
+}
+
+/// The name of the socket on which a process gives its list.
+fn list_of(pid: u64) -> Vec<u8> {
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let sockets: Vec<_> = descriptors.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok()).collect();
+    let table = std::fs::read_to_string("/proc/net/unix").unwrap();
+    let of_process = table.lines().filter(|line| {
+        let inode = line.split_ascii_whitespace().nth(6).unwrap_or_default();
+        sockets.iter().any(|socket| socket.to_str() == Some(&*format!("socket:[{inode}]")))
+    });
+    let mut names = of_process.filter_map(|line| line.split_once('@')).map(|(_, name)| name.as_bytes().to_vec());
+    names.find(|name| name.starts_with(b"highwater-list-")).unwrap()
+}
+
+/// Failed before: a queue that other processes kept full passed for a process that does not answer.
+#[test]
+fn a_process_whose_socket_is_flooded_still_gives_its_list() {
+    let mut peer = Peer::start();
+    peer.tell("share 64");
+    let name = list_of(peer.pid());
+    let ends = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let address = SocketAddrUnix::new_abstract_name(&name).unwrap();
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                while !ends.load(std::sync::atomic::Ordering::Relaxed) {
+                    let socket =
+                        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+                    let _ = rustix::net::connect(&socket, &address);
+                }
+            });
+        }
+        let found: Vec<_> = (0..4).map(|_| entry(peer.pid())).collect();
+        ends.store(true, std::sync::atomic::Ordering::Relaxed);
+        let answers = |found: &Value| found["answers"] == true && found["shared"].as_array().unwrap().len() == 1;
+        assert!(found.iter().all(|found| found.as_ref().is_some_and(answers)), "{found:?}");
+    });
+}
+
+/// Failed before: all of them had the process id 0 and one entry, and one that did not answer hid the memory of the others.
+#[test]
+fn processes_of_a_hidden_namespace_have_entries_of_their_own() {
+    let (mut silent, mut first, mut second) = (Peer::start(), Peer::start(), Peer::start());
+    silent.tell("pretend silent");
+    first.tell("share 40");
+    second.tell("share 44");
+    let arguments = ["-Urpf", env!("CARGO_BIN_EXE_highwater"), "ipc", "ls", "--json"];
+    let output = Command::new("unshare").args(arguments).output().unwrap();
+    let object = Run::of(output, &arguments).ended(0).object();
+    let hidden: Vec<_> = object["processes"].as_array().unwrap().iter().filter(|one| one["pid"] == 0).collect();
+    for kib in [40, 44] {
+        let shares = |one: &&&Value| one["shared"].as_array().unwrap().iter().any(|one| one["bytes"] == kib * KIB);
+        let found: Vec<_> = hidden.iter().filter(shares).collect();
+        assert_eq!(found.len(), 1, "{kib} KiB in {hidden:?}");
+        assert_eq!(found[0]["answers"], true, "{hidden:?}");
+    }
+    assert!(hidden.iter().any(|one| one["note"] == "does not answer"), "{hidden:?}");
+}
+
+/// Failed before: with few descriptors, the command failed and listed nothing.
+#[test]
+fn few_descriptors_suffice_for_many_processes() {
+    let (mut hostile, mut peer) = (Peer::start(), Peer::start());
+    (0..60).for_each(|_| drop(hostile.tell("pretend zeros")));
+    peer.tell("share 64");
+    for descriptors in [12, 50] {
+        let script = format!("ulimit -n {descriptors}; exec \"$0\" ipc ls --json");
+        let output = Command::new("sh").args(["-c", &script, env!("CARGO_BIN_EXE_highwater")]).output().unwrap();
+        let object = Run::of(output, &[&script]).ended(0).object();
+        let found = |pid| object["processes"].as_array().unwrap().iter().find(|one| one["pid"] == pid).cloned();
+        let (peer, hostile) = (found(peer.pid()).unwrap(), found(hostile.pid()).unwrap());
+        assert_eq!((&peer["answers"], peer["shared"].as_array().unwrap().len()), (&true.into(), 1), "{descriptors}");
+        assert_eq!(hostile["note"], "does not answer in a form that this version knows", "{descriptors}");
+    }
 }
 
 #[test]
@@ -353,6 +455,23 @@ fn nothing_of_another_user_is_listed() {
     let began = Instant::now();
     assert_eq!(entry(foreign.pid()), None);
     assert!(began.elapsed() < Duration::from_secs(10), "a process of another user is waited for");
+}
+
+/// Failed before: the table named each holder of each allocation, which made 10 MB of text.
+#[test]
+fn a_table_is_short_however_many_allocations_and_holders_a_list_has() {
+    let mut hostile = Peer::start();
+    hostile.tell("pretend many");
+    let rows = rows(hostile.pid());
+    let text: usize = rows.iter().flatten().map(String::len).sum();
+    assert!(rows.len() == 32 && text < 8000, "{} rows with {text} bytes", rows.len());
+    let largest = "100000, 100001, 100002, 100003, 100004, 100005, 100006, 100007 and 92 others";
+    assert!(with_row(&rows, &["shares", "1", "100", largest]), "{rows:?}");
+    // The allocations of 1 to 69 bytes.
+    assert!(with_row(&rows, &["has more", "69", "2415", "69 groups"]), "{rows:?}");
+    let found = entry(hostile.pid()).unwrap();
+    let shared = found["shared"].as_array().unwrap();
+    assert_eq!((shared.len(), shared[99]["holders"].as_array().unwrap().len()), (100, 1000), "JSON has them all");
 }
 
 /// A time as the program prints it.

@@ -233,6 +233,14 @@ impl Process {
         (self.pid, inode)
     }
 
+    /// Returns a number that no other process has had since the boot. `None` before Linux 6.9, where all pidfds have one inode.
+    pub(super) fn unique_inode(&self) -> Option<u64> {
+        const PIDFS: u64 = 0x5049_4446;
+        let pidfd = self.pidfd()?;
+        let is_pidfs = rustix::fs::fstatfs(pidfd).is_ok_and(|system| system.f_type as u64 == PIDFS);
+        is_pidfs.then(|| rustix::fs::fstat(pidfd).ok()).flatten().map(|stat| stat.st_ino)
+    }
+
     /// Returns the process id in the process's own namespace. `None` if the system does not report it.
     pub(crate) fn own_number(&self) -> Option<u32> {
         self.status("NSpid:")?.split_whitespace().next_back()?.parse().ok()

@@ -14,12 +14,14 @@ use highwater_hal::{Result, secure_execution};
 const VARIABLE: &str = "HIGHWATER_SHARING";
 pub(super) const OPERATION: &str = "sharing options";
 
+const OPENERS: &str = "`user`, `secret`, or `group:ID` with the number of a group, which `getent group NAME` prints";
+
 /// The keys of the variable, with the form of their values and a function that sets one.
 const KEYS: [Key<SharingOptions>; 2] = [
     ("rendezvous", "`abstract`, `directory:PATH` or `descriptor:NUMBER`", |options, value| {
         Some(options.with_rendezvous(rendezvous(value)?))
     }),
-    ("openers", "`user`, `group:ID` or `secret`", |options, value| Some(options.with_openers(openers(value)?))),
+    ("openers", OPENERS, |options, value| Some(options.with_openers(openers(value)?))),
 ];
 
 /// The method by which processes that share memory find each other.
@@ -300,9 +302,9 @@ mod tests {
             ("rendezvous=descriptor:-1", values),
             ("rendezvous=descriptor:4294967296", values),
             ("rendezvous=abstract,rendezvous=abstract", "keep one"),
-            ("openers=all", "`user`, `group:ID` or `secret`"),
-            ("openers=group:wheel", "`user`, `group:ID` or `secret`"),
-            ("openers=group:4294967295", "`user`, `group:ID` or `secret`"),
+            ("openers=all", OPENERS),
+            ("openers=group:wheel", OPENERS),
+            ("openers=group:4294967295", OPENERS),
             ("opener=user", "the keys are `rendezvous`"),
             (",", "the keys are `rendezvous`"),
         ];

@@ -21,12 +21,15 @@ use highwater_hal::{Error, ErrorKind, Result, Transport};
 const OPERATION: &str = "processes";
 /// Number of sockets that are asked at once.
 const AT_ONCE: usize = 64;
+/// Pause before another try, if a queue is full.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// A process that shares memory or has memory of others open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SharingProcess {
-    /// Its process id, as this process sees it. 0 if it is in a PID namespace that is hidden from here.
+    /// Its process id, as this process sees it. 0 if it is in a PID namespace that is hidden from here; several processes may
+    /// then have this number.
     pub pid: u32,
     /// Whether the lists below are complete.
     pub answer: Answer,
@@ -48,6 +51,8 @@ pub enum Answer {
     Stopped,
     /// The process has not answered within the limit.
     None,
+    /// The queue of its socket stayed full. Other processes fill the queue, or the process does not answer.
+    Full,
     /// The process has sent something else. It has another version of this library, or is hostile.
     Invalid,
 }
@@ -131,8 +136,9 @@ impl SharingProcess {
 /// Returns the processes of this user that share memory through this library, or have such memory open, by process id.
 ///
 /// Each process answers for itself. A process that is stopped, or does not answer within `limit`, is listed without its memory. The
-/// call asks 64 runtimes at a time, and asks a silent process only once. So each 64 silent processes delay it by `limit`. The call
-/// finds only processes of this user in the network namespace of this process.
+/// call asks 64 runtimes at a time, fewer if this process has few descriptors left, and asks a silent process only once. So each 64
+/// silent processes delay it by `limit`. Any process may fill the queue of a socket. The call tries all such sockets again for another
+/// `limit`. It finds only processes of this user in the network namespace of this process.
 ///
 /// # Errors
 /// `OperatingSystem` if `/proc/net/unix` cannot be read, or if this process has no descriptor left.
@@ -142,12 +148,49 @@ pub fn processes(limit: Duration) -> Result<Vec<SharingProcess>> {
             .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
             .with_hint("mount /proc in this container")
     })?;
-    let mut found: BTreeMap<u32, SharingProcess> = BTreeMap::new();
-    let mut owners = Owners::default();
-    for names in names.chunks(AT_ONCE) {
-        ask(names, limit, &mut owners, &mut found)?;
+    let mut found = Found::default();
+    let mut left: Vec<&Name> = names.iter().collect();
+    let (mut full, mut at_once) = (Vec::new(), AT_ONCE);
+    while !left.is_empty() {
+        let later = left.split_off(left.len().min(at_once));
+        let Unasked { full: more, without_descriptor } = found.ask(&left, limit, false)?;
+        if !without_descriptor.is_empty() {
+            at_once = (at_once / 2).max(1);
+        }
+        full.extend(more);
+        left = [without_descriptor, later].concat();
     }
-    Ok(found.into_values().filter(|process| !process.is_empty()).collect())
+    // Other processes may fill a queue as fast as its process accepts, so only repeated tries get through.
+    while !full.is_empty() {
+        let Unasked { full: silent, without_descriptor } = found.ask(&full, limit, true)?;
+        found.add_full(&silent);
+        full = without_descriptor;
+    }
+    Ok(found.0.into_values().filter(|process| !process.is_empty()).collect())
+}
+
+/// The identity of a process. A process id is no identity if the process has none here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    /// A process id.
+    Visible(u32),
+    /// The inode of the pidfd of a process in a hidden PID namespace.
+    Hidden(u64),
+    /// The inode of a socket of such a process, before Linux 6.9.
+    Socket(u64),
+}
+
+/// The processes that have been found.
+#[derive(Default)]
+struct Found(BTreeMap<Key, SharingProcess>);
+
+/// The sockets that a round did not ask.
+#[derive(Default)]
+struct Unasked<'n> {
+    /// Their queues were full.
+    full: Vec<&'n Name>,
+    /// This process had no descriptor left.
+    without_descriptor: Vec<&'n Name>,
 }
 
 /// A socket with the name of a list.
@@ -171,16 +214,6 @@ fn name_in(line: &str) -> Option<Name> {
     let digits = name.strip_prefix(NAME)?;
     let is_list = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     (flags & LISTENS != 0 && is_list).then(|| Name { bytes: name.into(), inode })
-}
-
-/// The processes of this user by their sockets, for sockets that cannot be asked. Read at the first such socket.
-#[derive(Default)]
-struct Owners(Option<HashMap<u64, u32>>);
-
-impl Owners {
-    fn of(&mut self, inode: u64) -> Option<u32> {
-        self.0.get_or_insert_with(sockets_of_processes).get(&inode).copied()
-    }
 }
 
 /// Returns the sockets of all processes whose descriptors this process may read: those of this user.
@@ -207,22 +240,29 @@ struct Asked<'n> {
     name: &'n Name,
     socket: OwnedFd,
     process: Process,
-    pid: u32,
+    key: Key,
 }
 
 /// Result of a connection to a list.
 enum Connected<'n> {
     To(Asked<'n>),
-    /// The queue of the socket is full, so nobody answers there.
+    /// The queue of the socket is full.
     Full,
+    /// This process has no descriptor left.
+    NoDescriptor(Error),
     /// The process has ended or belongs to another user.
     Nobody,
 }
 
 fn connect(name: &Name) -> Result<Connected<'_>> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-        .map_err(|errno| os_error(OPERATION, "socket", errno))?;
+    let socket = match rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None) {
+        Ok(socket) => socket,
+        Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
+            return Ok(Connected::NoDescriptor(os_error(OPERATION, "socket", errno)));
+        }
+        Err(errno) => return Err(os_error(OPERATION, "socket", errno)),
+    };
     let Ok(address) = SocketAddrUnix::new_abstract_name(&name.bytes) else { return Ok(Connected::Nobody) };
     loop {
         match rustix::net::connect(&socket, &address) {
@@ -232,86 +272,143 @@ fn connect(name: &Name) -> Result<Connected<'_>> {
             Err(_) => return Ok(Connected::Nobody),
         }
     }
-    match Process::of_peer(OPERATION, socket.as_fd(), Openers::SameUser) {
+    let is_shortage = |code| [Errno::MFILE, Errno::NFILE].iter().any(|errno| code == i64::from(errno.raw_os_error()));
+    Ok(match Process::of_peer(OPERATION, socket.as_fd(), Openers::SameUser) {
         Ok(process) if !process.has_ended() => {
-            let pid = process.number();
-            Ok(Connected::To(Asked { name, socket, process, pid }))
+            let key = match process.number() {
+                0 => process.unique_inode().map_or(Key::Socket(name.inode), Key::Hidden),
+                pid => Key::Visible(pid),
+            };
+            Connected::To(Asked { name, socket, process, key })
         }
-        // The descriptors of this process have run out.
-        Err(error) if error.code() == Some(i64::from(Errno::MFILE.raw_os_error())) => Err(error),
-        _ => Ok(Connected::Nobody),
-    }
+        Err(error) if error.code().is_some_and(is_shortage) => Connected::NoDescriptor(error),
+        _ => Connected::Nobody,
+    })
 }
 
-/// Asks some sockets at once, and adds what they answer.
-fn ask(names: &[Name], limit: Duration, owners: &mut Owners, found: &mut BTreeMap<u32, SharingProcess>) -> Result<()> {
-    let mut waiting = Vec::new();
-    for name in names {
-        match connect(name)? {
-            Connected::To(asked) => {
-                let known = found.entry(asked.pid).or_insert_with(|| SharingProcess::new(asked.pid));
-                if known.answer != Answer::Complete {
-                    // It has not answered before, and does not get more time.
-                } else if asked.process.is_stopped() {
-                    known.answer = Answer::Stopped;
-                } else {
-                    waiting.push(asked);
-                }
-            }
-            Connected::Full => {
-                if let Some(pid) = owners.of(name.inode) {
-                    found.entry(pid).or_insert_with(|| SharingProcess::new(pid)).answer = Answer::None;
-                }
-            }
-            Connected::Nobody => {}
+/// What a process has sent.
+enum Sent {
+    /// Nothing yet.
+    Nothing,
+    List(Listing),
+    /// Something else, or the end of the connection.
+    Fault(Answer),
+    /// A list, for whose file this process had no descriptor left.
+    Lost,
+}
+
+impl Found {
+    fn of(&mut self, key: Key) -> &mut SharingProcess {
+        let pid = if let Key::Visible(pid) = key { pid } else { 0 };
+        self.0.entry(key).or_insert_with(|| SharingProcess::new(pid))
+    }
+
+    /// Lists the processes of this user whose queues stay full. Only `/proc` names them.
+    fn add_full(&mut self, names: &[&Name]) {
+        if names.is_empty() {
+            return;
+        }
+        let owners = sockets_of_processes();
+        for pid in names.iter().filter_map(|name| owners.get(&name.inode)) {
+            self.of(Key::Visible(*pid)).answer = Answer::Full;
         }
     }
-    let until = Instant::now() + limit;
-    while !waiting.is_empty() {
-        let left = until.saturating_duration_since(Instant::now());
-        let mut ends: Vec<_> = waiting.iter().map(|asked| PollFd::new(&asked.socket, PollFlags::IN)).collect();
-        let timeout = rustix::time::Timespec::try_from(left).ok();
-        // Interrupted or not, each socket is read.
-        let _ = rustix::event::poll(&mut ends, timeout.as_ref());
-        let is_over = left.is_zero();
-        waiting.retain(|asked| {
-            let answer = match answer_of(asked) {
-                Some(Ok(listing)) => {
-                    if let Some(process) = found.get_mut(&asked.pid) {
-                        process.add(listing);
-                    }
-                    return false;
+
+    /// Asks some sockets at once, and adds what they answer. `tries_again`: whether it tries sockets with a full queue until `limit`.
+    fn ask<'n>(&mut self, names: &[&'n Name], limit: Duration, tries_again: bool) -> Result<Unasked<'n>> {
+        let until = Instant::now() + limit;
+        let mut unasked = Unasked::default();
+        let mut waiting: Vec<Asked<'n>> = Vec::new();
+        let mut to_connect = names.to_vec();
+        loop {
+            for name in std::mem::take(&mut to_connect) {
+                match connect(name)? {
+                    Connected::To(asked) => waiting.extend(self.may_wait_for(&asked).then_some(asked)),
+                    Connected::Full if tries_again => to_connect.push(name),
+                    Connected::Full => unasked.full.push(name),
+                    Connected::NoDescriptor(error) if waiting.is_empty() => return Err(error),
+                    Connected::NoDescriptor(_) => unasked.without_descriptor.push(name),
+                    Connected::Nobody => {}
                 }
-                // A process that ends in the meantime shares nothing.
-                _ if asked.process.has_ended() => return false,
-                Some(Err(answer)) => answer,
-                None if !is_over => return true,
-                None if asked.process.is_stopped() => Answer::Stopped,
-                None => Answer::None,
-            };
-            if let Some(process) = found.get_mut(&asked.pid) {
-                process.answer = answer;
             }
-            false
-        });
+            if waiting.is_empty() && to_connect.is_empty() {
+                return Ok(unasked);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            let pause = if to_connect.is_empty() { left } else { left.min(PAUSE) };
+            let mut ends: Vec<_> = waiting.iter().map(|asked| PollFd::new(&asked.socket, PollFlags::IN)).collect();
+            let timeout = rustix::time::Timespec::try_from(pause).ok();
+            // Interrupted or not, each socket is read.
+            let _ = rustix::event::poll(&mut ends, timeout.as_ref());
+            let is_alone = waiting.len() == 1;
+            let mut lost = Ok(());
+            waiting.retain(|asked| match answer_of(asked) {
+                Sent::Lost if is_alone => {
+                    lost = Err(os_error(OPERATION, "list of a process", Errno::MFILE));
+                    false
+                }
+                Sent::Lost => {
+                    unasked.without_descriptor.push(asked.name);
+                    false
+                }
+                sent => self.must_wait_for(asked, sent, left.is_zero()),
+            });
+            lost?;
+            if left.is_zero() {
+                unasked.full.append(&mut to_connect);
+            }
+        }
     }
-    Ok(())
+
+    /// Returns whether a process is to be asked. Lists one that is stopped.
+    fn may_wait_for(&mut self, asked: &Asked<'_>) -> bool {
+        let known = self.of(asked.key);
+        if known.answer == Answer::Complete && asked.process.is_stopped() {
+            known.answer = Answer::Stopped;
+        }
+        // A process that has not answered before does not get more time.
+        known.answer == Answer::Complete
+    }
+
+    /// Adds what a process has sent. Returns whether its answer is still to come. `is_over`: whether the time is over.
+    fn must_wait_for(&mut self, asked: &Asked<'_>, sent: Sent, is_over: bool) -> bool {
+        let answer = match sent {
+            Sent::List(listing) => {
+                self.of(asked.key).add(listing);
+                return false;
+            }
+            // A process that ends in the meantime shares nothing.
+            _ if asked.process.has_ended() => return false,
+            Sent::Fault(answer) => answer,
+            Sent::Nothing if !is_over => return true,
+            _ if asked.process.is_stopped() => Answer::Stopped,
+            _ => Answer::None,
+        };
+        self.of(asked.key).answer = answer;
+        false
+    }
 }
 
 /// Returns the answer of a process, if it is here.
-fn answer_of(asked: &Asked<'_>) -> Option<std::result::Result<Listing, Answer>> {
+fn answer_of(asked: &Asked<'_>) -> Sent {
     let mut buffer = [0; 16];
     let (bytes, descriptors) = match receive(asked.socket.as_fd(), &mut buffer) {
-        Ok(Received::Nothing) => return None,
+        Ok(Received::Nothing) => return Sent::Nothing,
         Ok(Received::Message(bytes, descriptors)) => (bytes, descriptors),
         // The runtime has ended, or has no descriptor left for its list. Its socket still exists in the second case.
-        Ok(Received::End) if matches!(connect(asked.name), Ok(Connected::To(_))) => return Some(Err(Answer::None)),
-        Ok(Received::End) => return Some(Ok(Listing::default())),
-        Ok(Received::Cut { .. }) | Err(_) => return Some(Err(Answer::Invalid)),
+        Ok(Received::End) if matches!(connect(asked.name), Ok(Connected::To(_) | Connected::Full)) => {
+            return Sent::Fault(Answer::None);
+        }
+        Ok(Received::End) => return Sent::List(Listing::default()),
+        // A message with too many descriptors is cut, too.
+        Ok(Received::Cut { descriptors: true }) if rustix::io::fcntl_dupfd_cloexec(&asked.socket, 0).is_err() => {
+            return Sent::Lost;
+        }
+        Ok(Received::Cut { .. }) | Err(_) => return Sent::Fault(Answer::Invalid),
     };
     let file = descriptors.first().filter(|_| is_greeting(&buffer[..bytes]) && descriptors.len() == 1);
     let listing = file.and_then(read).and_then(|bytes| Listing::decode(&bytes));
-    Some(listing.ok_or(Answer::Invalid))
+    listing.map_or(Sent::Fault(Answer::Invalid), Sent::List)
 }
 
 /// Reads a list. The file is sealed memory, so no read waits.

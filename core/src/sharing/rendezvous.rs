@@ -331,10 +331,14 @@ impl Directory {
     fn failed(&self, operation: &'static str, errno: Errno) -> Error {
         let error = os_error(operation, &format!("socket in {}", self.path.display()), errno);
         match errno {
-            Errno::ACCESS | Errno::PERM => error.with_hint("give this process the right to write to the directory"),
+            Errno::ACCESS | Errno::PERM => {
+                let hint = "give this process the right to write to the directory, or name another one, which can hold sockets";
+                error.with_hint(hint)
+            }
             Errno::NAMETOOLONG => error.with_hint("mount /proc, or use a path of at most 47 bytes"),
             Errno::ROFS => error.with_hint("mount the directory with the right to write"),
-            _ => error,
+            Errno::NOSPC | Errno::DQUOT => error.with_hint("free space in the directory, or name another one"),
+            _ => error.with_hint("name a directory that can hold sockets, such as one in /run or /tmp"),
         }
     }
 
@@ -423,19 +427,29 @@ fn is_seqpacket(descriptor: BorrowedFd<'_>) -> bool {
 
 /// Returns a duplicate of an inherited descriptor.
 fn inherited(number: i32) -> Result<OwnedFd> {
-    let invalid = |what: String| {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            options::OPERATION,
-            format!("descriptor {number} of the rendezvous {what}"),
-        )
-        .with_hint("inherit one end of `socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ...)` without close-on-exec")
-    };
-    let duplicate = duplicate(number).map_err(|errno| invalid(format!("cannot be used: {errno}")))?;
+    let duplicate = duplicate(number).map_err(|errno| not_inherited(number, &format!("cannot be used: {errno}")))?;
     if !is_seqpacket(duplicate.as_fd()) || rustix::net::getpeername(&duplicate).is_err() {
-        return Err(invalid("is not an end of a pair of Unix sockets of the type `SOCK_SEQPACKET`".to_owned()));
+        let what = "is not an end of a pair of Unix sockets of the type `SOCK_SEQPACKET`";
+        return Err(not_inherited(number, what));
     }
     Ok(duplicate)
+}
+
+fn not_inherited(number: i32, what: &str) -> Error {
+    let message = format!("descriptor {number} of the rendezvous {what}");
+    Error::new(ErrorKind::InvalidArgument, options::OPERATION, message)
+        .with_hint("inherit one end of `socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ...)` without close-on-exec")
+}
+
+/// Refuses a descriptor that closes on exec, so that this process cannot have inherited it.
+pub(super) fn check_inherited(number: i32) -> Result<()> {
+    // SAFETY: The call takes a number and touches no memory. A number that is not open is an error.
+    let flags = unsafe { libc::fcntl(number, libc::F_GETFD) };
+    if flags >= 0 && flags & libc::FD_CLOEXEC != 0 {
+        return Err(not_inherited(number, "was not inherited: this process has made it"));
+    }
+    // If the number is not open, its use is an error.
+    Ok(())
 }
 
 fn duplicate(number: i32) -> std::result::Result<OwnedFd, Errno> {

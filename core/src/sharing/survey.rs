@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::identity::{Process, kernel_names_peers, maps_all};
 use super::name::Name;
-use super::options::{self, SharingOptions};
+use super::options::{self, Rendezvous, SharingOptions};
 use super::patience::Patience;
-use super::rendezvous::Meeting;
+use super::rendezvous::{Meeting, check_inherited};
 use super::system::{boot_id, os_error};
 use highwater_hal::Result;
 
@@ -31,7 +31,7 @@ pub struct SharingReport {
 impl SharingReport {
     /// Tries the rendezvous of the environment variable `HIGHWATER_SHARING`, or the default. For a directory or an abstract name,
     /// this process listens there for a moment and reaches itself. Of an inherited descriptor, only the type is checked, because
-    /// other processes use it.
+    /// other processes use it. A descriptor with close-on-exec is refused: this process has made it, so it inherited none.
     #[must_use]
     pub fn of_environment() -> Self {
         let variable = options::variable();
@@ -40,16 +40,26 @@ impl SharingReport {
             Ok(options) => (options, Ok(())),
             Err(error) => (SharingOptions::new(), Err(error)),
         };
+        // Before this function makes a descriptor, which could be mistaken for the inherited one.
+        let problem = parsed.and_then(|()| inherits(options)).and_then(|()| try_out(options)).err();
         let flags = rustix::net::SocketFlags::CLOEXEC;
         let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET);
         let pair = rustix::net::socketpair(family, kind, flags, None);
         Self {
             options,
             is_set,
-            problem: parsed.and_then(|()| try_out(options)).err(),
+            problem,
             kernel_names_peers: pair.is_ok_and(|(ours, _)| kernel_names_peers(ours.as_fd())),
             maps_all_users: maps_all("/proc/self/uid_map"),
         }
+    }
+}
+
+/// Refuses a descriptor that this process did not inherit.
+fn inherits(options: SharingOptions) -> Result<()> {
+    match options.rendezvous {
+        Some(Rendezvous::Descriptor(number)) => check_inherited(number),
+        _ => Ok(()),
     }
 }
 
@@ -77,7 +87,6 @@ fn try_out(options: SharingOptions) -> Result<()> {
 mod tests {
     use std::path::Path;
 
-    use super::super::options::Rendezvous;
     use super::*;
 
     #[test]
@@ -96,5 +105,19 @@ mod tests {
         std::fs::remove_dir(&folder).expect("nothing is left in the directory");
         try_out(SharingOptions::new().with_rendezvous(Rendezvous::Directory(path))).unwrap_err();
         try_out(SharingOptions::new().with_rendezvous(Rendezvous::Descriptor(1 << 20))).unwrap_err();
+    }
+
+    /// Failed before: `doctor` made a pair of sockets itself, and took it for the inherited one.
+    #[test]
+    fn a_descriptor_that_this_process_has_made_is_not_inherited() {
+        use std::os::fd::AsRawFd;
+
+        use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+        for (flags, is_inherited) in [(SocketFlags::CLOEXEC, false), (SocketFlags::empty(), true)] {
+            let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            let options = SharingOptions::new().with_rendezvous(Rendezvous::Descriptor(pair.0.as_raw_fd()));
+            assert_eq!(inherits(options).is_ok(), is_inherited, "{flags:?}");
+        }
     }
 }

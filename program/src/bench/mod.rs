@@ -34,6 +34,7 @@ use self::report::Row;
 use self::trace::{Event, Trace};
 use super::args::{self, TraceName};
 use super::backends::{self, Prober};
+use super::child;
 use super::failure::Failure;
 use super::{Verdict, output};
 
@@ -123,6 +124,9 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
         args::Bench::Handles(arguments) => (Part::Handles, &arguments.options, None),
         args::Bench::Share(arguments) => (Part::Share, &arguments.options, None),
     };
+    if part == Part::Share {
+        child::check_rendezvous(false)?;
+    }
     let replayed = traces.and_then(|traces| traces.replay.as_deref()).map(trace::read).transpose()?;
     let opened = match &options.backend {
         Some(name) => backends::open_by(name, Prober::ThisProgram),

@@ -8,7 +8,7 @@ use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -18,6 +18,9 @@ use rustix::io::Errno;
 
 /// The most links to follow, as in the kernel.
 const MOST_LINKS: usize = 40;
+
+/// The type of `/proc`, whose files are no places for text.
+const PROC: u64 = 0x9fa0;
 
 #[derive(Debug)]
 pub(super) enum Destination {
@@ -81,7 +84,35 @@ fn write_into(path: &Path) -> io::Result<Destination> {
             return Ok(Destination::Write(ours));
         }
     }
-    Ok(Destination::Write(OpenOptions::new().append(true).open(path)?))
+    let kind = there.file_type();
+    if kind.is_block_device() {
+        return Err(refused("it is a block device"));
+    }
+    if kind.is_char_device() && !takes_text(there.rdev()) {
+        return Err(refused("it is a device other than a terminal"));
+    }
+    if kind.is_file() && rustix::fs::statfs(path)?.f_type as u64 == PROC {
+        return Err(refused("it is a file of the kernel"));
+    }
+    // A pipe without a reader would block the open.
+    let open = OpenOptions::new().append(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
+    let file = open.map_err(|error| match error.raw_os_error() {
+        Some(code) if code == Errno::NXIO.raw_os_error() && kind.is_fifo() => {
+            refused("no process reads from this pipe")
+        }
+        _ => error,
+    })?;
+    rustix::fs::fcntl_setfl(&file, rustix::fs::fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+    Ok(Destination::Write(file))
+}
+
+/// Returns whether a character device is a terminal, or one of `/dev/null`, `/dev/zero` and `/dev/full`.
+fn takes_text(device: u64) -> bool {
+    match (rustix::fs::major(device), rustix::fs::minor(device)) {
+        (1, minor) => matches!(minor, 3 | 5 | 7),
+        // Consoles and serial lines, the terminal of this process, pseudo-terminals, and serial adapters.
+        (major, _) => matches!(major, 4 | 5 | 136..=143 | 166 | 188),
+    }
 }
 
 /// The target of a path's links, whether or not it exists. `None` for a link of `/proc`, which stands for an open file.
@@ -282,12 +313,9 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), "before text");
         let fifo = folder.0.join("fifo");
         rustix::fs::mkfifoat(CWD, &fifo, Mode::RUSR | Mode::WUSR).unwrap();
-        let reader = std::thread::spawn({
-            let fifo = fifo.clone();
-            move || fs::read_to_string(fifo).unwrap()
-        });
+        let mut reader = File::from(rustix::fs::open(&fifo, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty()).unwrap());
         Destination::of(&fifo).unwrap().write("text").unwrap();
-        assert_eq!(reader.join().unwrap(), "text");
+        assert_eq!(io::read_to_string(&mut reader).unwrap(), "text");
         assert!(fs::metadata(&fifo).unwrap().file_type().is_fifo());
         assert_eq!(folder.names(), ["fifo", "open"]);
     }
@@ -404,6 +432,33 @@ mod tests {
         Destination::of(&folder.0.join("dangling")).unwrap().write("text").unwrap();
         assert_eq!(fs::read_to_string(folder.0.join("made")).unwrap(), "text");
         assert!(fs::symlink_metadata(folder.0.join("dangling")).unwrap().is_symlink());
+    }
+
+    /// Failed before: the open of the pipe waited for a reader, and the memory of the process was written to.
+    #[test]
+    fn a_pipe_without_a_reader_and_the_files_of_the_kernel_are_refused_before() {
+        let folder = Folder::new("kernel");
+        let fifo = folder.0.join("fifo");
+        rustix::fs::mkfifoat(CWD, &fifo, Mode::RUSR | Mode::WUSR).unwrap();
+        for (path, why) in [
+            (&*fifo, "no process reads from this pipe"),
+            (Path::new("/proc/self/mem"), "it is a file of the kernel"),
+            (Path::new("/proc/self/comm"), "it is a file of the kernel"),
+            (Path::new("/dev/random"), "it is a device other than a terminal"),
+        ] {
+            let error = Destination::of(path).unwrap_err();
+            assert!(error.to_string().contains(why), "{path:?}: {error}");
+        }
+        // A pipe with a reader is written as it should be, and waits for a slow reader.
+        let (mut reader, writer) = io::pipe().unwrap();
+        let text = "x".repeat(1 << 20);
+        let path = PathBuf::from(format!("/proc/self/fd/{}", writer.as_raw_fd()));
+        let destination = Destination::of(&path).unwrap();
+        drop(writer);
+        std::thread::scope(|scope| {
+            scope.spawn(|| destination.write(&text).unwrap());
+            assert_eq!(io::read_to_string(&mut reader).unwrap(), text);
+        });
     }
 
     #[test]

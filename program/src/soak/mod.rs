@@ -29,6 +29,7 @@ use highwater::mock::{MockGpu, MockOptions};
 use serde_json::Value;
 
 use super::args::SoakIpcArguments;
+use super::child;
 use super::failure::{self, Failure};
 use super::progress::Progress;
 use super::table::Table;
@@ -38,6 +39,7 @@ use super::{Verdict, output};
 const STUCK: Duration = Duration::from_secs(60);
 
 pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdict> {
+    child::check_rendezvous(false)?;
     let seed = arguments.seed.unwrap_or_else(any_seed);
     output::line(format_args!("seed {seed}"));
     if let Some(kills) = arguments.owner_kills {
