@@ -915,7 +915,9 @@ struct hw_table {
     /* Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .
      *  - ipc.export-shareable: memory that was not made shareable by this transport returns HW_ERROR_INVALID_ARGUMENT.
      *  - ipc.export-transport: a transport outside the capability hw_capabilities.ipc_transports returns
-     *    HW_ERROR_UNSUPPORTED. */
+     *    HW_ERROR_UNSUPPORTED.
+     *  - ipc.descriptor-keeps: with HW_TRANSPORT_DESCRIPTOR, the descriptor keeps the memory. Each process that receives the
+     *    handle can open the memory after its exporter has ended. */
     int32_t (*export_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint32_t transport, hw_memory_handle *answer, hw_error *error);
     /* Maps memory of another process for the device.
      *  - ipc.open-again: a second open for the same device returns the same address and is counted.

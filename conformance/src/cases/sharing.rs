@@ -42,6 +42,8 @@ cases! {
     mappings_outlive_an_exporter_that_exits: ["ipc.open-outlives"]
         needs [has::shareable_memory, DESCRIPTORS] => outlives(|_| Ok(()), Peer::exit);
     mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"] needs [has::shareable_memory, DESCRIPTORS];
+    descriptors_outlive_a_killed_exporter: ["ipc.descriptor-keeps", "ipc.shared-bytes"]
+        needs [has::shareable_memory, DESCRIPTORS];
     altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_without_their_descriptor_are_refused: ["ipc.open-checked"] needs [has::shareable_memory, DESCRIPTORS];
@@ -383,6 +385,7 @@ fn importers_that_are_killed_leave_the_memory(backend: &dyn Backend, launcher: &
         let mut peer = start(launcher, backend)?;
         let opened = peer.open(&handle)??;
         peer.write(opened, &[NEW; BYTES])??;
+        check!(block.read()? == [NEW; BYTES], "the exporter does not see what the importer wrote");
         peer.kill()?;
         check!(block.read()? == [NEW; BYTES], "memory lost its contents when a process that had opened it was killed");
         block.write(0, &[OLD; BYTES])?;
@@ -844,6 +847,35 @@ fn outlives(
 fn mappings_outlive_an_exporter_that_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let fork = |peer: &mut Peer| -> CaseResult { Ok(peer.fork()??) };
     outlives(backend, launcher, fork, |mut peer| peer.kill().map(drop))
+}
+
+/// A descriptor alone keeps the memory of a killed process. The process that has it and a third one open the memory.
+fn descriptors_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let transport = Transport::Descriptor;
+    let content = Random::new(62).bytes(BYTES);
+    let mut peer = start(launcher, backend)?;
+    let there = peer.allocate(BYTES, transport)??;
+    peer.write(there, &content)??;
+    let handle = peer.export(there, transport)??;
+    Block::open(backend, DEVICE, &handle)?.give_back()?;
+    peer.kill()?;
+    // Memory that is allocated now is not that of the descriptor.
+    let blocks = (0..8).map(|_| Block::filled(backend, BYTES, OLD)).collect::<Result<Vec<_>, _>>()?;
+    let mapping = Block::open(backend, DEVICE, &handle)?;
+    check!(mapping.read()? == content, "the memory of a descriptor lost its contents when its exporter ended");
+    let mut third = start(launcher, backend)?;
+    let opened = third.open(&handle)??;
+    check!(third.read(opened, BYTES)?? == content, "a third process sees other bytes after the exporter has ended");
+    third.write(opened, &[NEW; BYTES])??;
+    check!(mapping.read()? == [NEW; BYTES], "two processes that opened one descriptor do not share its memory");
+    for block in &blocks {
+        check!(block.read()? == [OLD; BYTES], "memory whose exporter has ended is also somebody else's");
+    }
+    third.close(opened)??;
+    third.end()?;
+    mapping.give_back()?;
+    drop((handle, blocks));
+    Ok(())
 }
 
 // ------------------------------------------------------------------------------------------------------------ events

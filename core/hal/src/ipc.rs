@@ -200,6 +200,8 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     ///
     /// - `ipc.export-shareable`: memory that was not made shareable by this transport returns `InvalidArgument`.
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` returns `Unsupported`.
+    /// - `ipc.descriptor-keeps`: with [`Transport::Descriptor`], the descriptor keeps the memory. Each process that receives the
+    ///   handle can open the memory after its exporter has ended.
     ///
     /// # Safety
     /// The caller must pass a block that `allocate` returned for this device and that has not been freed, the address of

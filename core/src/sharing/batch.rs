@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::str::FromStr;
 
-use super::ticket::{Fields, OF_ALLOCATION, Ticket, from_digits, is_inside, to_digits};
+use super::ticket::{Fields, OF_ALLOCATION, Ticket, bytes_of, is_inside, to_digits};
 use highwater_hal::{Error, ErrorKind, Result};
 
 const MAGIC: [u8; 4] = *b"HWTB";
@@ -369,15 +369,7 @@ impl FromStr for TicketBatch {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bytes = from_digits(text).ok_or_else(|| {
-            Error::new(
-                ErrorKind::InvalidArgument,
-                OPERATION,
-                "the text of a batch is pairs of hexadecimal digits, and this text is not",
-            )
-            .with_hint("pass the text of the batch unchanged")
-        })?;
-        Self::from_bytes(&bytes)
+        Self::from_bytes(&bytes_of(OPERATION, "batch", text)?)
     }
 }
 

@@ -384,6 +384,15 @@ pub(super) fn from_digits(text: &str) -> Option<Vec<u8>> {
     pairs.iter().map(|[high, low]| Some(digit(*high)? << 4 | digit(*low)?)).collect()
 }
 
+/// Returns the bytes of a text. `what` names what the text stands for.
+pub(super) fn bytes_of(operation: &'static str, what: &str, text: &str) -> Result<Vec<u8>> {
+    from_digits(text).ok_or_else(|| {
+        let message = format!("the text of a {what} is pairs of hexadecimal digits, and this text is not");
+        let error = Error::new(ErrorKind::InvalidArgument, operation, message);
+        error.with_hint(format!("pass the text of the {what} unchanged"))
+    })
+}
+
 impl fmt::Display for Ticket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&to_digits(&self.to_bytes()))
@@ -394,15 +403,7 @@ impl FromStr for Ticket {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bytes = from_digits(text).ok_or_else(|| {
-            Error::new(
-                ErrorKind::InvalidArgument,
-                "ticket",
-                "the text of a ticket is pairs of hexadecimal digits, and this text is not",
-            )
-            .with_hint("pass the text of the ticket unchanged")
-        })?;
-        Self::from_bytes(&bytes)
+        Self::from_bytes(&bytes_of("ticket", "ticket", text)?)
     }
 }
 

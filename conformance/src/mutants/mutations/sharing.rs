@@ -79,6 +79,30 @@ mutants! {
         });
     };
 
+    "memory-ends-with-its-importer" [by_two_processes]: "Refuses copies of exported memory once a process that opened it has ended." => |h| {
+        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
+        let known = exported.clone();
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport)?;
+            exported.with(|exported| exported.insert(ptr, handle.bytes));
+            Ok(handle)
+        });
+        let had_children = Shared::<bool>::default();
+        h.backend.copy(move |reference, copy, stream| {
+            let had = had_children.with(|had| std::mem::replace(had, *had || has_children()));
+            let is_exported = |location| match location {
+                Location::Device { ptr, .. } => known.with(|known| {
+                    known.iter().any(|(start, bytes)| (start.get()..start.get() + bytes).contains(&ptr.get()))
+                }),
+                _ => false,
+            };
+            if had && (is_exported(copy.src) || is_exported(copy.dst)) && !has_children() {
+                return Err(wrong(ErrorKind::PeerLost, "copy"));
+            }
+            reference.copy(copy, stream)
+        });
+    };
+
     in "ipc.export-shareable":
     "plain-memory-exported" [by_two_processes]: "Gives a handle of nothing for memory that is not shareable." =>
         |h| h.sharing.export_memory(|sharing, device, ptr, transport| {
@@ -125,6 +149,18 @@ mutants! {
         h.sharing.close_memory(move |sharing, device, ptr| {
             closed.with(|closed| closed.remove(&ptr));
             sharing.close_memory(device, ptr)
+        });
+    };
+
+    in "ipc.descriptor-keeps":
+    "descriptors-end-with-their-exporter" [by_two_processes]: "Refuses handles whose exporter has ended." => |h| {
+        let had_children = Shared::<bool>::default();
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let had = had_children.with(|had| std::mem::replace(had, *had || has_children()));
+            match had && !has_children() {
+                true => Err(wrong(ErrorKind::InvalidArgument, "open_memory")),
+                false => sharing.open_memory(device, handle),
+            }
         });
     };
 
