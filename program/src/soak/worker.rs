@@ -42,6 +42,8 @@ const MOST_HELD: usize = 8;
 const MOST_OFFERS: usize = 8;
 /// The most operations that it enqueues before it waits for its stream. A busy machine takes long for each.
 const MOST_QUEUED: u64 = 16;
+/// The percentage of workers that may cut their sockets, and of those that may start a child.
+const MAY: u64 = 40;
 /// The longest pause between two steps.
 const PAUSE: Duration = Duration::from_micros(400);
 /// Calls that take less are not reported.
@@ -91,7 +93,8 @@ fn work(
     });
     let runtime = Runtime::with_options(Arc::clone(&opened.backend), &options)?;
     let mut worker = Worker::new(socket, inbox, &runtime, opened.mock.clone(), random)?;
-    worker.is_spared = is_spared;
+    worker.may_cut = worker.random.percent(MAY) && !is_spared;
+    worker.may_bequeath = worker.random.percent(MAY);
     worker.live()?;
     let mut remains = worker.end()?;
     remains.objects = runtime.close()?.total();
@@ -173,7 +176,9 @@ struct Worker<'s> {
     bequeathed: bool,
     cut_off: bool,
     is_ending: bool,
-    is_spared: bool,
+    /// However long it lives, most workers do neither.
+    may_cut: bool,
+    may_bequeath: bool,
 }
 
 impl<'s> Worker<'s> {
@@ -211,7 +216,8 @@ impl<'s> Worker<'s> {
             bequeathed: false,
             cut_off: false,
             is_ending: false,
-            is_spared: false,
+            may_cut: false,
+            may_bequeath: false,
         })
     }
 
@@ -317,8 +323,8 @@ impl<'s> Worker<'s> {
                 self.timed(operation, None, || self.runtime.trim_shared())?.0?;
                 true
             }
-            Operation::Cut if !self.cut_off && !self.is_spared && !self.held.is_empty() => self.cut()?,
-            Operation::Bequeath if !self.bequeathed && !self.held.is_empty() => self.bequeath()?,
+            Operation::Cut if self.may_cut && !self.cut_off && !self.held.is_empty() => self.cut()?,
+            Operation::Bequeath if self.may_bequeath && !self.bequeathed && !self.held.is_empty() => self.bequeath()?,
             Operation::Check => self.check()?,
             _ => false,
         };
