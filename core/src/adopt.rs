@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use crate::buffer::DeviceBuffer;
+use crate::buffer::{DeviceBuffer, size_in_bytes};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device::Device;
 use crate::device_block::{DeviceBlock, Origin, SharedMemory};
@@ -20,7 +20,10 @@ use crate::pool::completion_events::CompletionEvent;
 use crate::pool::keep_alive::KeepAlive;
 use crate::runtime::Runtime;
 use crate::sharing::{ExportKey, MemoryPart, Ticket, WeakMemory};
-use highwater_hal::{DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result, Transport, Transports};
+use highwater_hal::{
+    AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result,
+    Transport, Transports,
+};
 
 const OPERATION: &str = "adopt";
 
@@ -313,6 +316,60 @@ impl Device {
         };
         let block = DeviceBlock::new(&inner.frees, self.ordinal(), pointer, Origin::Shared(Box::new(adopted)));
         Ok(DeviceBuffer::part(self.runtime().clone(), block, 0..bytes / size_of::<T>()))
+    }
+}
+
+/// Memory that this process allocated past the pools.
+struct Outside {
+    backend: Arc<dyn Backend>,
+    device: u32,
+    ptr: DevicePtr,
+}
+
+impl Drop for Outside {
+    fn drop(&mut self) {
+        // SAFETY: `adopt` drops it once the last use has ended, and nothing else has the address.
+        if let Err(error) = unsafe { self.backend.free(self.device, self.ptr, None) } {
+            crate::warnings::warning!("adopted memory could not be freed: {error}");
+        }
+    }
+}
+
+impl Device {
+    /// Allocates memory past the pools, as other code does, and [adopts](Device::adopt) it. For tests of adopted memory, such as
+    /// `highwater soak ipc`. The memory is freed once the last use of the buffer has ended, here and in other processes.
+    ///
+    /// ```
+    /// # use highwater_core::{Runtime, Transport};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let values = runtime.device(0)?.adopt_allocated::<f32>(1000, Transport::Descriptor)?;
+    /// stream.fill(&values, 0.5_f32)?;
+    /// assert_eq!(values.transport()?, Transport::Descriptor);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Device::adopt`]. `InvalidArgument` for no values. `Unsupported` if the device lacks the transport. Otherwise the backend's
+    /// error.
+    pub fn adopt_allocated<T: Element>(&self, len: usize, transport: Transport) -> Result<DeviceBuffer<T>> {
+        let inner = &self.runtime().inner;
+        inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        if !self.capabilities().ipc_transports.contains(transport) {
+            return Err(Error::lacks(OPERATION, "ipc_transports"));
+        }
+        if len == 0 {
+            return Err(invalid("0 values cannot be adopted".to_owned(), "pass the number of values, at least one"));
+        }
+        let bytes = size_in_bytes::<T>(OPERATION, len)?;
+        let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(transport));
+        let (backend, device) = (Arc::clone(&inner.backend), self.ordinal());
+        let ptr = backend.allocate(device, &options)?;
+        // SAFETY: The memory stays until the last argument is dropped, and no other code has its address. The backend may be called
+        // in any thread.
+        unsafe { self.adopt(ptr, bytes, Outside { backend, device, ptr }) }
     }
 }
 

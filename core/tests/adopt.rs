@@ -142,6 +142,27 @@ impl Drop for Mapped {
 }
 
 #[test]
+fn memory_allocated_past_the_pools_is_freed_after_its_last_use() {
+    let rig = Rig::new();
+    let before = rig.gpu.memory_info(0).unwrap().free;
+    let buffer = rig.device.adopt_allocated::<u32>(1000, Transport::Descriptor).unwrap();
+    assert_eq!(buffer.transport().unwrap(), Transport::Descriptor);
+    rig.stream.fill(&buffer, 7_u32).unwrap();
+    assert_eq!(rig.stream.download(&buffer).unwrap(), [7; 1000]);
+    assert!(rig.gpu.memory_info(0).unwrap().free < before);
+    drop(buffer);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while rig.gpu.memory_info(0).unwrap().free < before {
+        assert!(Instant::now() < deadline, "the memory is not freed");
+        std::thread::yield_now();
+    }
+    let none = rig.device.adopt_allocated::<u32>(0, Transport::Descriptor).map(drop).unwrap_err();
+    assert_eq!(none.kind(), ErrorKind::InvalidArgument, "{none}");
+    let lacks = rig.device.adopt_allocated::<u32>(8, Transport::Legacy).map(drop).unwrap_err();
+    assert_eq!(lacks.kind(), ErrorKind::Unsupported, "{lacks}");
+}
+
+#[test]
 fn adopted_memory_works_as_any_other_and_is_not_freed() {
     let rig = Rig::new();
     let foreign = rig.foreign(4096, DeviceMemoryKind::Plain);

@@ -86,10 +86,10 @@ pub(super) enum Command {
     /// A worker of the main job, which starts it
     #[command(hide = true)]
     Worker(ChildArguments),
-    /// A consumer of `soak ipc`, which starts it
+    /// A worker of `soak ipc`, which starts it
     #[command(hide = true)]
-    SoakConsumer(ConsumerArguments),
-    /// A child of a consumer of `soak ipc`, which starts it
+    SoakWorker(ChildArguments),
+    /// A child of a worker of `soak ipc`, which starts it
     #[command(hide = true)]
     SoakHeir,
     /// An owner of `soak ipc --owner-kills`, which starts it
@@ -252,8 +252,8 @@ pub(super) enum Ipc {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Soak {
-    /// Share memory of the mock device with processes that are killed at random moments, and check that nothing is lost
-    /// or freed early
+    /// Share memory among processes that are killed and stopped at random moments, and check that nothing is lost, freed early or
+    /// delayed
     Ipc(SoakIpcArguments),
 }
 
@@ -267,15 +267,15 @@ pub(super) struct SoakIpcArguments {
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = seed)]
     pub(super) seed: Option<u64>,
 
-    /// Processes that use the memory at the same time; with --owner-kills, processes that own it
-    #[arg(long, value_name = "N", default_value = "6", allow_negative_numbers = true, value_parser = consumers)]
-    pub(super) consumers: usize,
+    /// Processes at the same time, of which one is only stopped; with --owner-kills, processes that own memory
+    #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = processes)]
+    pub(super) processes: usize,
 
     /// Kill N processes whose memory this one has open instead, and measure the time until it is free
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
     pub(super) owner_kills: Option<u64>,
 
-    /// Backend to use with --owner-kills, built in or a plugin [default: the mock]
+    /// Backend to use, built in or a plugin [default: the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 }
@@ -413,16 +413,6 @@ pub(super) struct ProbeArguments {
     pub(super) parent: Option<u32>,
 }
 
-#[derive(Debug, Args)]
-pub(super) struct ConsumerArguments {
-    #[command(flatten)]
-    pub(super) child: ChildArguments,
-
-    /// Seed of its random choices
-    #[arg(long)]
-    pub(super) seed: u64,
-}
-
 fn number(text: &str, what: &str, range: RangeInclusive<usize>) -> Result<usize, String> {
     let number = text.parse().ok().filter(|number| range.contains(number));
     number.ok_or_else(|| format!("expected a number of {what} from {} to {}", range.start(), range.end()))
@@ -464,8 +454,8 @@ fn kills(text: &str) -> Result<u64, String> {
     Ok(number(text, "kills", 1..=1_000_000)? as u64)
 }
 
-fn consumers(text: &str) -> Result<usize, String> {
-    number(text, "consumers", 1..=32)
+fn processes(text: &str) -> Result<usize, String> {
+    number(text, "processes", 2..=32)
 }
 
 fn seconds(text: &str) -> Result<u64, String> {

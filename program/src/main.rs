@@ -97,7 +97,7 @@ fn main() -> ExitCode {
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
         Some(Command::Probe(arguments)) => probe::command(arguments),
         Some(Command::Worker(arguments)) => worker::command(arguments),
-        Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
+        Some(Command::SoakWorker(arguments)) => soak::worker::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),
         Some(Command::SoakOwner(arguments)) => soak::owners::command(arguments),
         Some(Command::BenchFirstHandle(arguments)) => bench::first_handle::command(arguments),

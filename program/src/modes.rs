@@ -55,8 +55,8 @@ const MODES: &[Mode] = &[
         chosen_by: &[],
         options: &["backend", "plugin", "filter", "repeat", "shuffle", "limit", "certificate"],
     },
-    Mode { command: "soak ipc", chosen_by: &["owner-kills"], options: &["seed", "consumers", "backend"] },
-    Mode { command: "soak ipc", chosen_by: &[], options: &["kills", "seed", "consumers"] },
+    Mode { command: "soak ipc", chosen_by: &["owner-kills"], options: &["seed", "processes", "backend"] },
+    Mode { command: "soak ipc", chosen_by: &[], options: &["kills", "seed", "processes", "backend"] },
     Mode { command: "bench host", chosen_by: &["write-trace"], options: &["trace"] },
     Mode { command: "bench host", chosen_by: &["replay"], options: &["backend"] },
     Mode {

@@ -502,7 +502,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
     let own = std::process::id().to_string();
     for arguments in [
         &["worker", "--parent", &own][..],
-        &["soak-consumer", "--seed", "1", "--parent", &own],
+        &["soak-worker", "--parent", &own],
         &["soak-owner", "--parent", &own],
         &["conformance-worker", "--parent", &own],
         &["bench-first-handle", "--parent", &own],
@@ -514,28 +514,24 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
 // ---------------------------------------------------------------- the soak
 
 #[test]
-fn thirty_kills_lose_nothing_and_free_nothing_early() {
+fn thirty_kills_lose_nothing_and_delay_nobody() {
     let object = highwater(&["soak", "ipc", "--kills", "30", "--seed", "7", "--json"]).ended(0).object();
     let integer = |key: &str| object[key].as_u64().unwrap_or_else(|| panic!("{key} in {object}"));
-    assert_eq!((integer("kills"), integer("seed")), (30, 7));
-    let nothing = ["leaked_bytes", "leaked_objects", "early_frees", "unexpected", "processes_left", "descriptors_left"];
+    assert_eq!((integer("kills"), integer("seed"), integer("processes")), (30, 7, 8));
+    let nothing = ["leaked_bytes", "leaked_objects", "leaks", "early_frees", "late_calls", "unexpected"];
     assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
-    // What one process writes another reads, and memory does wait in limbo.
-    let something = [
-        "opens",
-        "releases",
-        "expired_tickets",
-        "checks",
-        "words_changed",
-        "limbo_peak_bytes",
-        "shared",
-        "killed_after_cut",
-        "cut_sockets",
-    ];
+    let nothing = ["processes_left", "descriptors_left", "files_left"];
+    assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
+    // What one process writes another reads, and deaths reach the others.
+    let something = ["stops", "expired", "words_changed", "deaths_seen", "reclaims"];
     assert!(something.iter().all(|key| integer(key) > 0), "{object}");
+    for operation in ["share", "adopt", "share_all", "share_pinned", "open", "use", "check", "release", "drop", "trim"]
+    {
+        assert!(object["operations"][operation].as_u64().unwrap() > 0, "{operation} in {object}");
+    }
     assert!(object["seconds"].as_f64().unwrap() > 0.0);
-    let table = highwater(&["soak", "ipc", "--kills", "3"]).ended(0);
-    table.assert_printed(&["kills", "limbo", "early frees", "leaked", "left"]);
+    let table = highwater(&["soak", "ipc", "--kills", "3", "--processes", "3"]).ended(0);
+    table.assert_printed(&["kills", "stops", "kill to reclaim", "early frees", "leaked", "left"]);
     assert!(table.stderr.contains("seed ") && table.stderr.contains("3 of 3 kills"), "{}", table.stderr);
 }
 
@@ -560,6 +556,7 @@ fn memory_of_killed_owners_is_free_again() {
 #[test]
 fn a_soak_that_cannot_be_done_says_why() {
     highwater(&["soak", "ipc", "--owner-kills", "2", "--backend", "nonesuch"]).assert_error(&["nonesuch"]);
+    highwater(&["soak", "ipc", "--kills", "2", "--backend", "nonesuch"]).assert_error(&["nonesuch"]);
     highwater_on("memory=lots", &["soak", "ipc", "--kills", "3", "--json"]).assert_error(&["`memory`", "`lots`"]);
     highwater_on("shareable-memory=off", &["soak", "ipc", "--kills", "3"]).assert_error(&["shareable_memory"]);
 }
@@ -585,8 +582,7 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         (&["soak"], "ipc"),
         (&["soak", "ipc", "--owner-kills", "0"], "expected a number of kills"),
         (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "has no effect with"),
-        (&["soak", "ipc", "--backend", "mock"], "--owner-kills"),
-        (&["soak", "ipc", "--backend", "mock", "--kills", "2"], "only with `--owner-kills`"),
+        (&["soak", "ipc", "--processes", "1"], "expected a number of processes from 2 to 32"),
         (&["--die-at", "noon"], "or `ticket`"),
         (&["--scale", "--workers", "3"], "`--workers` has no effect with `--scale`"),
     ] {

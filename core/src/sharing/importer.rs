@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
@@ -35,6 +35,9 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 pub(crate) const AT_ONCE: usize = 32;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
+
+/// Time without an answer after which an open checks whether the exporter is stopped.
+const STOPPED_AFTER: Duration = Duration::from_secs(1);
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -270,11 +273,21 @@ impl Import {
         Ok(())
     }
 
-    /// Waits until the device work before a share is done.
+    /// Waits until the device work before a share is done. Only a running exporter can report that.
     fn wait(&self, number: u64, mapper: &dyn Mapper) -> Result<()> {
+        let link = &self.link;
+        let mut look = None;
         wait_ready(&self.ready, self.index(), number, || {
             mapper.check()?;
-            if self.link.process.has_ended() { Err(self.link.ended()) } else { Ok(()) }
+            if link.process.has_ended() {
+                return Err(link.ended());
+            }
+            let now = Instant::now();
+            if *look.get_or_insert(now + STOPPED_AFTER) <= now {
+                link.check_running()?;
+                look = Some(now + STOPPED_AFTER);
+            }
+            Ok(())
         })
     }
 }
@@ -284,7 +297,12 @@ impl Import {
 ///
 /// # Errors
 /// `InvalidArgument` if no ticket has this number; `DeviceLost` if the work failed.
-pub(crate) fn wait_ready(ready: &ReadySegment, index: u32, number: u64, check: impl Fn() -> Result<()>) -> Result<()> {
+pub(crate) fn wait_ready(
+    ready: &ReadySegment,
+    index: u32,
+    number: u64,
+    mut check: impl FnMut() -> Result<()>,
+) -> Result<()> {
     let slot = place_of(index).1;
     if ready.readiness(slot, number) == Readiness::Ready {
         return Ok(());
@@ -600,6 +618,19 @@ impl Link {
         }
     }
 
+    /// Returns an error if the exporter is stopped.
+    fn check_running(&self) -> Result<()> {
+        match self.process.pid() {
+            Some(pid) if self.process.is_stopped() => Err(Error::new(
+                ErrorKind::InvalidState,
+                OPERATION,
+                format!("the exporter (process {pid}) is stopped and does not answer"),
+            )
+            .with_hint(format!("continue it (`kill -CONT {pid}`, or in its debugger), then open the ticket again"))),
+            _ => Ok(()),
+        }
+    }
+
     /// Waits until the socket of the exporter is ready, for at most one second.
     fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
@@ -612,19 +643,11 @@ impl Link {
         }
         let mut ends = vec![PollFd::from_borrowed_fd(self.socket.as_fd(), what)];
         ends.extend(process.pidfd().map(|pidfd| PollFd::from_borrowed_fd(pidfd, PollFlags::IN)));
-        let most = patience.left().min(Duration::from_secs(1));
+        let most = patience.left().min(STOPPED_AFTER);
         let most = rustix::time::Timespec { tv_sec: most.as_secs().cast_signed(), tv_nsec: most.subsec_nanos().into() };
         // Interrupted or not, the caller checks everything again.
-        if rustix::event::poll(&mut ends, Some(&most)) == Ok(0)
-            && process.is_stopped()
-            && let Some(pid) = process.pid()
-        {
-            return Err(Error::new(
-                ErrorKind::InvalidState,
-                OPERATION,
-                format!("the exporter (process {pid}) is stopped and does not answer"),
-            )
-            .with_hint(format!("continue it (`kill -CONT {pid}`, or in its debugger), then open the ticket again")));
+        if rustix::event::poll(&mut ends, Some(&most)) == Ok(0) {
+            self.check_running()?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::batch::{BatchBuilder, BatchSlice, too_many};
 use super::exporter::Memory;
 use super::ticket::{not_given_out, values};
-use super::{Import, ImportOptions, Imported, OwnerDeath, Sharing, Ticket, TicketBatch, Wanted};
+use super::{Import, ImportOptions, Imported, OwnerDeath, Sharing, SharingProcess, Ticket, TicketBatch, Wanted};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
@@ -63,9 +63,10 @@ impl Runtime {
     /// - `PermissionDenied`: the exporter does not admit this process, this runtime does not trust the exporter's user
     ///   ([`Openers`](crate::Openers)), or the ticket lacks its secret.
     /// - `Unsupported`: the device does not support the ticket's transport.
-    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The limit is 2 seconds for an exporter
-    ///   that did not answer the last open. It holds for all requests and connections of one call together. The wait for
-    ///   device work that was enqueued before the share has no limit.
+    /// - `InvalidState`: the exporter is stopped and has not answered for 1 second, or it runs and has not answered for 10
+    ///   seconds. The second limit is 2 seconds for an exporter that did not answer the last open. It holds for all requests and
+    ///   connections of one call together. The wait for device work that was enqueued before the share has no limit, unless the
+    ///   exporter is stopped.
     /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
@@ -274,6 +275,26 @@ impl Runtime {
             Ok(DeviceBuffer::part(self.clone(), block, range))
         };
         batch.slices.iter().zip(ranges).enumerate().map(buffer).collect()
+    }
+
+    /// Returns the memory that this runtime shares and has open, as [`ipc::processes`](crate::ipc::processes) lists it for other programs. Waits for no process.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let buffer = runtime.device(0)?.allocate_shared::<f32>(1000)?;
+    /// let _ticket = buffer.share()?;
+    /// let list = runtime.shared_memory();
+    /// assert_eq!((list.shared.len(), list.opened.len()), (1, 0));
+    /// assert!(list.shared[0].holders.is_empty(), "no process has opened it");
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn shared_memory(&self) -> SharingProcess {
+        let mut process = SharingProcess::new(std::process::id());
+        self.inner.sharing.get().into_iter().for_each(|sharing| process.add(sharing.listing()));
+        process
     }
 
     /// Frees shared memory that no other process has open, and unmaps idle memory of other processes. Shared memory is also

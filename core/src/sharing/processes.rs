@@ -107,11 +107,11 @@ impl From<Listed> for Allocation {
 }
 
 impl SharingProcess {
-    fn new(pid: u32) -> Self {
+    pub(super) fn new(pid: u32) -> Self {
         Self { pid, answer: Answer::Complete, shared: Vec::new(), opened: Vec::new(), left_off: 0 }
     }
 
-    fn add(&mut self, listing: Listing) {
+    pub(super) fn add(&mut self, listing: Listing) {
         let shared = |ListedExport { what, is_dropped, holders }| SharedAllocation {
             allocation: what.into(),
             is_dropped,

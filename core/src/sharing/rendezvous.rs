@@ -66,7 +66,7 @@ pub(crate) struct Listener {
     socket: OwnedFd,
     /// True if the socket is the inherited one.
     is_inherited: bool,
-    /// Set when no other process holds the other end of the inherited pair.
+    /// Set when no other process holds the other end of the inherited pair, or the socket was shut down.
     has_ended: AtomicBool,
 }
 
@@ -251,6 +251,14 @@ impl Listener {
     /// Returns the descriptor that is readable when an importer has come. `None` once no importer can come.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         (!self.has_ended.load(Ordering::Relaxed)).then(|| self.socket.as_fd())
+    }
+
+    /// Notes that the socket was shut down. It stays readable, and no importer can come. The end of an inherited pair may still have
+    /// messages, and [`Listener::accept`] notes it.
+    pub(crate) fn hung_up(&self) {
+        if !self.is_inherited {
+            self.has_ended.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Returns a socket of an importer that has come. The kernel names the importer at its other end. `None` for a message of

@@ -50,6 +50,8 @@ pub(super) struct Service {
     closed_until: Option<std::time::Instant>,
     /// Time of the last search for connections to drop.
     looked: std::time::Instant,
+    /// True once the socket for requests of the list was shut down.
+    is_unlisted: bool,
     /// True if the last exports took long.
     slow: AtomicBool,
 }
@@ -78,7 +80,8 @@ enum Source {
 impl Service {
     pub(super) fn new(sharing: Arc<Sharing>) -> Self {
         let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
-        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now(), slow: AtomicBool::new(false) }
+        let (looked, slow) = (std::time::Instant::now(), AtomicBool::new(false));
+        Self { sharing, spare, closed_until: None, looked, is_unlisted: false, slow }
     }
 
     pub(super) fn run(mut self) {
@@ -123,7 +126,7 @@ impl Service {
             sources.push(Source::Listener);
             ends.push(PollFd::from_borrowed_fd(listener, PollFlags::IN));
         }
-        if let Some(lister) = sharing.lister() {
+        if let Some(lister) = sharing.lister().filter(|_| !self.is_unlisted) {
             sources.push(Source::Lister);
             ends.push(PollFd::from_borrowed_fd(lister.as_fd(), PollFlags::IN));
         }
@@ -167,8 +170,22 @@ impl Service {
                 return Vec::new();
             }
         }
-        let woken: Vec<bool> = ends.iter().map(|end| !end.revents().is_empty()).collect();
-        sources.into_iter().zip(woken).filter_map(|(source, woken)| woken.then_some(source)).collect()
+        let events: Vec<PollFlags> = ends.iter().map(PollFd::revents).collect();
+        let mut woken = Vec::new();
+        for (source, events) in sources.into_iter().zip(events) {
+            // Another process has a copy of the socket and has shut it down. It would wake this thread again and again.
+            if events.contains(PollFlags::HUP) {
+                match source {
+                    Source::Listener => sharing.listener.get().into_iter().for_each(Listener::hung_up),
+                    Source::Lister => self.is_unlisted = true,
+                    _ => {}
+                }
+            }
+            if !events.is_empty() {
+                woken.push(source);
+            }
+        }
+        woken
     }
 
     fn serve(&mut self, source: Source) {

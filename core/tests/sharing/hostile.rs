@@ -258,6 +258,26 @@ fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
 }
 
 #[test]
+fn an_exporter_that_is_stopped_before_its_shared_work_is_done_delays_no_importer() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start_with("latency=5s", |_| {});
+    // The exporter shares while its fill runs. Only it can report the end of the fill.
+    let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    let runtime = importer.runtime.clone();
+    let opening = {
+        let ticket = ticket.clone();
+        std::thread::spawn(move || runtime.open_shared::<u32>(&ticket).map(drop))
+    };
+    until("the importer has mapped the memory", || importer.runtime.statistics().sharing.mappings == 1);
+    peer.signal(rustix::process::Signal::STOP);
+    let error = opening.join().unwrap().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+    assert!(error.message().contains("is stopped") && error.hint().contains("kill -CONT"), "{error}");
+    peer.kill();
+    importer.end();
+}
+
+#[test]
 fn a_ticket_of_an_exporter_that_cannot_read_the_boot_id_is_opened() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());
     let buffer = exporter.make(1000, 1);

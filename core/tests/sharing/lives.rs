@@ -60,6 +60,34 @@ fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     exporter.end_once_all_is_back();
 }
 
+/// The state of the sharing thread of a process, such as `S` while it sleeps.
+fn state_of_sharing_thread(pid: u32) -> Option<String> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten();
+    let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    let stat = stats.find(|stat| stat.contains("(highwater-share)"))?;
+    stat.split_once(") ")?.1.split(' ').next().map(str::to_owned)
+}
+
+#[test]
+fn a_process_whose_sockets_are_cut_does_not_spin() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 5);
+    let mut peer = Peer::with_open(&buffer.share().unwrap());
+    // It listens for importers, and for requests of its list.
+    peer.tell("make b 1000 6");
+    assert_ne!(peer.tell("cut-sockets"), "0");
+    // A thread that polls sockets which stay readable never sleeps.
+    let mut asleep = 0;
+    until("the sharing thread sleeps", || {
+        let sleeps = state_of_sharing_thread(peer.pid()).is_some_and(|state| state == "S");
+        asleep = if sleeps { asleep + 1 } else { 0 };
+        asleep == 20
+    });
+    peer.kill();
+    drop(buffer);
+    exporter.end_once_all_is_back();
+}
+
 #[test]
 fn an_importer_killed_with_work_queued_writes_into_nobodys_memory() {
     // Memory for one such buffer and a bit: what is allocated next is the same memory.

@@ -1,4 +1,4 @@
-//! The descriptors of a consumer: copies for its heir, and the cutting of its sockets.
+//! The descriptors of a worker: copies for its heir, and the cutting of its sockets.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

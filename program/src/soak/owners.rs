@@ -5,22 +5,16 @@
 //! one after the other, while it holds every buffer. It measures the time from the kill until the owner is dead, and until the
 //! memory is free. Some owners kill themselves while this process opens their tickets, and these kills are not measured.
 
-use std::fs;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::hal::Backend;
-use highwater::mock::MockGpu;
-use highwater::{
-    Device, DeviceBuffer, Error, ErrorKind, ImportOptions, OwnerDeath, Runtime, Stream, Ticket, Transport,
-};
+use highwater::{Device, DeviceBuffer, ErrorKind, ImportOptions, OwnerDeath, Runtime, Stream, Ticket, Transport};
 use serde_json::{Value, json};
 
 use super::super::args::ChildArguments;
-use super::super::backends::{self, Prober};
+use super::super::backends;
 use super::super::child::{self, Child};
 use super::super::failure::{Explanation, Failure};
 use super::super::frame::{Message as _, messages};
@@ -28,14 +22,9 @@ use super::super::progress::Progress;
 use super::super::table::Table;
 use super::super::{Verdict, output};
 use super::random::Random;
-use super::report::Reasons;
+use super::report::{BAR, Reasons, is_bar_met, times_to_json, times_to_text};
+use super::{Opened, PATIENCE, descriptors};
 
-/// The bar: the memory of 99 killed owners in 100 is free again within this time.
-const BAR: Duration = Duration::from_millis(100);
-/// The number of kills from which the bar applies.
-const FEWEST_FOR_BAR: usize = 100;
-/// The time limit of operations that take milliseconds, for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// The time in which an owner opens its device and shares.
 const START: Duration = Duration::from_secs(120);
 /// Bytes of a ticket.
@@ -112,26 +101,9 @@ pub(super) struct Report {
     elapsed: Duration,
 }
 
-/// An opened backend, its address for other processes, and the mock if it is one.
-type OpenedHere = (Arc<dyn Backend>, String, Option<Arc<MockGpu>>);
-
-fn open(name: Option<&str>) -> Result<OpenedHere> {
-    match name {
-        Some(name) if name != "mock" => {
-            let opened = backends::open_by(name, Prober::ThisProgram).map_err(Error::from)?;
-            let address = backends::address(&opened);
-            Ok((opened.backend, address, None))
-        }
-        _ => {
-            let gpu = super::open_mock(LATENCY)?;
-            Ok((gpu.clone(), "mock".to_owned(), Some(gpu)))
-        }
-    }
-}
-
 pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Result<Report> {
     let started = Instant::now();
-    let (backend, address, mock) = open(soak.backend)?;
+    let Opened { backend, address, mock } = super::open(soak.backend, LATENCY)?;
     output::line(format_args!("backend {}", backend.identity().name));
     let is_real = backend.identity().real_device;
     let runtime = Runtime::new(backend)?;
@@ -178,10 +150,6 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     }
     report.elapsed = started.elapsed();
     Ok(report)
-}
-
-fn descriptors() -> Result<usize> {
-    Ok(fs::read_dir("/proc/self/fd")?.count())
 }
 
 /// The largest buffer, in values.
@@ -258,7 +226,7 @@ impl Importer<'_> {
             std::iter::once("soak-owner".to_owned()).chain(backends::arguments_of_children()).collect();
         let child = Child::start(&arguments).map_err(|error| {
             let hint =
-                "use fewer `--consumers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
+                "use fewer `--processes`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
             Failure::new(ErrorKind::OperatingSystem, "an owner could not be started", hint).because_of(error)
         })?;
         self.next_value += 1;
@@ -498,8 +466,7 @@ pub(in super::super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
 type Holdings = (Runtime, Stream, Vec<DeviceBuffer<u32>>);
 
 fn share(address: &str, (count, len): (u64, u64), value: u32, transport: Transport) -> Result<(Holdings, Vec<u8>)> {
-    let backend = if address == "mock" { super::open_mock(LATENCY)? } else { backends::reopen(address)? };
-    let runtime = Runtime::new(backend)?;
+    let runtime = Runtime::new(super::reopen(address, LATENCY)?.backend)?;
     let device = runtime.device(0)?;
     let stream = device.create_stream()?;
     let (mut buffers, mut tickets) = (Vec::new(), Vec::new());
@@ -510,14 +477,6 @@ fn share(address: &str, (count, len): (u64, u64), value: u32, transport: Transpo
         buffers.push(buffer);
     }
     Ok(((runtime, stream, buffers), tickets))
-}
-
-/// Returns a quantile of times, in milliseconds.
-fn quantile(times: &[Duration], part: f64) -> Option<f64> {
-    let mut times = times.to_vec();
-    times.sort_unstable();
-    let at = ((part * times.len() as f64) as usize).min(times.len().checked_sub(1)?);
-    Some(times[at].as_secs_f64() * 1e3)
 }
 
 impl Report {
@@ -544,12 +503,11 @@ impl Report {
 
     /// Returns whether the bar is met. `None` for too few kills.
     fn is_bar_met(&self) -> Option<bool> {
-        let p99 = quantile(&self.times.total, 0.99).filter(|_| self.times.total.len() >= FEWEST_FOR_BAR);
-        p99.map(|p99| p99 <= BAR.as_secs_f64() * 1e3)
+        is_bar_met(&self.times.total)
     }
 
     pub(super) fn to_json(&self) -> Value {
-        let times = |times: &[Duration]| json!({"p50": quantile(times, 0.5), "p99": quantile(times, 0.99), "max": quantile(times, 1.0)});
+        let times = times_to_json;
         json!({
             "backend": self.backend,
             "seed": self.seed,
@@ -577,10 +535,7 @@ impl Report {
     pub(super) fn to_table(&self) -> Table {
         let Self { kills, in_opens, with_work, buffers, bytes, refused, kept, .. } = self;
         let mut table = Table::default();
-        let times = |times: &[Duration]| {
-            let of = |part| quantile(times, part).map_or_else(|| "-".to_owned(), |time| format!("{time:.2} ms"));
-            format!("p50 {}, p99 {}, at most {}", of(0.5), of(0.99), of(1.0))
-        };
+        let times = times_to_text;
         let killed = format!(
             "{kills} owners in {:.1} s; {with_work} with work queued on their memory, {in_opens} while tickets were opened",
             self.elapsed.as_secs_f64()

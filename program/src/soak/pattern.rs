@@ -1,15 +1,13 @@
 //! The contents of a shared buffer, which name its owner.
 //!
-//! Each buffer has its own tag, and four areas of `side * side` words: the mark, which only its exporter
-//! writes; scratch, which consumers fill and copy into; and two matrices of floats, of which consumers compute the second
-//! from the first. In any order of these steps, every word shows the tag, unless the buffer was freed or
+//! Each buffer has its own tag, and two areas of `side * side` words: the mark, which only its owner writes, and scratch, which
+//! every process fills and copies into. In any order of these steps, every word shows the tag, unless the buffer was freed or
 //! another process wrote to it.
 
 use std::ops::Range;
 
-use highwater::{DeviceBuffer, DeviceSlice, GemmShape, Result, Stream};
+use highwater::{DeviceBuffer, Result, Stream};
 
-/// A tag has 24 bits, so it is also exact as a float.
 const TAG_BITS: u32 = 24;
 
 /// The use of the words of a buffer.
@@ -30,7 +28,7 @@ impl Pattern {
     /// Sides that a buffer may have.
     pub(super) const SIDES: [usize; 4] = [8, 16, 32, 64];
 
-    /// Returns the pattern of a tag. Tags wrap after 2^24, when the first buffers are long freed.
+    /// Returns the pattern of a tag, of which the lowest 24 bits count.
     pub(super) fn new(tag: u64, side: usize) -> Self {
         Self { tag: (tag % (1 << TAG_BITS)) as u32, side }
     }
@@ -45,7 +43,7 @@ impl Pattern {
 
     /// Returns the number of words of the whole buffer.
     pub(super) fn len(self) -> usize {
-        4 * self.area()
+        2 * self.area()
     }
 
     fn area(self) -> usize {
@@ -60,29 +58,21 @@ impl Pattern {
         self.area()..2 * self.area()
     }
 
-    fn factor(self) -> Range<usize> {
-        2 * self.area()..3 * self.area()
-    }
-
-    fn product(self) -> Range<usize> {
-        3 * self.area()..4 * self.area()
-    }
-
     fn word(self, low: u8) -> u32 {
         self.tag << 8 | u32::from(low)
     }
 
-    fn float(self) -> u32 {
-        (self.tag as f32).to_bits()
-    }
-
     /// Enqueues the contents of a new buffer.
     pub(super) fn write(self, stream: &Stream, buffer: &DeviceBuffer<u32>) -> Result<()> {
-        stream.fill(buffer.slice(0..2 * self.area())?, self.word(0))?;
-        stream.fill(buffer.slice(2 * self.area()..self.len())?, self.float())
+        stream.fill(buffer, self.word(0))
     }
 
-    /// Enqueues a fill of scratch, which a consumer may do.
+    /// Writes the contents of new memory of the CPU.
+    pub(super) fn write_host(self, words: &mut [u32]) {
+        words.fill(self.word(0));
+    }
+
+    /// Enqueues a fill of scratch, which any process may do.
     pub(super) fn fill(self, stream: &Stream, buffer: &DeviceBuffer<u32>, part: Range<usize>, low: u8) -> Result<()> {
         stream.fill(buffer.slice(part)?, self.word(low))
     }
@@ -92,23 +82,11 @@ impl Pattern {
         stream.copy(buffer.slice(self.mark())?, buffer.slice(self.scratch())?)
     }
 
-    /// Enqueues the product of the first matrix with `identity`.
-    pub(super) fn multiply(
-        self,
-        stream: &Stream,
-        buffer: &DeviceBuffer<f32>,
-        identity: DeviceSlice<'_, f32>,
-    ) -> Result<()> {
-        let shape = GemmShape::of::<f32>(self.side, self.side, self.side);
-        let (factor, product) = (buffer.slice(self.factor())?, buffer.slice(self.product())?);
-        stream.blas()?.gemm(&shape, 1.0, factor, identity, 0.0, product)
-    }
-
     /// Checks all words against this pattern. Returns the fault if one is wrong.
     pub(super) fn check(self, words: &[u32]) -> Result<Seen, String> {
         let wrong = |index: usize| {
             let (word, tag) = (words[index], self.tag);
-            let part = ["the mark", "scratch", "the first matrix", "the second matrix"][index / self.area()];
+            let part = ["the mark", "scratch"][index / self.area()];
             Err(format!("word {index} of the buffer with the tag {tag}, in {part}, is {word:#010x}"))
         };
         if words.len() != self.len() {
@@ -117,8 +95,7 @@ impl Pattern {
         let scratch = self.scratch();
         let is_wrong = |(index, &word): (usize, &u32)| match index {
             index if index < scratch.start => word != self.word(0),
-            index if index < scratch.end => word >> 8 != self.tag,
-            _ => word != self.float(),
+            _ => word >> 8 != self.tag,
         };
         if let Some(index) = words.iter().enumerate().position(is_wrong) {
             return wrong(index);
@@ -135,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_consumers_may_do_keeps_the_pattern_and_another_tag_shows() {
+    fn what_processes_may_do_keeps_the_pattern_and_another_tag_shows() {
         let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
         for side in Pattern::SIDES {
@@ -156,20 +133,5 @@ mod tests {
             let error = pattern.check(&stream.download(&buffer).unwrap()).unwrap_err();
             assert!(error.contains(&format!("word {}", scratch.end - 1)) && error.contains("in scratch"), "{error}");
         }
-    }
-
-    #[test]
-    fn the_product_with_the_identity_keeps_the_pattern() {
-        let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
-        let stream = runtime.device(0).unwrap().create_stream().unwrap();
-        let pattern = Pattern::new((1 << 24) - 1, 16);
-        // The same words once as floats.
-        let floats = stream.upload(&vec![f32::from_bits(pattern.float()); pattern.len()]).unwrap();
-        stream.fill_zero(floats.slice(pattern.product()).unwrap()).unwrap();
-        let identity: Vec<f32> = (0..256).map(|index| if index % 17 == 0 { 1.0 } else { 0.0 }).collect();
-        let identity = stream.upload(&identity).unwrap();
-        pattern.multiply(&stream, &floats, (&identity).into()).unwrap();
-        let product = stream.download(floats.slice(pattern.product()).unwrap()).unwrap();
-        assert!(product.iter().all(|value| value.to_bits() == pattern.float()));
     }
 }

@@ -1,6 +1,7 @@
 //! Repeatable random choices.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use highwater::hal::SplitMix64;
 
@@ -24,6 +25,11 @@ impl Random {
     /// Returns an index below `length`, which is at least 1.
     pub(super) fn index(&mut self, length: usize) -> usize {
         self.within(0..length as u64) as usize
+    }
+
+    /// Returns a time below a limit, which is at least a microsecond.
+    pub(super) fn time(&mut self, limit: Duration) -> Duration {
+        Duration::from_micros(self.within(0..limit.as_micros() as u64))
     }
 
     /// Returns true with a probability of `percent` in 100.

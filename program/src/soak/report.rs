@@ -3,48 +3,74 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::super::table::Table;
+use super::operation::Operation;
 
+/// The bar: what 99 killed processes in 100 had is free again within this time.
+pub(super) const BAR: Duration = Duration::from_millis(100);
+/// The number of kills from which the bar applies.
+const FEWEST_FOR_BAR: usize = 100;
 /// The most reasons of one kind that are listed. More are only counted.
 const MOST_REASONS: usize = 20;
+
+/// The longest calls of an operation.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Longest {
+    /// Of calls during which the process that they concern was not stopped.
+    pub(super) prompt: Duration,
+    /// Of the others.
+    pub(super) stopped: Duration,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Report {
     pub(super) seed: u64,
+    pub(super) backend: String,
+    pub(super) is_real: bool,
+    pub(super) processes: usize,
     pub(super) kills: u64,
-    pub(super) opens: u64,
-    pub(super) releases: u64,
-    /// Tickets that were refused because their buffer was freed.
-    pub(super) expired_tickets: u64,
-    /// Buffers that the exporter allocated and shared.
-    pub(super) shared: u64,
-    /// Checks of the contents of a buffer, by all processes.
-    pub(super) checks: u64,
-    /// Words that other processes changed, as the exporter saw.
-    pub(super) words_changed: u64,
-    /// Killed consumers that left a child, and the descriptors of those children.
+    /// Kills of workers that were stopped, that had left a child, and that had cut their sockets.
+    pub(super) killed_while_stopped: u64,
     pub(super) killed_after_fork: u64,
-    pub(super) inherited_descriptors: u64,
-    /// Those of the children that still lived when all memory was freed.
-    pub(super) heirs_at_the_end: u64,
-    /// Killed consumers that had cut their sockets and continued to write, and the number of those sockets.
     pub(super) killed_after_cut: u64,
-    pub(super) cut_sockets: u64,
-    /// Killed consumers with queued work.
-    pub(super) killed_with_work: u64,
-    pub(super) limbo_peak_bytes: u64,
+    /// The descriptors of those children.
+    pub(super) inherited_descriptors: u64,
+    pub(super) stops: u64,
+    /// The longest stop that was ended.
+    pub(super) longest_stop: Duration,
+    /// Numbers of operations, in the order of `Operation::ALL`.
+    pub(super) counts: Vec<u64>,
+    /// The longest calls, in the same order. Calls of less than 20 ms are not reported.
+    pub(super) longest: Vec<Longest>,
+    /// Opens that were refused because the memory was dropped or its owner dead, and because the owner was stopped.
+    pub(super) expired: u64,
+    pub(super) refused_while_stopped: u64,
+    /// Words that other processes changed.
+    pub(super) words_changed: u64,
+    /// Memory that was revoked because its owner died.
+    pub(super) revoked: u64,
+    /// Deaths that the one worker has seen that is never killed.
+    pub(super) deaths_seen: u64,
+    /// The times from the kills until nobody had anything of the dead, and of these until the process was dead.
+    pub(super) reclaims: Vec<Duration>,
+    pub(super) deaths: Vec<Duration>,
+    /// Kills of workers of which no other had anything that could be watched until it was gone.
+    pub(super) unmeasured: u64,
     pub(super) leaked_bytes: u64,
-    /// Objects that the backend counts as alive at the end.
     pub(super) leaked_objects: u64,
-    /// Contents that were not the buffer's own.
+    /// Memory of dead processes, or for them, that others did not give up.
+    pub(super) leaks: Reasons,
+    /// Contents that were not the memory's own.
     pub(super) early_frees: Reasons,
+    /// Calls that took longer than their limit.
+    pub(super) late: Reasons,
     /// Failures of calls that must not fail.
     pub(super) unexpected: Reasons,
     pub(super) processes_left: u64,
     pub(super) descriptors_left: u64,
-    pub(super) shared_files_left: u64,
+    pub(super) files_left: u64,
     pub(super) elapsed: Duration,
 }
 
@@ -72,75 +98,197 @@ impl Reasons {
     }
 }
 
+/// Returns a quantile of times, in milliseconds.
+fn quantile(times: &[Duration], part: f64) -> Option<f64> {
+    let mut times = times.to_vec();
+    times.sort_unstable();
+    let at = ((part * times.len() as f64) as usize).min(times.len().checked_sub(1)?);
+    Some(times[at].as_secs_f64() * 1e3)
+}
+
+pub(super) fn times_to_json(times: &[Duration]) -> Value {
+    json!({"p50": quantile(times, 0.5), "p99": quantile(times, 0.99), "max": quantile(times, 1.0)})
+}
+
+pub(super) fn times_to_text(times: &[Duration]) -> String {
+    let of = |part| quantile(times, part).map_or_else(|| "-".to_owned(), |time| format!("{time:.2} ms"));
+    format!("p50 {}, p99 {}, at most {}", of(0.5), of(0.99), of(1.0))
+}
+
+/// Returns whether 99 of 100 times are within the bar. `None` for too few times.
+pub(super) fn is_bar_met(times: &[Duration]) -> Option<bool> {
+    let p99 = quantile(times, 0.99).filter(|_| times.len() >= FEWEST_FOR_BAR);
+    p99.map(|p99| p99 <= BAR.as_secs_f64() * 1e3)
+}
+
 impl Report {
+    pub(super) fn new(seed: u64, processes: usize) -> Self {
+        let (counts, longest) = (vec![0; Operation::ALL.len()], vec![Longest::default(); Operation::ALL.len()]);
+        Self { seed, processes, counts, longest, ..Self::default() }
+    }
+
+    fn count(&self, operation: Operation) -> u64 {
+        self.counts.get(operation.index()).copied().unwrap_or_default()
+    }
+
+    /// Returns the longest calls of all operations.
+    fn longest(&self) -> Longest {
+        let most = |of: fn(&Longest) -> Duration| self.longest.iter().map(of).max().unwrap_or_default();
+        Longest { prompt: most(|longest| longest.prompt), stopped: most(|longest| longest.stopped) }
+    }
+
     /// Returns the faults of the run.
     pub(super) fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         let counts = [
             ("bytes leaked", self.leaked_bytes),
             ("objects still alive at the end", self.leaked_objects),
+            ("leaks", self.leaks.count),
             ("early frees", self.early_frees.count),
+            ("calls over their limit", self.late.count),
             ("unexpected failures", self.unexpected.count),
             ("processes left", self.processes_left),
             ("descriptors left", self.descriptors_left),
-            ("shared files left", self.shared_files_left),
+            ("files left", self.files_left),
         ];
-        faults.extend(counts.iter().filter(|(_, count)| *count > 0).map(|(what, count)| format!("{what}: {count}")));
-        faults.extend(self.early_frees.texts.iter().map(|reason| format!("early free: {reason}")));
-        faults.extend(self.unexpected.texts.iter().map(|reason| format!("unexpected: {reason}")));
+        let found = counts.iter().filter(|(_, count)| *count > 0);
+        faults.extend(found.map(|(what, count)| format!("{what}: {count}, expected 0 (seed {})", self.seed)));
+        let kinds = [
+            ("leak", &self.leaks),
+            ("early free", &self.early_frees),
+            ("late", &self.late),
+            ("unexpected", &self.unexpected),
+        ];
+        for (kind, reasons) in kinds {
+            faults.extend(reasons.texts.iter().map(|reason| format!("{kind}: {reason}")));
+        }
+        if is_bar_met(&self.reclaims) == Some(false) {
+            faults.push(format!(
+                "late reclaim: {}; expected p99 up to {} ms (seed {})",
+                times_to_text(&self.reclaims),
+                BAR.as_millis(),
+                self.seed
+            ));
+        }
         faults
     }
 
     pub(super) fn to_json(&self) -> Value {
+        let of = |value: fn(&Self, usize) -> Value| -> Map<String, Value> {
+            let names = Operation::ALL.iter().enumerate();
+            names.map(|(index, (_, name, _))| ((*name).to_owned(), value(self, index))).collect()
+        };
+        let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+        let longest = self.longest();
         json!({
             "seed": self.seed,
+            "backend": self.backend,
+            "real_device": self.is_real,
+            "processes": self.processes,
             "kills": self.kills,
+            "killed_while_stopped": self.killed_while_stopped,
             "killed_after_fork": self.killed_after_fork,
-            "killed_with_work": self.killed_with_work,
             "killed_after_cut": self.killed_after_cut,
-            "cut_sockets": self.cut_sockets,
             "inherited_descriptors": self.inherited_descriptors,
-            "heirs_at_the_end": self.heirs_at_the_end,
-            "shared": self.shared,
-            "opens": self.opens,
-            "releases": self.releases,
-            "expired_tickets": self.expired_tickets,
-            "checks": self.checks,
+            "stops": self.stops,
+            "longest_stop_ms": milliseconds(self.longest_stop),
+            "operations": of(|report, index| json!(report.counts[index])),
+            "expired": self.expired,
+            "refused_while_stopped": self.refused_while_stopped,
             "words_changed": self.words_changed,
-            "limbo_peak_bytes": self.limbo_peak_bytes,
+            "revoked": self.revoked,
+            "deaths_seen": self.deaths_seen,
+            "longest_ms": milliseconds(longest.prompt),
+            "longest_with_stopped_ms": milliseconds(longest.stopped),
+            "longest_by_operation_ms": of(|report, index| json!(report.longest[index].prompt.as_secs_f64() * 1e3)),
+            "reclaims": self.reclaims.len(),
+            "unmeasured": self.unmeasured,
+            "death_ms": times_to_json(&self.deaths),
+            "reclaim_ms": times_to_json(&self.reclaims),
+            "bar_met": is_bar_met(&self.reclaims),
             "leaked_bytes": self.leaked_bytes,
             "leaked_objects": self.leaked_objects,
+            "leaks": self.leaks.count,
             "early_frees": self.early_frees.count,
+            "late_calls": self.late.count,
             "unexpected": self.unexpected.count,
             "processes_left": self.processes_left,
             "descriptors_left": self.descriptors_left,
-            "shared_files_left": self.shared_files_left,
+            "files_left": self.files_left,
             "seconds": self.elapsed.as_secs_f64(),
         })
     }
 
     pub(super) fn to_table(&self) -> Table {
-        let Self { kills, killed_after_fork, killed_after_cut, killed_with_work, inherited_descriptors, .. } = self;
-        let Self { shared, opens, releases, expired_tickets, checks, words_changed, .. } = self;
-        let Self { processes_left, descriptors_left, shared_files_left, .. } = self;
+        let Self { kills, killed_while_stopped, killed_after_fork, killed_after_cut, inherited_descriptors, .. } = self;
+        let Self { processes_left, descriptors_left, files_left, processes, .. } = self;
         let mut table = Table::default();
-        let killed = format!(
-            "{kills} in {:.1} s; {killed_with_work} with work queued, {killed_after_fork} after a fork (the children held \
-             {inherited_descriptors} descriptors), {killed_after_cut} after they had cut their sockets",
-            self.elapsed.as_secs_f64()
-        );
-        table.add_row(["kills", &killed]);
         table.add_row([
-            "buffers",
-            &format!("{shared} shared, {opens} opens, {releases} releases, {expired_tickets} expired tickets"),
+            "kills",
+            &format!(
+                "{kills} of {processes} processes in {:.1} s; {killed_while_stopped} while stopped, {killed_after_fork} after a \
+                 fork (the children held {inherited_descriptors} descriptors), {killed_after_cut} after they had cut their sockets",
+                self.elapsed.as_secs_f64()
+            ),
         ]);
-        table.add_row(["contents", &format!("{checks} checks, {words_changed} words changed by others")]);
-        table.add_row(["limbo", &format!("{} bytes at most", self.limbo_peak_bytes)]);
+        table.add_row(["stops", &format!("{}, at most {:.2} s", self.stops, self.longest_stop.as_secs_f64())]);
+        let count = |operation| self.count(operation);
+        table.add_row([
+            "shared",
+            &format!(
+                "{} buffers, {} adopted, {} batches, {} page-locked; {} dropped",
+                count(Operation::Share),
+                count(Operation::Adopt),
+                count(Operation::ShareAll),
+                count(Operation::SharePinned),
+                count(Operation::Drop)
+            ),
+        ]);
+        table.add_row([
+            "opened",
+            &format!(
+                "{}; {} released, {} revoked by a death; refused: {} expired, {} of a stopped process",
+                count(Operation::Open),
+                count(Operation::Release),
+                self.revoked,
+                self.expired,
+                self.refused_while_stopped
+            ),
+        ]);
+        table.add_row([
+            "contents",
+            &format!("{} checks, {} words changed by others", count(Operation::Check), self.words_changed),
+        ]);
+        let longest = self.longest();
+        let longest_of = |time: Duration| match time {
+            Duration::ZERO => "under 20 ms".to_owned(),
+            time => format!("{} ms", time.as_millis()),
+        };
+        table.add_row([
+            "longest call",
+            &format!(
+                "{}; of a process that was stopped meanwhile {}; {} over their limit",
+                longest_of(longest.prompt),
+                longest_of(longest.stopped),
+                self.late.count
+            ),
+        ]);
+        table.add_row(["kill to death", &times_to_text(&self.deaths)]);
+        table.add_row([
+            "kill to reclaim",
+            &format!("{} ({} measured, {} not)", times_to_text(&self.reclaims), self.reclaims.len(), self.unmeasured),
+        ]);
         table.add_row(["early frees", &self.early_frees.count.to_string()]);
-        table.add_row(["leaked", &format!("{} bytes, {} objects", self.leaked_bytes, self.leaked_objects)]);
+        table.add_row([
+            "leaked",
+            &format!(
+                "{} bytes, {} objects; the process that was never killed has seen {} deaths",
+                self.leaked_bytes, self.leaked_objects, self.deaths_seen
+            ),
+        ]);
         table.add_row([
             "left",
-            &format!("{processes_left} processes, {descriptors_left} descriptors, {shared_files_left} shared files"),
+            &format!("{processes_left} processes, {descriptors_left} descriptors, {files_left} files"),
         ]);
         table
     }
@@ -150,17 +298,38 @@ impl Report {
 mod tests {
     use super::*;
 
+    fn one(change: impl FnOnce(&mut Report)) -> Vec<String> {
+        let mut report = Report { kills: 3, ..Report::new(7, 8) };
+        change(&mut report);
+        report.faults()
+    }
+
     #[test]
-    fn anything_left_or_early_is_a_fault() {
-        assert_eq!(Report::default().faults(), Vec::<String>::new());
-        let one = |change: fn(&mut Report)| {
-            let mut report = Report { kills: 3, limbo_peak_bytes: 1024, ..Report::default() };
-            change(&mut report);
-            report.faults()
-        };
-        assert_eq!(one(|report| report.leaked_bytes = 4096), ["bytes leaked: 4096"]);
-        assert_eq!(one(|report| report.processes_left = 1), ["processes left: 1"]);
+    fn anything_leaked_late_early_or_left_is_a_fault_with_the_seed() {
+        assert_eq!(one(|_| ()), Vec::<String>::new());
+        assert_eq!(one(|report| report.leaked_bytes = 4096), ["bytes leaked: 4096, expected 0 (seed 7)"]);
+        assert_eq!(one(|report| report.processes_left = 1), ["processes left: 1, expected 0 (seed 7)"]);
+        assert_eq!(one(|report| report.files_left = 2), ["files left: 2, expected 0 (seed 7)"]);
         let early = one(|report| (0..3).for_each(|word| report.early_frees.add(format!("word {}", word / 2))));
-        assert_eq!(early, ["early frees: 3", "early free: word 0", "early free: word 1"]);
+        assert_eq!(early, ["early frees: 3, expected 0 (seed 7)", "early free: word 0", "early free: word 1"]);
+        let late = one(|report| report.late.add("worker 3".into()));
+        assert_eq!(late, ["calls over their limit: 1, expected 0 (seed 7)", "late: worker 3"]);
+        assert_eq!(one(|report| report.leaks.add("worker 2".into())).last().unwrap(), "leak: worker 2");
+    }
+
+    #[test]
+    fn one_late_reclaim_in_a_hundred_is_permitted_and_two_are_a_fault() {
+        let late = |count: usize, late: usize| {
+            one(|report| {
+                report.reclaims = vec![Duration::from_millis(3); count];
+                report.reclaims[..late].fill(Duration::from_millis(101));
+            })
+        };
+        assert_eq!((late(1000, 9).len(), late(99, 99).len()), (0, 0));
+        let fault = late(1000, 11);
+        assert!(
+            fault[0].starts_with("late reclaim: p50 3.00 ms, p99 101.00 ms") && fault[0].contains("seed 7"),
+            "{fault:?}"
+        );
     }
 }
