@@ -50,7 +50,7 @@ mod testing;
 mod warnings;
 mod workspace_config;
 
-pub use blas_lease::{BlasLease, LtLease, RawBlas};
+pub use blas_lease::{BlasLease, LtLease, OwnedBlasLease, OwnedLtLease, RawBlas};
 pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capture::{Graph, GraphStatistics};
 pub use device::Device;
@@ -63,7 +63,7 @@ pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{
     DeviceMemoryOptions, DeviceMemoryStatistics, HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics,
-    HostMemoryOptions, HugePages, PoolKey,
+    HostMemoryOptions, HugePages, OwnedHandleLease, PoolKey,
 };
 pub use runtime::{Limits, Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
