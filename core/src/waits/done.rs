@@ -21,8 +21,9 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// and `Unpin`. It wakes its task once. A poll after the end returns the result again. A dropped future ends its wait, and the work
 /// goes on.
 ///
-/// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. A
-/// wait learns of its end late by at most 1/256 of its time, and by at most 200 us, beside the time to wake the task.
+/// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. The
+/// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait learns of its end late by one
+/// pause at most, beside the time to wake the task.
 ///
 /// # Errors
 /// The future returns the first of these errors:

@@ -4,7 +4,7 @@
 //! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... places behind, until one has not. Everything up
 //! to the last that has is over. So thousands of waits cost few questions. An event without a number has a queue of its own.
 //!
-//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/256 of the
+//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/1024 of the
 //! time since, between [`SHORTEST`] and [`LONGEST`]. If nothing waits, it sleeps until something does.
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
@@ -32,7 +32,7 @@ const SPIN: Duration = Duration::from_micros(20);
 const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_micros(200);
 /// A wait learns of its end late by this part of its time, at most.
-const PART: u32 = 256;
+const PART: u32 = 1024;
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
