@@ -29,6 +29,8 @@
 //! | open a backend by name, or the best one | [`Runtime::open`], [`Runtime::open_best`], [`OpenOptions`] |
 //! | read why a backend was or was not chosen | [`open`], [`opening::LoadReport`], [`opening::survey`] |
 //! | enqueue work in order, wait, and time it | [`Device::create_stream`], [`Stream`], [`Event`] |
+//! | wait in a future, with any executor | [`Event::done`], [`Stream::done`], [`PinnedBuffer::ready`], [`Done`] |
+//! | keep a handle across an `await` | [`Stream::blas_owned`], [`Stream::lt_owned`] |
 //! | copy values to the device and back | [`Stream::upload`], [`Stream::write`], [`Stream::download`] |
 //! | stage a copy without waiting | [`Runtime::pinned`](highwater_core::Runtime::pinned), [`Stream::copy_to_device`], [`Stream::copy_to_host`] |
 //! | multiply matrices | [`Stream::matmul`], [`BlasLease::gemm`], [`LtLease::matmul`] |
@@ -97,10 +99,10 @@ pub use highwater_plugin as plugin;
 pub use highwater_rocm as rocm;
 
 pub use highwater_core::{
-    Access, BlasLease, DeathWatch, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Event, Graph, HandleLease,
-    HandlePool, HostMemoryOptions, HugePages, ImportOptions, LtLease, Matmul, Matrix, Numerics, Owner, OwnerDeath,
-    PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream,
-    Ticket, TicketBatch, numerics,
+    Access, BlasLease, DeathWatch, Device, DeviceBuffer, DeviceMemoryOptions, DeviceSlice, Done, DoneDescriptor, Event,
+    Graph, HandleLease, HandlePool, HostMemoryOptions, HugePages, ImportOptions, LtLease, Matmul, Matrix, Numerics,
+    OwnedBlasLease, OwnedHandleLease, OwnedLtLease, Owner, OwnerDeath, PinnedBuffer, PinnedSlice, PinnedSliceMut,
+    PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream, Ticket, TicketBatch, numerics,
 };
 pub use highwater_hal::{
     Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,

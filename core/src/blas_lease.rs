@@ -1,13 +1,15 @@
 //! [`BlasLease`] and [`LtLease`]: pooled handles, bound to a stream and its workspace, that take its submission lock.
+//! [`OwnedBlasLease`] and [`OwnedLtLease`] are the same for tasks that move between threads.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::buffer::{DeviceSlice, Untyped};
 use crate::device_block::Noted;
 use crate::numerics::{self, Modes, Numerics};
-use crate::pool::HandleLease;
 use crate::pool::blas_handles::PooledHandle;
 use crate::pool::first_create::Entry;
+use crate::pool::{DetachedLease, HandleLease};
 use crate::product::{self, Product};
 use crate::runtime::RuntimeInner;
 use crate::stream::Stream;
@@ -104,16 +106,10 @@ impl PooledHandle {
     }
 }
 
-/// What both leases have: how they are bound, and a policy of their own.
-macro_rules! lease {
-    ($lease:ident) => {
-        impl<'s> $lease<'s> {
-            #[inline]
-            pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
-                pooled.bind(stream)?;
-                Ok(Self { pooled, stream, numerics: None })
-            }
-
+/// What all leases have: a policy of their own.
+macro_rules! policy_of {
+    ($name:ident, $($lease:ty),+) => {
+        impl $($lease)+ {
             /// Sets the policy for the products of this lease, before the thread's and the runtime's.
             pub fn set_numerics(&mut self, policy: Numerics) {
                 self.numerics = Some(policy);
@@ -127,17 +123,43 @@ macro_rules! lease {
             }
         }
 
-        impl fmt::Debug for $lease<'_> {
+        impl fmt::Debug for $($lease)+ {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let mut text = f.debug_struct(stringify!($lease));
+                let mut text = f.debug_struct(stringify!($name));
                 text.field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
             }
         }
     };
 }
 
-lease!(BlasLease);
-lease!(LtLease);
+policy_of!(BlasLease, BlasLease<'_>);
+policy_of!(LtLease, LtLease<'_>);
+policy_of!(OwnedBlasLease, OwnedBlasLease);
+policy_of!(OwnedLtLease, OwnedLtLease);
+
+/// How a lease of a stream is bound, and how it becomes one that owns the stream.
+macro_rules! binding_of {
+    ($lease:ident, $owned:ident) => {
+        impl<'s> $lease<'s> {
+            #[inline]
+            pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
+                pooled.bind(stream)?;
+                Ok(Self { pooled, stream, numerics: None })
+            }
+
+            #[inline]
+            fn into_owned(self) -> $owned {
+                let Self { pooled, stream, numerics } = self;
+                // SAFETY: The stream keeps its runtime, which has the pool, and the lease drops it after the handle.
+                let pooled = unsafe { DetachedLease::new(pooled) };
+                $owned { pooled, stream: stream.to_owned_stream(), numerics }
+            }
+        }
+    };
+}
+
+binding_of!(BlasLease, OwnedBlasLease);
+binding_of!(LtLease, OwnedLtLease);
 
 impl Stream {
     /// Leases a BLAS handle, bound to this stream and its workspace. A repeat request in the same thread takes no lock and
@@ -166,6 +188,39 @@ impl Stream {
         })
     }
 
+    /// Leases a BLAS handle as [`Stream::blas`] does. The lease borrows nothing and is `Send`: a task may keep it across an `await`, and
+    /// end it in any thread. It keeps the stream alive. The handle then returns to the thread that took it.
+    ///
+    /// ```
+    /// use highwater_core::{GemmShape, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let stream = Runtime::new(MockGpu::open(MockOptions::new())?)?.device(0)?.create_stream()?;
+    /// let (a, b, c) = (stream.upload(&[3.0_f32])?, stream.upload(&[2.0])?, stream.upload(&[0.0])?);
+    /// let mut blas = stream.blas_owned()?;
+    /// let c = std::thread::spawn(move || {
+    ///     blas.gemm(&GemmShape::of::<f32>(1, 1, 1), 1.0, &a, &b, 0.0, &c).map(|()| c)
+    /// });
+    /// assert_eq!(stream.download(&c.join().unwrap()?)?, [6.0]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Stream::blas`].
+    #[inline]
+    pub fn blas_owned(&self) -> Result<OwnedBlasLease> {
+        self.blas().map(BlasLease::into_owned)
+    }
+
+    /// Leases an Lt handle as [`Stream::lt`] does, with the properties of [`Stream::blas_owned`].
+    ///
+    /// # Errors
+    /// As [`Stream::lt`].
+    #[inline]
+    pub fn lt_owned(&self) -> Result<OwnedLtLease> {
+        self.lt().map(LtLease::into_owned)
+    }
+
     /// Leases an Lt handle, bound to this stream and its workspace, as [`Stream::blas`] does.
     ///
     /// # Errors
@@ -182,7 +237,7 @@ impl Stream {
 
 /// A BLAS handle of the pool, bound to a stream and its workspace.
 ///
-/// The lease belongs to the thread that took it and lives no longer than the stream:
+/// The lease belongs to the thread that took it and lives no longer than the stream. [`OwnedBlasLease`] has neither limit.
 ///
 /// ```compile_fail,E0277
 /// # use highwater_core::Runtime;
@@ -209,121 +264,169 @@ pub struct BlasLease<'s> {
     numerics: Option<Numerics>,
 }
 
-impl BlasLease<'_> {
-    /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
-    ///
-    /// # Errors
-    /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
-    /// - `WrongDevice`: a buffer is on another device than the stream.
-    /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the
-    ///   policy requests. In a capture, also if the BLAS has no workspace.
-    /// - Else the backend's error.
-    pub fn gemm<'b, T: Scalar>(
-        &mut self,
-        shape: &GemmShape,
-        alpha: T,
-        a: impl Into<DeviceSlice<'b, T>>,
-        b: impl Into<DeviceSlice<'b, T>>,
-        beta: T,
-        c: impl Into<DeviceSlice<'b, T>>,
-    ) -> Result<()> {
-        self.enqueue(&Product::new::<T, T>("gemm", shape, (alpha, beta), a.into(), b.into(), c.into()))
-    }
+/// A BLAS handle as [`BlasLease`], for tasks that move between threads. It is `Send`, borrows nothing, and keeps its stream alive.
+/// [`Stream::blas_owned`] returns it.
+pub struct OwnedBlasLease {
+    /// Dropped before the stream.
+    pooled: DetachedLease<PooledHandle>,
+    stream: Arc<Stream>,
+    /// The lease's own policy.
+    numerics: Option<Numerics>,
+}
 
-    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`.
-    ///
-    /// If `T` is [`half::f16`](highwater_hal::half::f16) or [`half::bf16`](highwater_hal::half::bf16), `R` is `f32`, and the sums
-    /// stay in 32 bits from the first product to C. With equal types, the call is [`BlasLease::gemm`].
-    ///
-    /// ```
-    /// use highwater_core::half::bf16;
-    /// use highwater_core::{GemmShape, Runtime};
-    /// use highwater_mock::{MockGpu, MockOptions};
-    ///
-    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
-    /// let stream = runtime.device(0)?.create_stream()?;
-    /// let a = stream.upload(&[bf16::ONE; 300])?; // 1 x 300
-    /// let b = stream.upload(&[bf16::ONE; 300])?; // 300 x 1
-    /// let c = stream.upload(&[1.0_f32])?;
-    /// stream.blas()?.gemm_mixed(&GemmShape::mixed::<bf16, f32>(1, 1, 300), 1.0, &a, &b, 1.0, &c)?;
-    /// assert_eq!(stream.download(&c)?, [301.0]); // bf16 has 300 and 302.
-    /// # Ok::<(), highwater_core::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// The errors of [`BlasLease::gemm`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
-    pub fn gemm_mixed<'b, T: Scalar, R: Scalar>(
-        &mut self,
-        shape: &GemmShape,
-        alpha: R,
-        a: impl Into<DeviceSlice<'b, T>>,
-        b: impl Into<DeviceSlice<'b, T>>,
-        beta: R,
-        c: impl Into<DeviceSlice<'b, R>>,
-    ) -> Result<()> {
-        self.enqueue(&Product::new::<T, R>("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into()))
-    }
-
-    pub(crate) fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
-        product.check(self.stream)?;
-        let Product { operation, gemm, blocks, .. } = product;
-        let noted = product::note_uses(self.stream.core(), blocks)?;
-        let pooled = &mut *self.pooled;
-        let mut turn = pooled.bound_turn(operation, self.stream)?;
-        let (policy, data_type) = (policy(self.numerics, self.stream), gemm.shape.data_type);
-        if !pooled.modes.suit(policy, data_type) {
-            pooled.apply_numerics(operation, self.stream, policy, data_type)?;
-        }
-        if turn.recording.is_some() || noted != Noted::Ordered {
-            if turn.recording.is_some() {
-                check_recordable(operation, self.stream)?;
+/// The operations of a BLAS lease.
+macro_rules! products_of {
+    ($lease:ty) => {
+        impl $lease {
+            /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
+            ///
+            /// # Errors
+            /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
+            /// - `WrongDevice`: a buffer is on another device than the stream.
+            /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the
+            ///   policy requests. In a capture, also if the BLAS has no workspace.
+            /// - Else the backend's error.
+            pub fn gemm<'b, T: Scalar>(
+                &mut self,
+                shape: &GemmShape,
+                alpha: T,
+                a: impl Into<DeviceSlice<'b, T>>,
+                b: impl Into<DeviceSlice<'b, T>>,
+                beta: T,
+                c: impl Into<DeviceSlice<'b, T>>,
+            ) -> Result<()> {
+                enqueue(
+                    &mut self.pooled,
+                    &self.stream,
+                    self.numerics,
+                    &Product::new::<T, T>("gemm", shape, (alpha, beta), a.into(), b.into(), c.into()),
+                )
             }
-            product::keep_recorded(operation, &mut turn, noted, blocks)?;
-        }
-        // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
-        // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
-        // The submission lock is held.
-        unsafe { pooled.handle.gemm(gemm) }
-    }
 
-    /// Lends the vendor's handle to code that calls the vendor itself.
-    ///
-    /// During the call the handle is bound to this stream and to a workspace of its own, so foreign code needs no lock.
-    /// It has the modes of the innermost policy. The caller must not destroy it.
-    ///
-    /// Before the next use, the backend restores every setting of the handle, even if `foreign` panics. These are the
-    /// pointer, math and atomics modes, stream, workspace, and with cuBLAS the multiprocessor target and emulation. If
-    /// the backend cannot, core destroys and replaces the handle. A logger belongs to the process and not to a handle,
-    /// so logger settings of foreign code stay.
-    ///
-    /// No capture of the stream begins during the call. If one is open, the workspace belongs to it, and the caller must
-    /// not end it during the call.
-    ///
-    /// # Errors
-    /// `OutOfMemory` if no memory is left for the workspace; `Unsupported` if the policy requests TF32 and the device lacks
-    /// it; else the error of binding the handle.
-    pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
-        let inner = &self.stream.runtime().inner;
-        inner.check("with_raw")?;
-        // If the previous attempt failed.
-        self.pooled.take_back(inner)?;
-        // Foreign code may multiply any type.
-        self.pooled.apply_numerics("with_raw", self.stream, policy(self.numerics, self.stream), DataType::F32)?;
-        let lent = LentWorkspace::take(self.stream)?;
-        let pooled = &mut *self.pooled;
-        // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace is returned after that
-        // binding, or without one: a product binds the handle again before it uses it.
-        pooled.bound = 0;
-        pooled.lent = true;
-        pooled.modes = Modes::default();
-        pooled.handle.set_stream(self.stream.id())?;
-        // SAFETY: No other handle has the workspace. It is returned below, for work after this stream's, or the capture keeps
-        // it.
-        unsafe { pooled.handle.set_workspace(lent.workspace)? };
-        let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
-        pooled.bind(self.stream)?;
-        Ok(value)
+            /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`.
+            ///
+            /// If `T` is [`half::f16`](highwater_hal::half::f16) or [`half::bf16`](highwater_hal::half::bf16), `R` is `f32`, and the sums
+            /// stay in 32 bits from the first product to C. With equal types, the call is [`BlasLease::gemm`].
+            ///
+            /// ```
+            /// use highwater_core::half::bf16;
+            /// use highwater_core::{GemmShape, Runtime};
+            /// use highwater_mock::{MockGpu, MockOptions};
+            ///
+            /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+            /// let stream = runtime.device(0)?.create_stream()?;
+            /// let a = stream.upload(&[bf16::ONE; 300])?; // 1 x 300
+            /// let b = stream.upload(&[bf16::ONE; 300])?; // 300 x 1
+            /// let c = stream.upload(&[1.0_f32])?;
+            /// stream.blas()?.gemm_mixed(&GemmShape::mixed::<bf16, f32>(1, 1, 300), 1.0, &a, &b, 1.0, &c)?;
+            /// assert_eq!(stream.download(&c)?, [301.0]); // bf16 has 300 and 302.
+            /// # Ok::<(), highwater_core::Error>(())
+            /// ```
+            ///
+            /// # Errors
+            /// The errors of [`BlasLease::gemm`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
+            pub fn gemm_mixed<'b, T: Scalar, R: Scalar>(
+                &mut self,
+                shape: &GemmShape,
+                alpha: R,
+                a: impl Into<DeviceSlice<'b, T>>,
+                b: impl Into<DeviceSlice<'b, T>>,
+                beta: R,
+                c: impl Into<DeviceSlice<'b, R>>,
+            ) -> Result<()> {
+                enqueue(
+                    &mut self.pooled,
+                    &self.stream,
+                    self.numerics,
+                    &Product::new::<T, R>("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into()),
+                )
+            }
+
+            /// Lends the vendor's handle to code that calls the vendor itself.
+            ///
+            /// During the call the handle is bound to this stream and to a workspace of its own, so foreign code needs no lock.
+            /// It has the modes of the innermost policy. The caller must not destroy it.
+            ///
+            /// Before the next use, the backend restores every setting of the handle, even if `foreign` panics. These are the
+            /// pointer, math and atomics modes, stream, workspace, and with cuBLAS the multiprocessor target and emulation. If
+            /// the backend cannot, core destroys and replaces the handle. A logger belongs to the process and not to a handle,
+            /// so logger settings of foreign code stay.
+            ///
+            /// No capture of the stream begins during the call. If one is open, the workspace belongs to it, and the caller must
+            /// not end it during the call.
+            ///
+            /// # Errors
+            /// `OutOfMemory` if no memory is left for the workspace; `Unsupported` if the policy requests TF32 and the device lacks
+            /// it; else the error of binding the handle.
+            pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
+                lend(&mut self.pooled, &self.stream, self.numerics, foreign)
+            }
+        }
+    };
+}
+
+products_of!(BlasLease<'_>);
+products_of!(OwnedBlasLease);
+
+impl BlasLease<'_> {
+    pub(crate) fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
+        enqueue(&mut self.pooled, self.stream, self.numerics, product)
     }
+}
+
+/// Enqueues a product with a handle of a lease.
+fn enqueue(
+    pooled: &mut PooledHandle,
+    stream: &Stream,
+    numerics: Option<Numerics>,
+    product: &Product<'_>,
+) -> Result<()> {
+    product.check(stream)?;
+    let Product { operation, gemm, blocks, .. } = product;
+    let noted = product::note_uses(stream.core(), blocks)?;
+    let mut turn = pooled.bound_turn(operation, stream)?;
+    let (policy, data_type) = (policy(numerics, stream), gemm.shape.data_type);
+    if !pooled.modes.suit(policy, data_type) {
+        pooled.apply_numerics(operation, stream, policy, data_type)?;
+    }
+    if turn.recording.is_some() || noted != Noted::Ordered {
+        if turn.recording.is_some() {
+            check_recordable(operation, stream)?;
+        }
+        product::keep_recorded(operation, &mut turn, noted, blocks)?;
+    }
+    // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
+    // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
+    // The submission lock is held.
+    unsafe { pooled.handle.gemm(gemm) }
+}
+
+/// Lends a handle of a lease.
+fn lend<R>(
+    pooled: &mut PooledHandle,
+    stream: &Stream,
+    numerics: Option<Numerics>,
+    foreign: impl FnOnce(RawBlas) -> R,
+) -> Result<R> {
+    let inner = &stream.runtime().inner;
+    inner.check("with_raw")?;
+    // If the previous attempt failed.
+    pooled.take_back(inner)?;
+    // Foreign code may multiply any type.
+    pooled.apply_numerics("with_raw", stream, policy(numerics, stream), DataType::F32)?;
+    let lent = LentWorkspace::take(stream)?;
+    // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace is returned after that
+    // binding, or without one: a product binds the handle again before it uses it.
+    pooled.bound = 0;
+    pooled.lent = true;
+    pooled.modes = Modes::default();
+    pooled.handle.set_stream(stream.id())?;
+    // SAFETY: No other handle has the workspace. It is returned below, for work after this stream's, or the capture keeps
+    // it.
+    unsafe { pooled.handle.set_workspace(lent.workspace)? };
+    let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
+    pooled.bind(stream)?;
+    Ok(value)
 }
 
 /// A workspace that belongs to a raw handle. The drop returns it, even if foreign code panics.
@@ -403,7 +506,7 @@ pub struct RawBlas {
 /// # Ok::<(), highwater_core::Error>(())
 /// ```
 ///
-/// As with [`BlasLease`], the lease stays in its thread and does not outlive the stream:
+/// As with [`BlasLease`], the lease stays in its thread and does not outlive the stream. [`OwnedLtLease`] has neither limit.
 ///
 /// ```compile_fail,E0277
 /// # use highwater_core::Runtime;
@@ -430,125 +533,160 @@ pub struct LtLease<'s> {
     numerics: Option<Numerics>,
 }
 
-impl LtLease<'_> {
-    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
-    ///
-    /// # Errors
-    /// The errors of [`BlasLease::gemm`]. `InvalidArgument` also if `bias` is missing, not expected, or shorter than `m`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
-    pub fn matmul<'b, T: Scalar>(
-        &mut self,
-        shape: &GemmShape,
-        epilogue: Epilogue,
-        alpha: T,
-        a: impl Into<DeviceSlice<'b, T>>,
-        b: impl Into<DeviceSlice<'b, T>>,
-        beta: T,
-        d: impl Into<DeviceSlice<'b, T>>,
-        bias: Option<DeviceSlice<'b, T>>,
-    ) -> Result<()> {
-        let product = Product::new::<T, T>("matmul", shape, (alpha, beta), a.into(), b.into(), d.into());
-        self.enqueue(&product, epilogue, bias.map(|bias| bias.untyped()))
-    }
+/// An Lt handle as [`LtLease`], for tasks that move between threads. It is `Send`, borrows nothing, and keeps its stream alive.
+/// [`Stream::lt_owned`] returns it.
+pub struct OwnedLtLease {
+    /// Dropped before the stream.
+    pooled: DetachedLease<PooledHandle>,
+    stream: Arc<Stream>,
+    /// The lease's own policy.
+    numerics: Option<Numerics>,
+}
 
-    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and with a D and a bias of `R`, as
-    /// [`BlasLease::gemm_mixed`] does.
-    ///
-    /// ```
-    /// use highwater_core::half::f16;
-    /// use highwater_core::{Epilogue, GemmShape, Runtime};
-    /// use highwater_mock::{MockGpu, MockOptions};
-    ///
-    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
-    /// let device = runtime.device(0)?;
-    /// let stream = device.create_stream()?;
-    /// let weight = stream.upload(&[f16::from_f32(60_000.0), -f16::ONE])?; // 2 x 1
-    /// let input = stream.upload(&[f16::from_f32(2.0)])?; // 1 x 1
-    /// let bias = stream.upload(&[0.5_f32, 0.5])?;
-    /// let output = device.allocate::<f32>(2)?;
-    /// let shape = GemmShape::mixed::<f16, f32>(2, 1, 1);
-    /// let mut lt = stream.lt()?;
-    /// lt.matmul_mixed(&shape, Epilogue::BiasRelu, 1.0, &weight, &input, 0.0, &output, Some((&bias).into()))?;
-    /// assert_eq!(stream.download(&output)?, [120_000.5, 0.0]); // f16 ends at 65504.
-    /// # Ok::<(), highwater_core::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// The errors of [`LtLease::matmul`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
-    pub fn matmul_mixed<'b, T: Scalar, R: Scalar>(
-        &mut self,
-        shape: &GemmShape,
-        epilogue: Epilogue,
-        alpha: R,
-        a: impl Into<DeviceSlice<'b, T>>,
-        b: impl Into<DeviceSlice<'b, T>>,
-        beta: R,
-        d: impl Into<DeviceSlice<'b, R>>,
-        bias: Option<DeviceSlice<'b, R>>,
-    ) -> Result<()> {
-        let product = Product::new::<T, R>("matmul_mixed", shape, (alpha, beta), a.into(), b.into(), d.into());
-        self.enqueue(&product, epilogue, bias.map(|bias| bias.untyped()))
-    }
+/// The operations of an Lt lease.
+macro_rules! planned_products_of {
+    ($lease:ty) => {
+        impl $lease {
+            /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
+            ///
+            /// # Errors
+            /// The errors of [`BlasLease::gemm`]. `InvalidArgument` also if `bias` is missing, not expected, or shorter than `m`.
+            #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
+            pub fn matmul<'b, T: Scalar>(
+                &mut self,
+                shape: &GemmShape,
+                epilogue: Epilogue,
+                alpha: T,
+                a: impl Into<DeviceSlice<'b, T>>,
+                b: impl Into<DeviceSlice<'b, T>>,
+                beta: T,
+                d: impl Into<DeviceSlice<'b, T>>,
+                bias: Option<DeviceSlice<'b, T>>,
+            ) -> Result<()> {
+                let product = Product::new::<T, T>("matmul", shape, (alpha, beta), a.into(), b.into(), d.into());
+                run_product(
+                    (&mut self.pooled, &self.stream, self.numerics),
+                    &product,
+                    epilogue,
+                    bias.map(|bias| bias.untyped()),
+                )
+            }
 
-    fn enqueue(&mut self, product: &Product<'_>, epilogue: Epilogue, bias: Option<Untyped<'_>>) -> Result<()> {
-        product.check(self.stream)?;
-        product.check_bias(self.stream, epilogue, bias)?;
-        let Product { operation, gemm: Gemm { shape, alpha, beta, a, b, c: d, .. }, blocks, .. } = product;
-        let device = self.stream.runtime().inner.device(self.stream.device());
-        let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
-        let policy = policy(self.numerics, self.stream);
-        let math_mode = policy.math_mode(operation, &device.capabilities, shape.data_type)?;
-        let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
-        // The vendors' heuristics distinguish alignments up to 256 bytes.
-        let operands = 256 | a.get() | b.get() | d.get() | bias.map_or(0, |bias| bias.ptr.get());
-        let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
-            .with_alignment(1 << operands.trailing_zeros())
-            .with_math_mode(math_mode)
-            .with_atomics_mode(atomics_mode);
-        let plan = self.plan(&options)?;
-        let mut arguments = PlanArguments::new(*a, *b, *d, bias.map(|bias| bias.ptr));
-        arguments.alpha = *alpha;
-        arguments.beta = *beta;
-        // Without a bias, D appears twice.
-        let [block_a, block_b, block_d] = *blocks;
-        let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
-        let noted = product::note_uses(self.stream.core(), blocks)?;
-        let mut turn = self.pooled.bound_turn(operation, self.stream)?;
-        if turn.recording.is_some() || noted != Noted::Ordered {
-            product::keep_recorded(operation, &mut turn, noted, blocks)?;
+            /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and with a D and a bias of `R`, as
+            /// [`BlasLease::gemm_mixed`] does.
+            ///
+            /// ```
+            /// use highwater_core::half::f16;
+            /// use highwater_core::{Epilogue, GemmShape, Runtime};
+            /// use highwater_mock::{MockGpu, MockOptions};
+            ///
+            /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+            /// let device = runtime.device(0)?;
+            /// let stream = device.create_stream()?;
+            /// let weight = stream.upload(&[f16::from_f32(60_000.0), -f16::ONE])?; // 2 x 1
+            /// let input = stream.upload(&[f16::from_f32(2.0)])?; // 1 x 1
+            /// let bias = stream.upload(&[0.5_f32, 0.5])?;
+            /// let output = device.allocate::<f32>(2)?;
+            /// let shape = GemmShape::mixed::<f16, f32>(2, 1, 1);
+            /// let mut lt = stream.lt()?;
+            /// lt.matmul_mixed(&shape, Epilogue::BiasRelu, 1.0, &weight, &input, 0.0, &output, Some((&bias).into()))?;
+            /// assert_eq!(stream.download(&output)?, [120_000.5, 0.0]); // f16 ends at 65504.
+            /// # Ok::<(), highwater_core::Error>(())
+            /// ```
+            ///
+            /// # Errors
+            /// The errors of [`LtLease::matmul`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
+            #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
+            pub fn matmul_mixed<'b, T: Scalar, R: Scalar>(
+                &mut self,
+                shape: &GemmShape,
+                epilogue: Epilogue,
+                alpha: R,
+                a: impl Into<DeviceSlice<'b, T>>,
+                b: impl Into<DeviceSlice<'b, T>>,
+                beta: R,
+                d: impl Into<DeviceSlice<'b, R>>,
+                bias: Option<DeviceSlice<'b, R>>,
+            ) -> Result<()> {
+                let product = Product::new::<T, R>("matmul_mixed", shape, (alpha, beta), a.into(), b.into(), d.into());
+                run_product(
+                    (&mut self.pooled, &self.stream, self.numerics),
+                    &product,
+                    epilogue,
+                    bias.map(|bias| bias.untyped()),
+                )
+            }
         }
-        // SAFETY: as in `BlasLease::enqueue`; D is C, and the bias is live, long enough and apart from D.
-        unsafe { self.pooled.handle.run_plan(plan, &arguments) }
-    }
+    };
+}
 
+planned_products_of!(LtLease<'_>);
+planned_products_of!(OwnedLtLease);
+
+/// Enqueues a product by a plan, with a handle of a lease.
+fn run_product(
+    (pooled, stream, numerics): (&mut PooledHandle, &Stream, Option<Numerics>),
+    product: &Product<'_>,
+    epilogue: Epilogue,
+    bias: Option<Untyped<'_>>,
+) -> Result<()> {
+    product.check(stream)?;
+    product.check_bias(stream, epilogue, bias)?;
+    let Product { operation, gemm: Gemm { shape, alpha, beta, a, b, c: d, .. }, blocks, .. } = product;
+    let device = stream.runtime().inner.device(stream.device());
+    let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
+    let policy = policy(numerics, stream);
+    let math_mode = policy.math_mode(operation, &device.capabilities, shape.data_type)?;
+    let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
+    // The vendors' heuristics distinguish alignments up to 256 bytes.
+    let operands = 256 | a.get() | b.get() | d.get() | bias.map_or(0, |bias| bias.ptr.get());
+    let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
+        .with_alignment(1 << operands.trailing_zeros())
+        .with_math_mode(math_mode)
+        .with_atomics_mode(atomics_mode);
+    let plan = pooled.plan(stream, &options)?;
+    let mut arguments = PlanArguments::new(*a, *b, *d, bias.map(|bias| bias.ptr));
+    arguments.alpha = *alpha;
+    arguments.beta = *beta;
+    // Without a bias, D appears twice.
+    let [block_a, block_b, block_d] = *blocks;
+    let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
+    let noted = product::note_uses(stream.core(), blocks)?;
+    let mut turn = pooled.bound_turn(operation, stream)?;
+    if turn.recording.is_some() || noted != Noted::Ordered {
+        product::keep_recorded(operation, &mut turn, noted, blocks)?;
+    }
+    // SAFETY: as in `enqueue`; D is C, and the bias is live, long enough and apart from D.
+    unsafe { pooled.handle.run_plan(plan, &arguments) }
+}
+
+impl PooledHandle {
     /// Returns the plan for these options. The plan of the previous product is at hand.
     #[inline]
-    fn plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
-        match &self.pooled.last_plan {
+    fn plan(&mut self, stream: &Stream, options: &PlanOptions) -> Result<PlanId> {
+        match &self.last_plan {
             Some((last, plan)) if last == options => Ok(*plan),
-            _ => self.other_plan(options),
+            _ => self.other_plan(stream, options),
         }
     }
 
     #[inline(never)]
-    fn other_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
-        let pooled = &mut *self.pooled;
-        if let Some(&plan) = pooled.plans.get(options) {
-            pooled.last_plan = Some((*options, plan));
+    fn other_plan(&mut self, stream: &Stream, options: &PlanOptions) -> Result<PlanId> {
+        if let Some(&plan) = self.plans.get(options) {
+            self.last_plan = Some((*options, plan));
             return Ok(plan);
         }
-        if pooled.plans.len() >= MOST_PLANS {
-            pooled.last_plan = None;
-            for (_, plan) in pooled.plans.drain() {
-                if let Err(error) = pooled.handle.destroy_plan(plan) {
-                    self.stream.runtime().inner.count_failed_release(&error);
+        if self.plans.len() >= MOST_PLANS {
+            self.last_plan = None;
+            for (_, plan) in self.plans.drain() {
+                if let Err(error) = self.handle.destroy_plan(plan) {
+                    stream.runtime().inner.count_failed_release(&error);
                 }
             }
         }
-        let plan = pooled.handle.create_plan(options)?;
-        pooled.plans.insert(*options, plan);
-        pooled.last_plan = Some((*options, plan));
+        let plan = self.handle.create_plan(options)?;
+        self.plans.insert(*options, plan);
+        self.last_plan = Some((*options, plan));
         Ok(plan)
     }
 }

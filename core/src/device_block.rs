@@ -135,6 +135,10 @@ impl DeviceBlock {
     }
 
     fn services(&self) -> &Services {
+        self.services_of()
+    }
+
+    pub(crate) fn services_of(&self) -> &Arc<Services> {
         &self.frees.memory.services
     }
 
@@ -338,19 +342,31 @@ impl DeviceBlock {
         (outstanding, unmarked)
     }
 
+    /// Returns the completion events of the work on the block, for a wait that blocks no thread.
+    pub(crate) fn work(&self) -> Result<Vec<Arc<CompletionEvent>>> {
+        self.services().check("ready")?;
+        refuse_in_capture("ready")?;
+        self.refuse_if_recorded("ready")?;
+        let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
+        let running = uses.iter().filter(|use_| !use_.is_over());
+        running.map(|use_| use_.try_completion()?.ok_or_else(never_recorded)).collect()
+    }
+
+    fn refuse_if_recorded(&self, operation: &'static str) -> Result<()> {
+        if self.recording.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        let message = "an open capture uses the buffer: its recorded work is not executed, so no call can wait for it";
+        Err(Error::new(ErrorKind::Capture, operation, message)
+            .with_hint("call this before the capture, or after it and a launch of its graph; the capture goes on"))
+    }
+
     /// Returns the ticket of the whole block.
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
         self.services().check("share")?;
         refuse_in_capture("share")?;
         self.check_usable("share")?;
-        if self.recording.load(Ordering::Relaxed) > 0 {
-            return Err(Error::new(
-                ErrorKind::Capture,
-                "share",
-                "an open capture uses the buffer: its recorded work is not executed, so no call can wait for it",
-            )
-            .with_hint("share it before the capture, or after it and a launch of its graph; the capture goes on"));
-        }
+        self.refuse_if_recorded("share")?;
         let (after, unmarked) = self.outstanding();
         if unmarked {
             return Err(Error::new(

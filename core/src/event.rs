@@ -1,7 +1,7 @@
 //! [`Event`]: a point in the work of a stream.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::capture::recording::Capture;
 use crate::pool::completion_events::CompletionEvent;
@@ -14,22 +14,20 @@ use highwater_hal::{EventId, Result};
 pub struct Event {
     runtime: Runtime,
     pub(crate) id: EventId,
-    /// The event's place in the pool; `None` for an event with timing.
-    pooled: Option<CompletionEvent>,
-    /// True if the id was exposed. Such an event does not return to the pool: its owner could record it again while its next
-    /// user frees memory by it.
-    exposed: AtomicBool,
+    /// Waits share it. The last user returns it to the pool.
+    completion: ManuallyDrop<Arc<CompletionEvent>>,
     /// The capture that the event was recorded in.
     capture: Option<Arc<Capture>>,
 }
 
 impl Event {
     pub(crate) fn pooled(runtime: Runtime, mark: CompletionEvent, capture: Option<Arc<Capture>>) -> Self {
-        Self { runtime, id: mark.event(), pooled: Some(mark), exposed: AtomicBool::new(false), capture }
+        Self { runtime, id: mark.event(), completion: ManuallyDrop::new(Arc::new(mark)), capture }
     }
 
-    pub(crate) fn timed(runtime: Runtime, id: EventId) -> Self {
-        Self { runtime, id, pooled: None, exposed: AtomicBool::new(false), capture: None }
+    pub(crate) fn timed(runtime: Runtime, device: u32, id: EventId) -> Self {
+        let mark = runtime.inner.device(device).events.adopt(id);
+        Self::pooled(runtime, mark, None)
     }
 
     pub(crate) fn runtime(&self) -> &Runtime {
@@ -49,8 +47,13 @@ impl Event {
     /// Returns the event's id, for calls of the backend itself. The event then does not return to the pool.
     #[must_use]
     pub fn id(&self) -> EventId {
-        self.exposed.store(true, Ordering::Relaxed);
+        self.completion.expose();
         self.id
+    }
+
+    /// Returns the completion event, for a wait.
+    pub(crate) fn completion(&self, operation: &'static str) -> Result<Arc<CompletionEvent>> {
+        self.check(operation).map(|()| Arc::clone(&self.completion))
     }
 
     /// Returns whether the stream has passed the event. Does not wait.
@@ -86,26 +89,26 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        let pooled = self.pooled.take();
+        // SAFETY: The event is not used afterward.
+        let completion = unsafe { ManuallyDrop::take(&mut self.completion) };
         if !self.runtime.inner.may_release() {
-            // The driver must not be called. The drop of `pooled` touches only the pool, and in a forked child not even that.
+            // The driver must not be called. The drop of `completion` touches only the pool, and in a forked child not even that.
             return;
         }
-        let exposed = *self.exposed.get_mut();
+        // Otherwise a wait has it.
+        let Ok(mark) = Arc::try_unwrap(completion) else { return };
+        let exposed = mark.is_exposed();
         // Touching an event could harm the capture that it belongs to.
-        let pooled = match (&self.capture, pooled) {
-            (Some(capture), Some(mark)) => match capture.keep_event(mark, exposed) {
-                Some(mark) => Some(mark),
+        let mark = match &self.capture {
+            Some(capture) => match capture.keep_event(mark, exposed) {
+                Some(mark) => mark,
                 None => return,
             },
-            (_, pooled) => pooled,
+            None => mark,
         };
-        let to_destroy = match pooled {
-            Some(mark) if !exposed => return drop(mark),
-            Some(mark) => mark.into_event(),
-            None => self.id,
-        };
-        // A refusal is counted and retried.
-        let _ = self.runtime.inner.destroy(Dropped::Event(to_destroy));
+        if exposed {
+            // A refusal is counted and retried.
+            let _ = self.runtime.inner.destroy(Dropped::Event(mark.into_event()));
+        }
     }
 }

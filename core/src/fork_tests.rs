@@ -1,7 +1,9 @@
 //! A fork while another thread holds every lock of the pools: the child can drop everything, gets clear errors, and exits
 //! at once.
 
+use std::pin::Pin;
 use std::sync::mpsc;
+use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,6 +35,17 @@ fn fork(child: impl FnOnce() -> bool) -> (i32, Duration) {
     }
 }
 
+/// Polls a future until it is ready.
+fn poll(done: &mut Pin<&mut impl Future<Output = Result<()>>>) -> Result<()> {
+    let mut context = Context::from_waker(Waker::noop());
+    loop {
+        if let Poll::Ready(result) = done.as_mut().poll(&mut context) {
+            return result;
+        }
+        thread::yield_now();
+    }
+}
+
 #[test]
 fn a_child_exits_at_once_although_every_lock_was_held() {
     let backend = ManualBackend::new();
@@ -46,7 +59,10 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     let mut pinned = runtime.pinned::<u8>(64).unwrap();
     stream.copy_to_device(&pinned, &buffer).unwrap();
     let event = stream.record().unwrap();
+    let done = event.done();
+    let of_closure = stream.done();
     let mut blas = stream.blas().unwrap();
+    let owned = stream.blas_owned().unwrap();
     let mut graph = stream.capture(|stream| stream.copy_to_device(&pinned, &buffer)).unwrap();
     graph.launch(&stream).unwrap();
 
@@ -79,6 +95,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(stream.capture(|_| Ok(())).map(|_| ()))
                 && forked(stream.wait(&event))
                 && forked(stream.is_complete().map(|_| ()))
+                && forked(poll(&mut std::pin::pin!(stream.done())))
+                && forked(stream.blas_owned().map(|_| ()))
                 && forked(device.synchronize())
                 && forked(pool.lease(PoolKey::device(0), || Ok(3)).map(|_| ()))
                 && forked(runtime.trim())
@@ -86,11 +104,20 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && pool.take_idle().is_empty()
                 // A child can open and use a backend of its own.
                 && Runtime::new(ManualBackend::new()).is_ok_and(|own| own.close().is_ok());
+            // Waits of the parent end with an error.
+            // SAFETY: as below.
+            let (mut done, of_closure) =
+                unsafe { (std::ptr::read(&raw const done), std::ptr::read(&raw const of_closure)) };
+            let (sender, called) = mpsc::channel();
+            of_closure.on_done(move |result| sender.send(result).unwrap_or_default());
+            let refused = refused && forked(poll(&mut std::pin::pin!(&mut done))) && called.recv().is_ok_and(forked);
+            drop(done);
             // Destructors, as a child that returns from `main` would run them.
             // SAFETY: the child never comes back to the frames that own these, so nothing is dropped twice.
             unsafe {
                 drop(std::ptr::read(&raw const lease));
                 drop(std::ptr::read(&raw const blas));
+                drop(std::ptr::read(&raw const owned));
                 drop(std::ptr::read(&raw const graph));
                 drop(std::ptr::read(&raw const pinned));
                 drop(std::ptr::read(&raw const buffer));
@@ -113,7 +140,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     pinned.write().unwrap().fill(1);
     assert_eq!(*lease, 1);
     blas.with_raw(|_| ()).unwrap();
-    drop(blas);
+    drop((blas, owned));
+    assert!(poll(&mut std::pin::pin!(done)).is_ok() && poll(&mut std::pin::pin!(of_closure)).is_ok());
     drop((event, pinned, buffer, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }

@@ -3,7 +3,7 @@
 //! - The four traits that a backend implements: [`Backend`], [`BlasHandle`], [`HostAllocator`], [`IpcSharing`]. Each
 //!   method's contract is a list of clauses with ids; the conformance suite proves them by name.
 //! - The safe owning types that programs use: [`Runtime`], [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`],
-//!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`].
+//!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`]. [`Done`] is the end of device work, as a future.
 //! - [`Ticket`], [`TicketBatch`]: device memory and page-locked memory ([`SharedPinnedBuffer`]) shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
@@ -47,10 +47,11 @@ mod sharing;
 mod stream;
 #[cfg(test)]
 mod testing;
+mod waits;
 mod warnings;
 mod workspace_config;
 
-pub use blas_lease::{BlasLease, LtLease, RawBlas};
+pub use blas_lease::{BlasLease, LtLease, OwnedBlasLease, OwnedLtLease, RawBlas};
 pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capture::{Graph, GraphStatistics};
 pub use device::Device;
@@ -63,7 +64,7 @@ pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{
     DeviceMemoryOptions, DeviceMemoryStatistics, HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics,
-    HostMemoryOptions, HugePages, PoolKey,
+    HostMemoryOptions, HugePages, OwnedHandleLease, PoolKey,
 };
 pub use runtime::{Limits, Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
@@ -77,6 +78,7 @@ pub use sharing::{
     SharingStatistics, Ticket, TicketBatch,
 };
 pub use stream::{Scope, Stream};
+pub use waits::{Done, DoneDescriptor};
 
 /// The example of the README, compiled with the other doc tests.
 #[cfg(doctest)]

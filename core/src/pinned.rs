@@ -255,6 +255,10 @@ impl<T: Element> PinnedBuffer<T> {
         pools.contain(self.pool)
     }
 
+    pub(crate) fn pool(&self) -> &PinnedPool {
+        self.pool.get()
+    }
+
     pub(crate) fn block(&self) -> &OwnedBlock {
         &self.block
     }

@@ -15,6 +15,7 @@ use crate::ledger::Ledger;
 use crate::numerics::Numerics;
 use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool};
+use crate::waits::notifier::{Answers, Notifier};
 use highwater_hal::{
     AnyId, Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
     HostObserver, HostPtr, IpcSharing, Result, StreamId, fork::Generation,
@@ -40,6 +41,8 @@ pub(crate) struct Services {
     pub(crate) devices: Box<[DeviceState]>,
     pub(crate) ledger: Ledger,
     pub(crate) graphs: GraphCounters,
+    /// The waits for the end of work that block no thread.
+    pub(crate) notifier: Arc<Notifier>,
     /// Releases that the backend refused.
     failed_releases: AtomicU64,
     /// Objects left on purpose because the process is exiting.
@@ -113,6 +116,7 @@ impl Services {
             devices,
             ledger: Ledger::default(),
             graphs: GraphCounters::default(),
+            notifier: Notifier::new(generation),
             failed_releases: AtomicU64::new(0),
             left_at_exit: AtomicU64::new(0),
             dropped: Mutex::default(),
@@ -352,12 +356,30 @@ impl Services {
     }
 }
 
+impl Answers for Services {
+    fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
+        if !event.is_exposed() {
+            return self.is_passed(event, false);
+        }
+        // Other code may have recorded it again since it passed.
+        let has_passed = self.backend.query_event(event.event())?.is_complete();
+        if has_passed {
+            self.share(AnyId::Event(event.event()));
+        }
+        Ok(has_passed)
+    }
+
+    fn may_ask(&self) -> Result<()> {
+        self.check("done")
+    }
+}
+
 #[cfg(test)]
 impl Services {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         let events: Vec<_> = self.devices.iter().map(|device| device.events.hold_lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
-        let lists = (self.dropped.lock(), self.refused.lock());
+        let lists = (self.dropped.lock(), self.refused.lock(), self.notifier.hold_lock());
         crate::testing::Held((events, self.ledger.hold_locks(), captures, lists, crate::capture_gate::hold_registry()))
     }
 
@@ -367,5 +389,6 @@ impl Services {
             || self.ledger.is_locked()
             || self.dropped.is_locked()
             || self.refused.is_locked()
+            || self.notifier.is_locked()
     }
 }

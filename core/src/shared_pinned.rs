@@ -152,8 +152,12 @@ impl<T: Element> SharedPinnedBuffer<T> {
         Self { block, origin, range, elements: PhantomData }
     }
 
-    fn pool(&self) -> &PinnedPool {
+    pub(crate) fn pool(&self) -> &PinnedPool {
         self.origin.runtime().inner.pinned.of_runtime()
+    }
+
+    pub(crate) fn block(&self) -> &OwnedBlock {
+        &self.block
     }
 
     fn bytes(&self) -> Range<usize> {

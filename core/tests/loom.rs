@@ -92,6 +92,67 @@ fn a_handle_goes_from_an_ending_thread_to_the_next() {
     });
 }
 
+/// An owned lease ends in one thread while the thread that took it ends: the handle is idle in the end, once.
+#[test]
+fn an_owned_lease_and_the_thread_of_its_claim_end_at_once() {
+    loom::model(|| {
+        let (slot, destroyed) = new_slot();
+        let stack = Arc::new(IdleStack::new());
+        let ending = {
+            let (slot, stack) = (Arc::clone(&slot), Arc::clone(&stack));
+            thread::spawn(move || {
+                if slot.unclaim() {
+                    stack.push(slot);
+                }
+            })
+        };
+        use_handle(&slot);
+        if !slot.release_to_claim() {
+            slot.release_to_idle();
+            stack.push(Arc::clone(&slot));
+        }
+        let early = stack.pop();
+        if let Some(found) = &early {
+            use_handle(found);
+        }
+        ending.join().unwrap();
+        let found = early.or_else(|| stack.pop()).expect("the handle is idle in the end");
+        use_handle(&found);
+        assert!(stack.pop().is_none(), "the handle is idle only once");
+        assert!(slot.is_leased() && slot.retire().is_none());
+        found.release_to_idle();
+        drop(slot.retire());
+        assert_eq!(destroyed.load(SeqCst), 1);
+    });
+}
+
+/// An owned lease ends in one thread while the thread that took it leases again: the handle has one user at a time.
+#[test]
+fn an_owned_lease_ends_while_its_thread_leases_again() {
+    loom::model(|| {
+        let (slot, destroyed) = new_slot();
+        let taker = {
+            let slot = Arc::clone(&slot);
+            thread::spawn(move || {
+                if slot.lease_claimed() {
+                    use_handle(&slot);
+                    slot.release_to_thread_cache();
+                }
+                slot.unclaim()
+            })
+        };
+        use_handle(&slot);
+        let returned = slot.release_to_claim();
+        if !returned {
+            slot.release_to_idle();
+        }
+        assert_eq!(taker.join().unwrap(), returned, "one of the two makes the slot idle");
+        assert!(slot.is_idle());
+        assert!(slot.retire().is_some());
+        assert_eq!(destroyed.load(SeqCst), 1);
+    });
+}
+
 /// The pool retires a slot while its thread leases it again: either one wins, and the handle is destroyed once.
 #[test]
 fn retiring_a_claimed_slot_and_leasing_it_exclude_each_other() {

@@ -296,6 +296,8 @@ pub(super) enum Bench {
     Handles(BenchHandlesArguments),
     /// Measure sharing between two processes: a batch of many slices, and one ticket for each
     Share(BenchShareArguments),
+    /// Measure waits that block no thread: the time from the end of the work to the task, and the processor time of a wake
+    Waits(BenchWaitsArguments),
 }
 
 /// Options of every bench.
@@ -372,6 +374,12 @@ pub(super) struct BenchHandlesArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct BenchShareArguments {
+    #[command(flatten)]
+    pub(super) options: BenchOptions,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct BenchWaitsArguments {
     #[command(flatten)]
     pub(super) options: BenchOptions,
 }

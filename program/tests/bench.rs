@@ -245,7 +245,7 @@ fn all_rows(part: &str) -> Vec<String> {
 
 #[test]
 fn every_row_of_device_memory_and_of_handles_is_measured_alone() {
-    for (part, count) in [("device", 48), ("handles", 13)] {
+    for (part, count) in [("device", 48), ("handles", 16)] {
         let all = all_rows(part);
         assert_eq!(all.len(), count, "{all:?}");
         for name in all {
@@ -380,10 +380,31 @@ fn an_error_of_the_process_that_opens_is_reported() {
 }
 
 #[test]
+fn waits_are_measured_beside_a_blocked_thread() {
+    let times = ["task_after_1ms", "thread_after_1ms", "task_after_10ms", "thread_after_10ms"];
+    let expected: Vec<_> = times.into_iter().chain(["wake_processor_time", "waits_begun_before_their_end"]).collect();
+    assert_eq!(all_rows("waits"), expected);
+    // The mock executes so much at once that no wait may be left to time.
+    let rows = rows_of(command_on("", "waits").args(["--rounds", "1", "--rows", "_1ms"]));
+    assert_eq!(names(&rows), times[..2]);
+    let bars: Vec<_> = rows.iter().filter_map(|row| row["bar"].as_f64()).collect();
+    assert!(bars.iter().all(|&bar| bar == 20.0), "{rows:?}");
+    let rows = rows_of(command_on("", "waits").args(["--rounds", "1", "--rows", "wait"]));
+    assert_eq!(names(&rows), ["waits_begun_before_their_end"]);
+    let part = rows[0]["value"].as_f64().unwrap();
+    assert!((0.0..=1.0).contains(&part), "each task is woken once at most: {part}");
+    let mut command = command_on("fail=query_event:1..:vendor-error", "waits");
+    assert_failed(command.args(["--rows", "task_after_1ms", "--rounds", "1"]), &["vendor error"]);
+}
+
+#[test]
 fn unknown_rows_and_options_of_another_part_are_refused() {
-    for (part, row) in
-        [("device", "same_stream_4KiB_1t, "), ("handles", "first_handle_1t, "), ("share", "batch_descriptor, ")]
-    {
+    for (part, row) in [
+        ("device", "same_stream_4KiB_1t, "),
+        ("handles", "first_handle_1t, "),
+        ("share", "batch_descriptor, "),
+        ("waits", "task_after_1ms, "),
+    ] {
         let mut command = command_on("", part);
         assert_failed(command.args(["--rows", "hit_"]), &["no row has `hit_` in its name", row]);
         assert_failed(command_on("", part).args(["--write-trace", "file"]), &["--write-trace"]);

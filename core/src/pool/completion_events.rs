@@ -13,7 +13,7 @@
 //! stream first records the open batch, so the order above holds.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -27,6 +27,8 @@ pub(crate) struct EventPool {
     device: u32,
     generation: Generation,
     idle: Mutex<Vec<EventId>>,
+    /// Exposed events whose last user was a wait. They are destroyed with the idle ones.
+    left: Mutex<Vec<EventId>>,
     /// Events that the pool created and still owns.
     held: AtomicU64,
 }
@@ -41,6 +43,9 @@ pub(crate) struct CompletionEvent {
     progress: Progress,
     /// For the event of a batch: the stream that records it.
     recorder: Option<Recorder>,
+    /// True if other code has the event. Such an event does not return to the pool: that code could record it again while its next
+    /// user frees memory by it. Relaxed: the caller exposes the event before other code has it.
+    exposed: AtomicBool,
 }
 
 /// A stream that records the event of its batch. It keeps nothing alive.
@@ -72,7 +77,7 @@ pub(crate) struct Point {
 
 impl EventPool {
     pub(crate) fn new(device: u32, generation: Generation) -> Arc<Self> {
-        Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
+        Arc::new(Self { device, generation, idle: Mutex::default(), left: Mutex::default(), held: AtomicU64::new(0) })
     }
 
     /// Returns an event that no other code refers to and that is not yet recorded.
@@ -87,18 +92,30 @@ impl EventPool {
                 event
             }
         };
-        Ok(CompletionEvent {
+        Ok(self.own(event, false))
+    }
+
+    /// Takes an event that the pool did not create, and never gives it out.
+    pub(crate) fn adopt(self: &Arc<Self>, event: EventId) -> CompletionEvent {
+        self.held.fetch_add(1, Ordering::Relaxed);
+        self.own(event, true)
+    }
+
+    fn own(self: &Arc<Self>, event: EventId, exposed: bool) -> CompletionEvent {
+        CompletionEvent {
             event,
             pool: Some(Arc::clone(self)),
             point: Point::default(),
             progress: Progress::new(true),
             recorder: None,
-        })
+            exposed: AtomicBool::new(exposed),
+        }
     }
 
-    /// Removes every idle event from the pool, for the caller to destroy.
+    /// Removes every event without a user from the pool, for the caller to destroy.
     pub(crate) fn take_all(&self) -> Vec<EventId> {
-        let idle = std::mem::take(&mut *self.idle.lock());
+        let mut idle = std::mem::take(&mut *self.idle.lock());
+        idle.append(&mut self.left.lock());
         self.held.fetch_sub(idle.len() as u64, Ordering::Relaxed);
         idle
     }
@@ -112,6 +129,15 @@ impl EventPool {
 impl CompletionEvent {
     pub(crate) fn event(&self) -> EventId {
         self.event
+    }
+
+    /// Notes that other code has the event.
+    pub(crate) fn expose(&self) {
+        self.exposed.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_exposed(&self) -> bool {
+        self.exposed.load(Ordering::Relaxed)
     }
 
     pub(crate) fn point(&self) -> Point {
@@ -187,7 +213,8 @@ impl Drop for CompletionEvent {
         if let Some(pool) = &self.pool
             && pool.generation.is_current()
         {
-            pool.idle.lock().push(self.event);
+            let unused = if *self.exposed.get_mut() { &pool.left } else { &pool.idle };
+            unused.lock().push(self.event);
         }
     }
 }
@@ -195,10 +222,10 @@ impl Drop for CompletionEvent {
 #[cfg(test)]
 impl EventPool {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.idle.lock())
+        crate::testing::Held((self.idle.lock(), self.left.lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.idle.is_locked()
+        self.idle.is_locked() || self.left.is_locked()
     }
 }

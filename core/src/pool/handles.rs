@@ -10,7 +10,8 @@
 //!
 //! *The end of a thread.* The thread cache's destructor makes no vendor call. It moves slots to the idle stack, and only the
 //! pool destroys handles. No caller reaches the thread cache by `with`, which aborts after thread teardown. After teardown a
-//! lease takes the slow path and returns its slot straight to the pool. In a forked child neither leases nor destructors
+//! lease takes the slow path and returns its slot straight to the pool. So does an owned lease that ends after the thread that took it
+//! (`owned_lease.rs`). In a forked child neither leases nor destructors
 //! touch a lock.
 
 use std::cell::RefCell;
@@ -18,6 +19,7 @@ use std::collections::BTreeMap;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -118,9 +120,9 @@ pub struct HandlePool<H: Send + 'static> {
 }
 
 /// A handle in its slot, with the key for which the slot is idle.
-struct Keyed<H> {
+pub(super) struct Keyed<H> {
     key: PoolKey,
-    handle: H,
+    pub(super) handle: H,
 }
 
 struct Shared<H> {
@@ -289,20 +291,23 @@ impl<H: Send + 'static> HandlePool<H> {
             }
         };
         let address = Arc::as_ptr(&slot);
-        // If the thread cache is gone (the thread is ending), the slot has no claim, and the lease itself returns it.
-        let _ = THREAD_CACHE.try_with(|cache| {
-            if let Ok(mut claims) = cache.claims.try_borrow_mut() {
-                claims.forget_dead();
-                if !claims.has_alive(self.number, key) {
-                    self.shared.threads_served.fetch_add(1, Ordering::Relaxed);
-                }
-                let pool: Weak<Shared<H>> = Arc::downgrade(&self.shared);
-                claims.insert(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
+        let claimed = THREAD_CACHE.try_with(|cache| {
+            let Ok(mut claims) = cache.claims.try_borrow_mut() else { return false };
+            claims.forget_dead();
+            if !claims.has_alive(self.number, key) {
+                self.shared.threads_served.fetch_add(1, Ordering::Relaxed);
             }
+            let pool: Weak<Shared<H>> = Arc::downgrade(&self.shared);
+            claims.insert(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
+            true
         });
         // SAFETY: The slot is leased and in the pool's list. Leased slots stay there while the pool lives, and the lease
         // borrows the pool.
         let slot = unsafe { &*address };
+        // If the thread cache is gone (the thread is ending), the slot has no claim, and the lease itself returns it.
+        if !claimed.unwrap_or(false) {
+            slot.disclaim();
+        }
         Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData })
     }
 
@@ -444,9 +449,9 @@ impl<H: Send + 'static> HandlePool<H> {
         }
     }
 
-    /// Ends a lease whose thread no longer has a thread cache.
+    /// Ends a lease whose claim's thread no longer has a thread cache.
     #[cold]
-    fn give_back(&self, slot: &Slot<Keyed<H>>) {
+    pub(super) fn give_back(&self, slot: &Slot<Keyed<H>>) {
         if !self.generation.is_current() {
             return;
         }
@@ -485,7 +490,16 @@ impl<H: Send + 'static> Drop for HandlePool<H> {
     }
 }
 
-/// A handle, leased by one thread until the lease is dropped.
+impl<'p, H: Send + 'static> HandleLease<'p, H> {
+    /// Returns the slot and the pool. The caller must end the lease.
+    #[inline]
+    pub(super) fn into_parts(self) -> (&'p Slot<Keyed<H>>, &'p HandlePool<H>) {
+        let this = ManuallyDrop::new(self);
+        (this.slot, this.pool)
+    }
+}
+
+/// A handle, leased by one thread until the lease is dropped. [`HandlePool::lease_owned`] returns a lease without these limits.
 pub struct HandleLease<'p, H: Send + 'static> {
     slot: &'p Slot<Keyed<H>>,
     pool: &'p HandlePool<H>,

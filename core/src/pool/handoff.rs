@@ -3,7 +3,8 @@
 //! | state | user of the handle | leaves by |
 //! | --- | --- | --- |
 //! | `CLAIMED` | none; it is reserved for one thread's cache | that thread leases it or ends; the pool retires it |
-//! | `LEASED` | the thread with the lease | the lease ends; the pool, once no lease can exist |
+//! | `LEASED` | the holder of the lease | the lease ends; its claim's thread ends; the pool, once no lease can exist |
+//! | `UNCLAIMED` | the holder of the lease; no thread has a claim | the lease ends; the pool, once no lease can exist |
 //! | `IDLE` | none; it is in the stack, or about to be | any thread pops and leases it; the pool retires it |
 //! | `RETIRED` | the thread that retired it | never |
 //!
@@ -12,8 +13,13 @@
 //! from `CLAIMED` to `LEASED`, so the exchange only ever fails because the pool retired the slot, or because a lease of
 //! the same thread is still open.
 //!
+//! An owned lease may end in any thread, also after the thread whose claim it took. One compare-exchange decides which comes first. If
+//! the lease does, the claim's thread makes the slot idle. If the thread does, it moves the slot to `UNCLAIMED`, and the end of the
+//! lease makes the slot idle.
+//!
 //! *Orderings.* A thread gains access (`-> LEASED`, `-> RETIRED`) with acquire and gives it up (`-> CLAIMED`, `-> IDLE`) with
-//! release, and every state is reached through this one atomic. So everything that the last holder did to the handle happens
+//! release, and every state is reached through this one atomic. A claim's thread that makes a slot idle after another thread's lease uses
+//! a read-modify-write, which continues the release of that lease. So everything that the last holder did to the handle happens
 //! before the actions of the next one. The stack's mutex orders only the stack.
 
 use crate::primitive::{Arc, AtomicU32, Mutex, Ordering, UnsafeCell};
@@ -22,6 +28,7 @@ const CLAIMED: u32 = 0;
 const LEASED: u32 = 1;
 const IDLE: u32 = 2;
 const RETIRED: u32 = 3;
+const UNCLAIMED: u32 = 4;
 
 /// A slot for one handle.
 #[derive(Debug)]
@@ -51,14 +58,39 @@ impl<H> Slot<H> {
     /// Ends a lease; the slot stays in the thread cache of the calling thread.
     #[inline]
     pub(crate) fn release_to_thread_cache(&self) {
-        // A store is enough: while a slot is leased, no other thread changes its state (`retire` takes only claimed and idle
-        // slots).
+        // A store is enough: while the slot is leased, no other thread changes its state (`retire` takes only claimed and idle
+        // slots), and this thread has its claim.
         self.state.store(CLAIMED, Ordering::Release);
     }
 
-    /// Gives up a claim at the end of its thread. Returns false if the slot is leased (the lease was forgotten) or retired.
+    /// Ends an owned lease, in any thread; the slot stays in the thread cache that has its claim. Returns false if that thread has
+    /// ended. The lease goes on then, and the caller must end it by [`release_to_idle`](Self::release_to_idle).
+    #[inline]
+    pub(crate) fn release_to_claim(&self) -> bool {
+        self.state.compare_exchange(LEASED, CLAIMED, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
+    /// Gives up the claim of a leased slot that entered no thread cache.
+    pub(crate) fn disclaim(&self) {
+        // Relaxed: only the holder of the lease and the pool read the state, and neither gains access by it.
+        self.state.store(UNCLAIMED, Ordering::Relaxed);
+    }
+
+    /// Gives up a claim at the end of its thread. Returns true if the slot is idle now. If it is leased, the end of the lease makes
+    /// it idle.
     pub(crate) fn unclaim(&self) -> bool {
-        self.state.compare_exchange(CLAIMED, IDLE, Ordering::Release, Ordering::Relaxed).is_ok()
+        let mut state = self.state.load(Ordering::Relaxed);
+        loop {
+            let next = match state {
+                CLAIMED => IDLE,
+                LEASED => UNCLAIMED,
+                _ => return false,
+            };
+            match self.state.compare_exchange_weak(state, next, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return next == IDLE,
+                Err(now) => state = now,
+            }
+        }
     }
 
     /// Ends a lease that belongs to no thread cache.
@@ -106,10 +138,10 @@ impl<H> Slot<H> {
 
     /// Returns whether the slot is leased.
     pub(crate) fn is_leased(&self) -> bool {
-        self.state.load(Ordering::Relaxed) == LEASED
+        matches!(self.state.load(Ordering::Relaxed), LEASED | UNCLAIMED)
     }
 
-    /// Returns the location of the handle, for the thread that holds the lease.
+    /// Returns the location of the handle, for the holder of the lease.
     #[inline]
     pub(crate) fn handle(&self) -> *mut Option<H> {
         self.handle.with_mut(|handle| handle)

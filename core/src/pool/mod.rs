@@ -46,6 +46,7 @@ mod model_tests;
 #[cfg(test)]
 mod node_tests;
 mod nodes;
+mod owned_lease;
 mod pages;
 pub(crate) mod pinned;
 pub(crate) mod pinned_pools;
@@ -75,4 +76,6 @@ pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
 pub use host::HostCacheStatistics;
 pub use host_options::{HostMemoryOptions, HugePages};
 pub(crate) use nodes::Nodes;
+pub(crate) use owned_lease::DetachedLease;
+pub use owned_lease::OwnedHandleLease;
 pub(crate) use ranges::PAGE;

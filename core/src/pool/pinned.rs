@@ -675,6 +675,20 @@ impl PinnedPool {
         self.wait_for_completions(block, block.uses.completions(writes_only))
     }
 
+    /// Returns the completion events of the streams that use the block, for a wait that blocks no thread.
+    pub(crate) fn uses_of(&self, block: &Block) -> Result<Vec<Arc<CompletionEvent>>> {
+        self.check_access(block)?;
+        let completions = block.uses.completions(false);
+        if completions.iter().any(|completion| !completion.progress().is_closed()) {
+            block.uses.set_awaited();
+        }
+        Ok(completions)
+    }
+
+    pub(crate) fn services(&self) -> &Arc<Services> {
+        &self.services
+    }
+
     fn check_access(&self, block: &Block) -> Result<()> {
         self.services.check("pinned")?;
         Self::check_known(&block.uses)?;

@@ -139,6 +139,11 @@ impl StreamUse {
         self.completion_by(|stream| stream.completion().map(Some))
     }
 
+    /// Does the same as [`StreamUse::completion`], for a call that can report the error. `None` if the end is unknown.
+    pub(crate) fn try_completion(&self) -> Result<Option<Arc<CompletionEvent>>> {
+        self.stream().map_or_else(|| Ok(self.last()), |stream| stream.completion().map(Some))
+    }
+
     /// Does the same as [`StreamUse::completion`], for a thread that must not wait for long. `Later` if another thread is enqueuing.
     pub(crate) fn completion_soon(&self) -> UseEnd {
         self.completion_by(|stream| stream.completion_soon())

@@ -262,6 +262,7 @@ impl Runtime {
                 .with_hint("first let those processes drop the buffers, or end"));
             }
         }
+        self.inner.notifier.wait_for_answers();
         let buffers = self.inner.pinned.live_buffers();
         let users = if buffers == 0 { Arc::try_unwrap(self.inner) } else { Err(self.inner) };
         let users = users.map_err(|shared| {

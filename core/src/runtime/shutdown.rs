@@ -21,6 +21,8 @@ impl RuntimeInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
+        // Its waits hold events.
+        self.notifier.end(true);
         // The next steps would invalidate captures of other runtimes on the same devices.
         let gates = self.devices.iter().map(|device| &device.capture_gate);
         let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
@@ -91,6 +93,7 @@ impl Drop for RuntimeInner {
             if let Some(sharing) = self.sharing.get() {
                 sharing.abandon();
             }
+            self.notifier.end(false);
             // The process is exiting. The driver may be gone before the handles, so they are left on purpose.
             leave(self.handles.take_all());
         }

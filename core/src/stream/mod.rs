@@ -8,7 +8,8 @@ pub(crate) mod uses;
 mod values;
 mod workspace;
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 pub use values::Scope;
 
@@ -38,10 +39,18 @@ use highwater_hal::{Backend, Result, StreamId};
 /// Any thread may use a stream, except a per-thread default stream
 /// ([`Device::per_thread_default_stream`](crate::Device::per_thread_default_stream)), whose calls return `InvalidState`
 /// in other threads. Any thread may drop a stream and the buffers that it used.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Stream {
     runtime: Runtime,
     core: Arc<StreamCore>,
+    /// The same stream, for leases that own it. Threads with a stream each then share no count.
+    owned: OnceLock<Arc<Self>>,
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream").field("runtime", &self.runtime).field("core", &self.core).finish()
+    }
 }
 
 impl Stream {
@@ -67,7 +76,17 @@ impl Stream {
 
     fn of(runtime: Runtime, id: StreamId, origin: Origin) -> Self {
         let (services, workspaces) = (Arc::clone(&runtime.inner.services), Arc::clone(&runtime.inner.workspaces));
-        Self { core: StreamCore::new(services, workspaces, id, origin), runtime }
+        Self::with_core(runtime, StreamCore::new(services, workspaces, id, origin))
+    }
+
+    fn with_core(runtime: Runtime, core: Arc<StreamCore>) -> Self {
+        Self { runtime, core, owned: OnceLock::new() }
+    }
+
+    /// Returns the stream for an owner that outlives this borrow.
+    #[inline]
+    pub(crate) fn to_owned_stream(&self) -> Arc<Self> {
+        Arc::clone(self.owned.get_or_init(|| Arc::new(Self::with_core(self.runtime.clone(), Arc::clone(&self.core)))))
     }
 
     /// Returns the legacy default stream. All users have the same one, so that they share its submission lock and its
@@ -76,7 +95,7 @@ impl Stream {
         let place = runtime.inner.legacy_streams[device as usize].lock();
         if let Some(core) = place.upgrade() {
             drop(place);
-            return Self { runtime, core };
+            return Self::with_core(runtime, core);
         }
         drop(place);
         let id = StreamId::legacy_default(runtime.identity().tag, device);
@@ -88,7 +107,7 @@ impl Stream {
         }
         drop(place);
         match stands {
-            Some(core) => Self { runtime: fresh.runtime.clone(), core },
+            Some(core) => Self::with_core(fresh.runtime.clone(), core),
             None => fresh,
         }
     }

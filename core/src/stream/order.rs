@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::Stream;
 use crate::capture::join;
 use crate::event::Event;
+use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Error, ErrorKind, EventOptions, Result};
 
 impl Stream {
@@ -23,6 +24,16 @@ impl Stream {
         Ok(Event::pooled(self.runtime.clone(), completion, capture))
     }
 
+    /// Records a completion event for a wait. Refuses if the stream takes part in a capture.
+    pub(crate) fn completion_outside(&self, operation: &'static str) -> Result<Arc<CompletionEvent>> {
+        let backend = self.backend(operation)?;
+        let mut completion = self.runtime.inner.device(self.device()).events.take(backend)?;
+        let mut submission = self.core.enter_outside(operation)?;
+        self.core.record(&mut submission, &mut completion)?;
+        drop(submission);
+        Ok(Arc::new(completion))
+    }
+
     /// Records the point that the stream has reached, with a timestamp.
     ///
     /// # Errors
@@ -35,7 +46,7 @@ impl Stream {
         }
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, even if recording it fails.
-        let event = Event::timed(self.runtime.clone(), id);
+        let event = Event::timed(self.runtime.clone(), self.device(), id);
         let submission = self.core.enter_outside("record_event")?;
         backend.record_event(id, self.core.id)?;
         drop(submission);

@@ -21,7 +21,7 @@ pub(super) fn families(bench: &Bench<'_>) -> Vec<Family> {
     let name = |name: &'static str| counts.iter().map(move |count| format!("{name}_{count}t"));
     vec![
         Family { names: FIRST.map(|(name, ..)| name.to_owned()).into(), run: first },
-        Family { names: name("lease_same_stream").collect(), run: same_stream },
+        Family { names: name("lease_same_stream").chain(name("lease_owned")).collect(), run: same_stream },
         Family { names: name("lease_other_stream").chain(name("raw_setters")).collect(), run: other_stream },
     ]
 }
@@ -41,16 +41,25 @@ fn first(bench: &Bench<'_>) -> Result<Vec<Row>> {
 fn same_stream(bench: &Bench<'_>) -> Result<Vec<Row>> {
     let runtime = bench.runtime()?;
     let device = &runtime.device(0)?;
-    let lease = |count| {
-        Loop::new(format!("lease_same_stream_{count}t"), count, move |_| {
+    let mut loops = Vec::new();
+    for count in bench.thread_counts() {
+        loops.push(Loop::new(format!("lease_same_stream_{count}t"), count, move |_| {
             let stream = device.create_stream()?;
             Ok(Worker::of(move || stream.blas().map(drop)))
-        })
-    };
-    let mut loops: Vec<Loop<'_>> = bench.thread_counts().into_iter().map(lease).collect();
+        }));
+        loops.push(Loop::new(format!("lease_owned_{count}t"), count, move |_| {
+            let stream = device.create_stream()?;
+            Ok(Worker::of(move || stream.blas_owned().map(drop)))
+        }));
+    }
     loops.retain(|each| bench.wants(&each.name));
     let times = bench.measure(&loops)?;
-    Ok(nanoseconds(&loops, &times, |_| Bar::None))
+    let bar = |name: &str| match name {
+        "lease_same_stream_16t" => Bar::AtMost(14.0),
+        "lease_owned_16t" => Bar::AtMost(40.0),
+        _ => Bar::None,
+    };
+    Ok(nanoseconds(&loops, &times, bar))
 }
 
 fn other_stream(bench: &Bench<'_>) -> Result<Vec<Row>> {

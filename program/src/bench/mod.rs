@@ -5,6 +5,7 @@
 //! - `device`: the device memory of streams
 //! - `handles`: the pool of BLAS handles. `first_handle` has the processes that measure the first handles.
 //! - `share`: tickets and batches that another process opens
+//! - `waits`: futures for the end of device work
 //! - `rounds`: runs loops in turn, in threads of their own.
 //! - `trace`: the generators of traces, the file format and the replay. `numpy` draws the numbers.
 //! - `report`: the rows as a table and as JSON. `peer` has PyTorch's values. `available` is the memory left.
@@ -22,6 +23,7 @@ pub(super) mod share;
 mod shared;
 mod timing;
 mod trace;
+mod waits;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,6 +50,7 @@ enum Part {
     Device,
     Handles,
     Share,
+    Waits,
 }
 
 impl Part {
@@ -58,6 +61,7 @@ impl Part {
             Self::Device => "device",
             Self::Handles => "handles",
             Self::Share => "share",
+            Self::Waits => "waits",
         }
     }
 
@@ -74,6 +78,7 @@ impl Part {
             Self::Device => device::families(bench),
             Self::Handles => handles::families(bench),
             Self::Share => share::families(bench),
+            Self::Waits => waits::families(),
         }
     }
 }
@@ -123,6 +128,7 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
         args::Bench::Device(arguments) => (Part::Device, &arguments.options, Some(&arguments.traces)),
         args::Bench::Handles(arguments) => (Part::Handles, &arguments.options, None),
         args::Bench::Share(arguments) => (Part::Share, &arguments.options, None),
+        args::Bench::Waits(arguments) => (Part::Waits, &arguments.options, None),
     };
     if part == Part::Share {
         child::check_rendezvous(false)?;
@@ -150,7 +156,7 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
     if let Some(events) = replayed {
         let rows = match part {
             Part::Device => memory::replay(&bench.runtime()?.device(0)?.create_stream()?, &events)?,
-            Part::Host | Part::Handles | Part::Share => memory::replay(&bench.runtime()?, &events)?,
+            Part::Host | Part::Handles | Part::Share | Part::Waits => memory::replay(&bench.runtime()?, &events)?,
         };
         return print(&rows, json);
     }

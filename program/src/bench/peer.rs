@@ -20,8 +20,8 @@ const PROGRAM: &str = include_str!("pytorch.py");
 pub(super) fn values(bench: &Bench<'_>, source: &PeerSource) -> Result<BTreeMap<String, f64>> {
     match source {
         PeerSource::None => Ok(BTreeMap::new()),
-        // PyTorch has no such calls: a tensor is opened by its own process.
-        PeerSource::Auto if bench.part == Part::Share => Ok(BTreeMap::new()),
+        // PyTorch has no such calls: a tensor is opened by its own process, and no future waits for a stream.
+        PeerSource::Auto if matches!(bench.part, Part::Share | Part::Waits) => Ok(BTreeMap::new()),
         PeerSource::Auto if bench.backend.identity().real_device => Ok(measured(bench).unwrap_or_default()),
         PeerSource::Auto => Ok(BTreeMap::new()),
         PeerSource::File(path) => {

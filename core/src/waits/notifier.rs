@@ -1,0 +1,406 @@
+//! The thread of a runtime that asks whether completion events have passed, and tells those that wait.
+//!
+//! *Queues.* The events of one stream pass in the order of their numbers. So each stream has a queue, and the thread asks about the
+//! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... places behind, until one has not. Everything up
+//! to the last that has is over. So thousands of waits cost few questions. An event without a number has a queue of its own.
+//!
+//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/1024 of the
+//! time since, between [`SHORTEST`] and [`LONGEST`]. If nothing waits, it sleeps until something does.
+//!
+//! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
+//! error. A thread that calls a waker may end the runtime itself: a task may own its last object. So the thread holds no lock and no
+//! event when it tells, and the end of the runtime does not wait for its own thread. A forked child has no such thread, and takes no
+//! lock of it. Once the process exits, the thread makes no call.
+
+use std::collections::VecDeque;
+use std::collections::hash_map::{Entry as MapEntry, HashMap};
+use std::num::NonZeroU64;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::done::{Listener, Wait};
+use crate::own_thread::OwnThread;
+use crate::pool::completion_events::CompletionEvent;
+use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+
+/// The time after progress of a stream for which the thread asks without a pause.
+const SPIN: Duration = Duration::from_micros(20);
+const SHORTEST: Duration = Duration::from_micros(4);
+const LONGEST: Duration = Duration::from_micros(200);
+/// A wait learns of its end late by this part of its time, at most.
+const PART: u32 = 1024;
+
+/// The questions of the thread.
+pub(crate) trait Answers: Send + Sync {
+    /// Returns whether a completion event has passed. Does not wait.
+    fn has_passed(&self, event: &CompletionEvent) -> Result<bool>;
+    /// Refuses calls during the exit of the process.
+    fn may_ask(&self) -> Result<()>;
+}
+
+/// The waits of a runtime.
+#[derive(Debug)]
+pub(crate) struct Notifier {
+    generation: Generation,
+    state: Mutex<State>,
+    /// Wakes the thread.
+    changed: Condvar,
+    /// Wakes those that wait for the end of a round of questions.
+    answered: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queues: HashMap<QueueKey, Queue>,
+    /// The number of the next wait for an event.
+    next: u64,
+    thread: Option<OwnThread>,
+    thread_id: Option<ThreadId>,
+    /// True while the thread asks the backend.
+    is_asking: bool,
+    /// The error of every later wait, once the runtime has ended.
+    ended: Option<Error>,
+}
+
+/// A stream, or a wait for an event without a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum QueueKey {
+    Stream(u64),
+    Alone(u64),
+}
+
+/// Waits for the events of one stream, by number.
+#[derive(Debug)]
+struct Queue {
+    entries: VecDeque<Entry>,
+    /// The last progress, or the begin of the first wait.
+    since: Instant,
+    /// The time of the next question.
+    due: Instant,
+}
+
+#[derive(Debug)]
+struct Entry {
+    key: EntryKey,
+    event: Arc<CompletionEvent>,
+    wait: Arc<Wait>,
+}
+
+/// The place of an entry in its queue: the number of its event, and its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct EntryKey {
+    event: u64,
+    own: u64,
+}
+
+/// One wait for one event, to cancel it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    queue: QueueKey,
+    key: EntryKey,
+}
+
+impl Queue {
+    fn find(&self, key: EntryKey) -> std::result::Result<usize, usize> {
+        self.entries.binary_search_by_key(&key, |entry| entry.key)
+    }
+
+    /// Sets the time of the next question after an answer that shows no progress.
+    fn postpone(&mut self, now: Instant) {
+        let waited = now.saturating_duration_since(self.since);
+        self.due = if waited < SPIN { now } else { now + (waited / PART).clamp(SHORTEST, LONGEST) };
+    }
+}
+
+impl Notifier {
+    pub(crate) fn new(generation: Generation) -> Arc<Self> {
+        Arc::new(Self { generation, state: Mutex::default(), changed: Condvar::new(), answered: Condvar::new() })
+    }
+
+    pub(super) fn is_own_process(&self) -> bool {
+        self.generation.is_current()
+    }
+
+    /// Begins a wait for all these events. Starts the thread if it does not exist.
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        answers: &Arc<dyn Answers>,
+        events: Vec<Arc<CompletionEvent>>,
+        wait: &Arc<Wait>,
+    ) -> Result<Box<[Place]>> {
+        let now = Instant::now();
+        let mut state = self.state.lock();
+        if let Some(error) = &state.ended {
+            return Err(error.clone());
+        }
+        self.start(&mut state, answers)?;
+        let mut is_new = false;
+        let mut begin = |event: Arc<CompletionEvent>| {
+            let own = state.next;
+            state.next += 1;
+            let point = event.point();
+            let is_ordered = point.stream != 0 && !event.is_exposed();
+            let queue = if is_ordered { QueueKey::Stream(point.stream) } else { QueueKey::Alone(own) };
+            let key = EntryKey { event: point.number, own };
+            let waits = match state.queues.entry(queue) {
+                MapEntry::Occupied(waits) => waits.into_mut(),
+                MapEntry::Vacant(place) => {
+                    is_new = true;
+                    place.insert(Queue { entries: VecDeque::new(), since: now, due: now })
+                }
+            };
+            let at = waits.find(key).unwrap_or_else(|at| at);
+            waits.entries.insert(at, Entry { key, event, wait: Arc::clone(wait) });
+            Place { queue, key }
+        };
+        let places = events.into_iter().map(&mut begin).collect();
+        drop(state);
+        if is_new {
+            self.changed.notify_one();
+        }
+        Ok(places)
+    }
+
+    fn start(self: &Arc<Self>, state: &mut State, answers: &Arc<dyn Answers>) -> Result<()> {
+        if state.thread.is_none() {
+            let (own, answers) = (Arc::clone(self), Arc::clone(answers));
+            let names = ("highwater-done", "done", ", or wait with `synchronize`");
+            state.thread = Some(OwnThread::start(names, self.generation, move || own.run(&*answers))?);
+        }
+        Ok(())
+    }
+
+    /// Removes a wait that has lost its owner.
+    pub(super) fn cancel(&self, places: &[Place]) {
+        let mut removed = Vec::new();
+        let mut state = self.state.lock();
+        for place in places {
+            let MapEntry::Occupied(mut queue) = state.queues.entry(place.queue) else { continue };
+            if let Ok(at) = queue.get().find(place.key) {
+                removed.extend(queue.get_mut().entries.remove(at));
+            }
+            if queue.get().entries.is_empty() {
+                queue.remove();
+            }
+        }
+        drop(state);
+        // Without the lock: an event returns to its pool.
+        drop(removed);
+    }
+
+    // ---------------------------------------------------------------- the thread
+
+    fn run(&self, answers: &dyn Answers) {
+        self.state.lock().thread_id = Some(thread::current().id());
+        // The default would add 50 us to each pause. A kernel that refuses makes waits late, and nothing else.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
+        let mut due = Vec::new();
+        while self.take_due(&mut due) {
+            if let Err(error) = answers.may_ask() {
+                self.set_asking(false);
+                due.clear();
+                self.end_waits(error);
+                return;
+            }
+            let mut over = Vec::new();
+            let mut in_vain = true;
+            for (queue, key, event) in due.drain(..) {
+                match ask(answers, &event) {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        drop(event);
+                        let through = self.find_last_passed(answers, queue, key);
+                        self.take_passed(queue, through, &mut over);
+                        in_vain = false;
+                    }
+                    Err(error) => {
+                        drop(event);
+                        self.take_failed(queue, key, &error, &mut over);
+                        in_vain = false;
+                    }
+                }
+            }
+            self.set_asking(false);
+            over.drain(..).for_each(|(wait, result)| tell(wait.settle(result)));
+            if in_vain {
+                thread::yield_now();
+            }
+        }
+    }
+
+    /// Waits until a question is due. Returns false if the thread must end. Otherwise the first events of all queues that are due are
+    /// in `due`, and the thread asks.
+    fn take_due(&self, due: &mut Vec<(QueueKey, EntryKey, Arc<CompletionEvent>)>) -> bool {
+        let mut state = self.state.lock();
+        loop {
+            if state.ended.is_some() {
+                return false;
+            }
+            let now = Instant::now();
+            let mut next: Option<Instant> = None;
+            for (&key, queue) in &mut state.queues {
+                if queue.due > now {
+                    next = Some(next.map_or(queue.due, |next| next.min(queue.due)));
+                } else if let Some(first) = queue.entries.front() {
+                    due.push((key, first.key, Arc::clone(&first.event)));
+                    queue.postpone(now);
+                }
+            }
+            if !due.is_empty() {
+                state.is_asking = true;
+                return true;
+            }
+            match next {
+                Some(next) => drop(self.changed.wait_until(&mut state, next)),
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+
+    fn set_asking(&self, is_asking: bool) {
+        self.state.lock().is_asking = is_asking;
+        self.answered.notify_all();
+    }
+
+    /// Returns the last event of a queue that is known to have passed. The one of `first` has.
+    fn find_last_passed(&self, answers: &dyn Answers, queue: QueueKey, first: EntryKey) -> EntryKey {
+        let mut passed = first;
+        let mut step = 1;
+        loop {
+            let further = {
+                let state = self.state.lock();
+                let Some(queue) = state.queues.get(&queue) else { return passed };
+                let at = queue.find(passed).unwrap_or_else(|at| at);
+                let at = (at + step).min(queue.entries.len().saturating_sub(1));
+                queue
+                    .entries
+                    .get(at)
+                    .filter(|entry| entry.key > passed)
+                    .map(|entry| (entry.key, Arc::clone(&entry.event)))
+            };
+            match further {
+                // An error is that of its own event, which the thread asks about when it is the first.
+                Some((key, event)) if ask(answers, &event).unwrap_or(false) => passed = key,
+                _ => return passed,
+            }
+            step *= 2;
+        }
+    }
+
+    /// Takes the waits for events that have passed.
+    fn take_passed(&self, queue: QueueKey, through: EntryKey, over: &mut Vec<(Arc<Wait>, Result<()>)>) {
+        let mut events = Vec::new();
+        let mut state = self.state.lock();
+        let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
+        let waits = found.get_mut();
+        // Waits that began meanwhile may be for the same event.
+        while let Some(entry) = waits.entries.pop_front_if(|entry| entry.key.event <= through.event) {
+            events.push(entry.event);
+            over.push((entry.wait, Ok(())));
+        }
+        waits.since = Instant::now();
+        waits.due = waits.since;
+        if waits.entries.is_empty() {
+            found.remove();
+        }
+        drop(state);
+        drop(events);
+    }
+
+    /// Takes the wait for an event about which the backend has an error.
+    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut Vec<(Arc<Wait>, Result<()>)>) {
+        let mut state = self.state.lock();
+        let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
+        let waits = found.get_mut();
+        let failed = waits.find(key).ok().and_then(|at| waits.entries.remove(at));
+        waits.due = Instant::now();
+        if waits.entries.is_empty() {
+            found.remove();
+        }
+        drop(state);
+        over.extend(failed.map(|entry| (entry.wait, Err(error.clone()))));
+    }
+
+    // ---------------------------------------------------------------- the end
+
+    /// Waits until the thread asks the backend nothing. A question may keep a stream alive for its time.
+    pub(crate) fn wait_for_answers(&self) {
+        let mut state = self.state.lock();
+        while state.is_asking && state.thread_id != Some(thread::current().id()) {
+            self.answered.wait(&mut state);
+        }
+    }
+
+    /// Ends the thread and all waits, at the end of the runtime. Waits for the thread if `waits`.
+    pub(crate) fn end(&self, waits: bool) {
+        let (thread, is_own) = {
+            let mut state = self.state.lock();
+            state.ended.get_or_insert_with(ended);
+            (state.thread.take(), state.thread_id == Some(thread::current().id()))
+        };
+        self.changed.notify_all();
+        if let Some(thread) = thread {
+            thread.end(waits && !is_own);
+        }
+        self.end_waits(ended());
+    }
+
+    /// Ends all waits with an error.
+    fn end_waits(&self, error: Error) {
+        let mut state = self.state.lock();
+        let error = state.ended.get_or_insert(error).clone();
+        let queues = std::mem::take(&mut state.queues);
+        drop(state);
+        let entries = queues.into_values().flat_map(|queue| queue.entries);
+        // All events are back before the first waker runs.
+        let waits: Vec<Arc<Wait>> = entries.map(|entry| entry.wait).collect();
+        waits.iter().for_each(|wait| tell(wait.settle(Err(error.clone()))));
+    }
+}
+
+#[cold]
+fn ended() -> Error {
+    Error::new(ErrorKind::InvalidState, "done", "the runtime ended before the work was known to be done")
+        .with_hint("keep an object of the runtime, such as the stream, until its futures are ready")
+}
+
+#[cfg(test)]
+impl Notifier {
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.state.lock())
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.state.is_locked()
+    }
+}
+
+impl Drop for Notifier {
+    fn drop(&mut self) {
+        if !self.generation.is_current() {
+            // The wakers belong to an executor of the parent.
+            std::mem::forget(std::mem::take(&mut self.state.get_mut().queues));
+        }
+    }
+}
+
+/// Asks the backend. A panic of the backend is an error of the wait, so that the thread goes on.
+fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
+    catch_unwind(AssertUnwindSafe(|| answers.has_passed(event))).unwrap_or_else(|_| {
+        let message = "the backend panicked when it was asked about an event";
+        Err(Error::new(ErrorKind::Vendor, "query_event", message)
+            .with_hint("report the panic to the backend's authors"))
+    })
+}
+
+/// Tells the listener of a wait that is over. A panic of its code ends nothing.
+pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
+    let Some((listener, result)) = over else { return };
+    if catch_unwind(AssertUnwindSafe(|| listener.tell(result))).is_err() {
+        crate::warnings::warning!("a waker or a closure for the end of device work panicked");
+    }
+}
