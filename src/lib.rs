@@ -115,7 +115,10 @@ pub use runtime::Runtime;
 
 /// The memory that the processes of a user share, as `highwater ipc ls` lists it.
 pub mod ipc {
-    pub use highwater_core::ipc::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+    pub use highwater_core::ipc::{
+        Allocation, Answer, HeldAllocation, HeldState, Holder, OpenedAllocation, SharedAllocation, SharingProcess,
+        processes,
+    };
 }
 
 /// The report of what was opened, or was not, and why.

@@ -68,9 +68,12 @@ pub use pool::{
 };
 pub use runtime::{Limits, Runtime, RuntimeOptions, Statistics};
 pub use shared_pinned::SharedPinnedBuffer;
-/// The memory that the processes of a user share.
+/// The memory that the processes of a user share, and a holder that keeps it without a device.
 pub mod ipc {
-    pub use crate::sharing::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+    pub use crate::sharing::{
+        Allocation, Answer, HeldAllocation, HeldState, Holder, OpenedAllocation, SharedAllocation, SharingProcess,
+        processes,
+    };
 }
 
 pub use sharing::{

@@ -95,6 +95,9 @@ pub(super) enum Command {
     /// An owner of `soak ipc --owner-kills`, which starts it
     #[command(hide = true)]
     SoakOwner(ChildArguments),
+    /// An owner or an heir of `soak ipc --heir-kills`, which starts it
+    #[command(hide = true)]
+    SoakSuccessor(ChildArguments),
     /// A process of `bench handles`, which starts it
     #[command(hide = true)]
     BenchFirstHandle(ChildArguments),
@@ -248,6 +251,15 @@ pub(super) struct IpcArguments {
 pub(super) enum Ipc {
     /// List the processes of this user that share memory: with whom, how much, on which device, and since when
     Ls,
+    /// Keep shared memory beyond the death of its owner and answer its tickets, until a signal ends this process; needs no device
+    Hold(IpcHoldArguments),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct IpcHoldArguments {
+    /// Tickets as text; each stands for its whole allocation
+    #[arg(value_name = "TICKET", required = true)]
+    pub(super) tickets: Vec<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -274,6 +286,10 @@ pub(super) struct SoakIpcArguments {
     /// Kill N processes whose memory this one has open instead, and measure the time until it is free
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
     pub(super) owner_kills: Option<u64>,
+
+    /// Kill N processes whose memory has heirs instead, and measure the time until an old ticket opens again
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
+    pub(super) heir_kills: Option<u64>,
 
     /// Backend to use, built in or a plugin [default: the mock]
     #[arg(long, value_name = "NAME")]

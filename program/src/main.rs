@@ -30,6 +30,7 @@ mod digits;
 mod doctor;
 mod failure;
 mod frame;
+mod hold;
 mod ipc;
 mod model;
 mod modes;
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
         },
         Some(Command::Ipc(arguments)) => match &arguments.what {
             Ipc::Ls => ipc::list(json),
+            Ipc::Hold(arguments) => hold::command(arguments, json),
         },
         Some(Command::Bench(arguments)) => bench::command(&arguments.what, json),
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
@@ -100,6 +102,7 @@ fn main() -> ExitCode {
         Some(Command::SoakWorker(arguments)) => soak::worker::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),
         Some(Command::SoakOwner(arguments)) => soak::owners::command(arguments),
+        Some(Command::SoakSuccessor(arguments)) => soak::succession::command(arguments),
         Some(Command::BenchFirstHandle(arguments)) => bench::first_handle::command(arguments),
         Some(Command::BenchImporter(arguments)) => bench::share::command(arguments),
     };

@@ -56,6 +56,7 @@ const MODES: &[Mode] = &[
         options: &["backend", "plugin", "filter", "repeat", "shuffle", "limit", "certificate"],
     },
     Mode { command: "soak ipc", chosen_by: &["owner-kills"], options: &["seed", "processes", "backend"] },
+    Mode { command: "soak ipc", chosen_by: &["heir-kills"], options: &["seed", "backend"] },
     Mode { command: "soak ipc", chosen_by: &[], options: &["kills", "seed", "processes", "backend"] },
     Mode { command: "bench host", chosen_by: &["write-trace"], options: &["trace"] },
     Mode { command: "bench host", chosen_by: &["replay"], options: &["backend"] },

@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use highwater::mock::{MockGpu, MockOptions};
-use highwater::{DeviceBuffer, Runtime, SharedPinnedBuffer, Ticket};
+use highwater::{DeviceBuffer, ImportOptions, OwnerDeath, Runtime, SharedPinnedBuffer, Ticket};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -110,6 +110,12 @@ fn obey() {
                 buffers.push(runtime.open_shared(&ticket.parse::<Ticket>().unwrap()).unwrap());
                 "open".to_owned()
             }
+            ["inherit", ticket] => {
+                let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+                buffers.push(runtime.open_shared_with(&ticket.parse::<Ticket>().unwrap(), &options).unwrap());
+                "open".to_owned()
+            }
+            ["can-open", ticket] => runtime.open_shared::<u8>(&ticket.parse::<Ticket>().unwrap()).is_ok().to_string(),
             ["open-pinned", ticket] => {
                 pinned.push(runtime.open_pinned(&ticket.parse::<Ticket>().unwrap()).unwrap());
                 "open".to_owned()
@@ -479,4 +485,49 @@ fn date_of(time: SystemTime) -> String {
     let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
     let date = Command::new("date").args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"]).output().unwrap();
     String::from_utf8(date.stdout).unwrap().trim_end().to_owned()
+}
+
+#[test]
+fn an_heir_is_listed_as_the_owner_and_holds_its_importers() {
+    let (mut owner, mut heir, mut importer) = (Peer::start(), Peer::start(), Peer::start());
+    let ticket = owner.tell("share 64");
+    heir.tell(&format!("inherit {ticket}"));
+    importer.tell(&format!("open {ticket}"));
+    drop(owner);
+    until("the heir owns it, and the importer holds it", || {
+        let (heir, other) = (entry(heir.pid()).unwrap(), entry(importer.pid()).unwrap());
+        let holders = heir["shared"][0]["holders"].clone();
+        let owner = (&other["opened"][0]["owner"], &other["opened"][0]["owner_has_ended"]);
+        holders == vec![importer.pid()].into()
+            && heir["opened"] == Value::Array(Vec::new())
+            && owner == (&heir["pid"], &false.into())
+    });
+}
+
+#[test]
+fn a_holder_answers_for_a_killed_owner_until_it_is_told_to_end() {
+    for arguments in [&["ipc", "hold"][..], &["--json", "ipc", "hold"]] {
+        let (mut owner, mut stranger) = (Peer::start(), Peer::start());
+        let ticket = owner.tell("share 64");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
+        command.args(arguments).arg(&ticket).stdout(Stdio::piped());
+        let mut holder = command.spawn().unwrap();
+        let mut lines = BufReader::new(holder.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let mut wait_for = |part: String| assert!(lines.any(|line| line.contains(&part)), "{part}");
+        let is_json = arguments.len() == 3;
+        wait_for(if is_json {
+            format!("\"owner\":{}", owner.pid())
+        } else {
+            format!("process {} answers", owner.pid())
+        });
+        drop(owner);
+        wait_for(if is_json { "\"state\":\"inherited\"".to_owned() } else { "this process answers".to_owned() });
+        assert_eq!(stranger.tell(&format!("can-open {ticket}")), "true");
+        kill_process(Pid::from_child(&holder), Signal::TERM).unwrap();
+        assert_eq!(holder.wait().unwrap().code(), Some(0));
+        let mut late = Peer::start();
+        assert_eq!(late.tell(&format!("can-open {ticket}")), "false");
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_highwater")).args(["ipc", "hold", "nothing"]).output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0));
 }

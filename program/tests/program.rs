@@ -554,6 +554,20 @@ fn memory_of_killed_owners_is_free_again() {
 }
 
 #[test]
+fn tickets_of_killed_owners_open_at_one_heir() {
+    let object = highwater(&["soak", "ipc", "--heir-kills", "12", "--seed", "7", "--json"]).ended(0).object();
+    let integer = |key: &str| object[key].as_u64().unwrap_or_else(|| panic!("{key} in {object}"));
+    assert_eq!((integer("kills"), integer("measured"), integer("seed")), (12, 12, 7));
+    let nothing = ["early_frees", "double_owners", "leaked_bytes", "leaked_objects", "descriptors_left", "unexpected"];
+    assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
+    assert!(["heir_kills", "buffers", "bytes"].iter().all(|key| integer(key) > 0), "{object}");
+    let [p50, p99, max] = ["p50", "p99", "max"].map(|key| object["open_ms"][key].as_f64().unwrap());
+    assert!(0.0 < p50 && p50 <= p99 && p99 <= max, "{object}");
+    let table = highwater(&["soak", "ipc", "--heir-kills", "1", "--backend", "mock"]).ended(0);
+    table.assert_printed(&["kill to open", "faults", "left"]);
+}
+
+#[test]
 fn a_soak_that_cannot_be_done_says_why() {
     highwater(&["soak", "ipc", "--owner-kills", "2", "--backend", "nonesuch"]).assert_error(&["nonesuch"]);
     highwater(&["soak", "ipc", "--kills", "2", "--backend", "nonesuch"]).assert_error(&["nonesuch"]);
@@ -582,6 +596,7 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         (&["soak"], "ipc"),
         (&["soak", "ipc", "--owner-kills", "0"], "expected a number of kills"),
         (&["soak", "ipc", "--owner-kills", "2", "--kills", "2"], "has no effect with"),
+        (&["soak", "ipc", "--heir-kills", "2", "--processes", "2"], "has no effect with"),
         (&["soak", "ipc", "--processes", "1"], "expected a number of processes from 2 to 32"),
         (&["--die-at", "noon"], "or `ticket`"),
         (&["--scale", "--workers", "3"], "`--workers` has no effect with `--scale`"),

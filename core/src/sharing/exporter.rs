@@ -16,6 +16,7 @@ use std::time::{Instant, SystemTime};
 
 use parking_lot::Mutex;
 
+use super::held::HeldMemory;
 use super::identity::Process;
 use super::listing::{Listed, ListedExport};
 use super::message::ExportKey;
@@ -50,6 +51,8 @@ struct State {
     limbo_blocks: u64,
     limbo_bytes: u64,
     lost_peers: u64,
+    /// True in the estate of a dead exporter.
+    has_inherited: bool,
 }
 
 /// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
@@ -71,6 +74,8 @@ pub(crate) enum Memory {
     /// A block, and its parts in the order of their addresses, without a gap.
     Device(Arc<DeviceBlock>, Arc<[MemoryPart]>),
     Pinned(Arc<dyn SharedFile>),
+    /// Handles of memory whose owner is dead.
+    Held(Arc<HeldMemory>),
 }
 
 impl Memory {
@@ -79,6 +84,7 @@ impl Memory {
         match self {
             Self::Device(_, parts) => parts.len(),
             Self::Pinned(_) => 1,
+            Self::Held(held) => held.parts(),
         }
     }
 }
@@ -88,6 +94,8 @@ impl Memory {
 pub(crate) enum WeakMemory {
     Device(Weak<DeviceBlock>, Arc<[MemoryPart]>),
     Pinned(Weak<dyn SharedFile>),
+    /// Inherited memory, which the exporter itself keeps.
+    Held(Arc<HeldMemory>),
 }
 
 impl WeakMemory {
@@ -95,17 +103,23 @@ impl WeakMemory {
         match self {
             Self::Device(block, parts) => block.upgrade().map(|block| Memory::Device(block, Arc::clone(parts))),
             Self::Pinned(file) => file.upgrade().map(Memory::Pinned),
+            Self::Held(held) => Some(Memory::Held(Arc::clone(held))),
         }
     }
 
     pub(crate) fn is_pinned(&self) -> bool {
-        matches!(self, Self::Pinned(_))
+        match self {
+            Self::Device(..) => false,
+            Self::Pinned(_) => true,
+            Self::Held(held) => held.is_pinned,
+        }
     }
 
     fn device(&self) -> Option<u32> {
         match self {
             Self::Device(block, _) => block.upgrade().map(|block| block.device),
             Self::Pinned(_) => None,
+            Self::Held(held) => held.device,
         }
     }
 }
@@ -132,6 +146,28 @@ struct Export {
     peers: Vec<u64>,
     /// Set when the owner has dropped the block while importers hold it.
     limbo: Option<Limbo>,
+    /// The heirs of inherited memory; `None` for memory of this process.
+    heirs: Option<Heirs>,
+}
+
+/// The heirs that keep inherited memory open to new importers.
+#[derive(Debug, Default)]
+struct Heirs {
+    /// True while this process keeps it.
+    is_here: bool,
+    /// Importers that keep it, while they hold it.
+    claims: Vec<u64>,
+    /// Of those, the ones that do not hold it yet.
+    awaited: Vec<u64>,
+}
+
+impl Heirs {
+    fn claim(&mut self, peer: u64) {
+        if !self.claims.contains(&peer) {
+            self.claims.push(peer);
+            self.awaited.push(peer);
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -160,6 +196,8 @@ pub(crate) struct Peer {
     /// The version that its `Hello` named; 0 before that.
     pub(crate) version: AtomicU16,
     pub(crate) since: Instant,
+    /// The parts so far of an allocation that it entrusts to this heir.
+    pub(super) staged: Mutex<Vec<MemoryHandle>>,
 }
 
 /// An importer and what it holds.
@@ -246,6 +284,51 @@ impl State {
         Some(export)
     }
 
+    /// As [`Exporter::close`]. The caller must ring the importers in `to_ring` without the lock.
+    fn close(&mut self, key: ExportKey, free: Limbo, to_ring: &mut Vec<Arc<Peer>>) -> Limbo {
+        let Some(export) = self.export(key) else { return free };
+        let (part, slot) = place_of(key.index);
+        for book in export.peers.iter().filter_map(|peer| self.peers.get(peer)) {
+            let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
+            if part.segment.slot(slot, key.serial).close() {
+                // The importer maps memory without an owner. The flag makes it unmap.
+                part.segment.closed().raise(slot);
+                to_ring.push(Arc::clone(&book.peer));
+            }
+        }
+        if self.is_held(key.index) {
+            self.limbo_blocks += 1;
+            self.limbo_bytes += self.export(key).map_or(0, |export| export.bytes);
+            if let Some(export) = self.export_mut(key) {
+                export.limbo = Some(free);
+            }
+            None
+        } else {
+            self.remove(key.index);
+            free
+        }
+    }
+
+    /// Closes the inherited allocations among these that no heir keeps any more.
+    fn close_disowned(&mut self, indices: impl IntoIterator<Item = u32>, to_ring: &mut Vec<Arc<Peer>>) {
+        for index in indices {
+            if self.is_disowned(index)
+                && let Some(Some(export)) = self.exports.get(index as usize)
+            {
+                let key = ExportKey { index, serial: export.serial };
+                self.close(key, None, to_ring);
+            }
+        }
+    }
+
+    /// Returns whether no heir keeps inherited memory any more.
+    fn is_disowned(&self, index: u32) -> bool {
+        let Some(Some(export)) = self.exports.get(index as usize) else { return false };
+        let Some(heirs) = export.heirs.as_ref().filter(|_| export.limbo.is_none()) else { return false };
+        let holds = |peer: &u64| self.peers.get(peer).is_some_and(|book| book.holds(index, export.serial, false));
+        !heirs.is_here && heirs.awaited.is_empty() && !heirs.claims.iter().any(holds)
+    }
+
     /// Takes an allocation out of limbo if no importer holds it.
     fn leave_limbo(&mut self, index: u32) -> Option<DeferredFree> {
         let export = self.exports.get(index as usize)?.as_ref()?;
@@ -268,6 +351,21 @@ pub(crate) struct ExporterCounts {
     pub(crate) limbo_bytes: u64,
     pub(crate) peers: u64,
     pub(crate) lost_peers: u64,
+}
+
+impl std::ops::Add for ExporterCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            blocks: self.blocks + other.blocks,
+            bytes: self.bytes + other.bytes,
+            limbo_blocks: self.limbo_blocks + other.limbo_blocks,
+            limbo_bytes: self.limbo_bytes + other.limbo_bytes,
+            peers: self.peers + other.peers,
+            lost_peers: self.lost_peers + other.lost_peers,
+        }
+    }
 }
 
 impl Exporter {
@@ -296,9 +394,21 @@ impl Exporter {
         state.ready[part].segment.begin(slot);
         state.last_serial += 1;
         let serial = state.last_serial;
-        let (number, peers, limbo) = (0, Vec::new(), None);
-        let export =
-            Export { serial, bytes, transport, device, device_uuid, since, memory, secret, number, peers, limbo };
+        let (number, peers, limbo, heirs) = (0, Vec::new(), None, None);
+        let export = Export {
+            serial,
+            bytes,
+            transport,
+            device,
+            device_uuid,
+            since,
+            memory,
+            secret,
+            number,
+            peers,
+            limbo,
+            heirs,
+        };
         if index as usize == state.exports.len() {
             state.exports.push(Some(export));
         } else {
@@ -408,42 +518,94 @@ impl Exporter {
     /// an importer holds the allocation, which then stays here. Page-locked memory has no free.
     pub(crate) fn close(&self, key: ExportKey, free: Limbo) -> Limbo {
         let mut to_ring = Vec::new();
-        let freed = {
-            let mut state = self.state.lock();
-            let state = &mut *state;
-            let Some(export) = state.export(key) else { return free };
-            let (part, slot) = place_of(key.index);
-            for book in export.peers.iter().filter_map(|peer| state.peers.get(peer)) {
-                let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
-                if part.segment.slot(slot, key.serial).close() {
-                    // The importer maps memory without an owner. The flag makes it unmap.
-                    part.segment.closed().raise(slot);
-                    to_ring.push(Arc::clone(&book.peer));
-                }
-            }
-            if state.is_held(key.index) {
-                state.limbo_blocks += 1;
-                state.limbo_bytes += state.export(key).map_or(0, |export| export.bytes);
-                if let Some(export) = state.export_mut(key) {
-                    export.limbo = Some(free);
-                }
-                None
-            } else {
-                state.remove(key.index);
-                free
-            }
-        };
-        for peer in to_ring {
-            if let Some(line) = peer.line.get() {
-                ring(line.as_fd());
-            }
-        }
+        let freed = self.state.lock().close(key, free, &mut to_ring);
+        ring_all(&to_ring);
         freed
+    }
+
+    // ---------------------------------------------------------------- inherited memory
+
+    /// Takes an allocation of a dead exporter over. `issued` is the number of its latest share, and `done` that of the latest share
+    /// whose device work was done. `from` is the importer that has entrusted it, or `None` if this process keeps it.
+    pub(super) fn inherit(&self, held: Arc<HeldMemory>, (issued, done): (u64, u64), from: Option<u64>) -> Result<()> {
+        let key = held.key;
+        let (part, slot) = place_of(key.index);
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let index = key.index as usize;
+        if let Some(Some(export)) = state.exports.get_mut(index) {
+            let other = || Error::new(ErrorKind::InvalidArgument, "inherit", "another allocation has its place");
+            let heirs = export.heirs.as_mut().filter(|_| export.serial == key.serial).ok_or_else(other)?;
+            match from {
+                Some(peer) => heirs.claim(peer),
+                None => heirs.is_here = true,
+            }
+            return Ok(());
+        }
+        while state.ready.len() <= part {
+            let (segment, file) = ReadySegment::create()?;
+            state.ready.push(ReadyPart { segment: Arc::new(segment), file: Arc::new(file) });
+        }
+        state.has_inherited = true;
+        state.ready[part].segment.inherit(slot, issued, done);
+        let gap = state.exports.len()..index;
+        state.free.extend(gap.filter_map(|index| u32::try_from(index).ok()));
+        if state.exports.len() <= index {
+            state.exports.resize_with(index + 1, || None);
+        }
+        state.free.retain(|free| *free != key.index);
+        let bytes = held.bytes;
+        let mut heirs = Heirs { is_here: from.is_none(), ..Heirs::default() };
+        from.into_iter().for_each(|peer| heirs.claim(peer));
+        state.exports[index] = Some(Export {
+            serial: key.serial,
+            bytes,
+            transport: Transport::Descriptor,
+            device: held.device,
+            device_uuid: held.device_uuid,
+            since: SystemTime::now(),
+            secret: held.secret,
+            memory: WeakMemory::Held(held),
+            number: issued,
+            peers: Vec::new(),
+            limbo: None,
+            heirs: Some(heirs),
+        });
+        state.exported_bytes += bytes;
+        Ok(())
+    }
+
+    /// Notes that an importer keeps inherited memory as one of its heirs.
+    pub(super) fn claim(&self, peer: u64, key: ExportKey, secret: Option<Secret>) -> Result<()> {
+        let mut state = self.state.lock();
+        let expired = || Error::new(ErrorKind::Expired, "inherit", "this heir does not have the allocation");
+        let export = state.export_mut(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        if export.secret != secret {
+            let what = "the claim does not have the secret of its allocation";
+            return Err(Error::new(ErrorKind::PermissionDenied, "inherit", what));
+        }
+        let heirs = export.heirs.as_mut().ok_or_else(expired)?;
+        heirs.claim(peer);
+        Ok(())
+    }
+
+    /// Notes that this process keeps inherited memory no more.
+    pub(super) fn disown(&self, key: ExportKey) {
+        let mut to_ring = Vec::new();
+        {
+            let mut state = self.state.lock();
+            if let Some(heirs) = state.export_mut(key).and_then(|export| export.heirs.as_mut()) {
+                heirs.is_here = false;
+            }
+            state.close_disowned([key.index], &mut to_ring);
+        }
+        ring_all(&to_ring);
     }
 
     /// Returns the frees that importers have enabled since the last call. The cost depends on the released allocations, not on
     /// all shared ones.
     pub(crate) fn released(&self) -> Vec<DeferredFree> {
+        let mut to_ring = Vec::new();
         let mut state = self.state.lock();
         let mut raised = Vec::new();
         for book in state.peers.values() {
@@ -452,11 +614,12 @@ impl Exporter {
                 part.segment.released().drain(|slot| raised.push(place * SLOTS + slot));
             }
         }
-        raised
-            .into_iter()
-            .filter_map(|index| u32::try_from(index).ok())
-            .filter_map(|index| state.leave_limbo(index))
-            .collect()
+        let raised: Vec<_> = raised.into_iter().filter_map(|index| u32::try_from(index).ok()).collect();
+        state.close_disowned(raised.iter().copied(), &mut to_ring);
+        let freed = raised.into_iter().filter_map(|index| state.leave_limbo(index)).collect();
+        drop(state);
+        ring_all(&to_ring);
+        freed
     }
 
     // ---------------------------------------------------------------- importers
@@ -473,6 +636,7 @@ impl Exporter {
             connected: AtomicBool::new(true),
             version: AtomicU16::new(0),
             since: Instant::now(),
+            staged: Mutex::default(),
         });
         let book = PeerBook { peer: Arc::clone(&peer), parts: Vec::new(), exports: HashSet::new() };
         state.peers.insert(peer.id, book);
@@ -544,10 +708,13 @@ impl Exporter {
             ));
         }
         book.exports.insert(key.index);
-        if let Some(export) = state.export_mut(key)
-            && !export.peers.contains(&peer)
-        {
-            export.peers.push(peer);
+        if let Some(export) = state.export_mut(key) {
+            if !export.peers.contains(&peer) {
+                export.peers.push(peer);
+            }
+            if let Some(heirs) = &mut export.heirs {
+                heirs.awaited.retain(|awaited| *awaited != peer);
+            }
         }
         Ok(Grant { memory, transport, bytes, counts: counts.file, ready })
     }
@@ -585,18 +752,34 @@ impl Exporter {
         let mut state = self.state.lock();
         let was_open = state.peers.get(&peer).is_some_and(|book| state.is_used_by(book));
         state.lost_peers += u64::from(was_open);
-        Self::remove_peer(&mut state, peer).unwrap_or_default()
+        let (freed, to_ring) = Self::remove_peer(&mut state, peer);
+        drop(state);
+        ring_all(&to_ring);
+        freed
     }
 
-    fn remove_peer(state: &mut State, peer: u64) -> Option<Vec<DeferredFree>> {
-        let book = state.peers.remove(&peer)?;
+    /// Returns what is freed, and the importers to ring without the lock.
+    fn remove_peer(state: &mut State, peer: u64) -> (Vec<DeferredFree>, Vec<Arc<Peer>>) {
+        let mut to_ring = Vec::new();
+        let Some(book) = state.peers.remove(&peer) else { return (Vec::new(), to_ring) };
+        if state.has_inherited {
+            let mut claimed = Vec::new();
+            for (index, export) in (0..).zip(&mut state.exports) {
+                let heirs = export.as_mut().and_then(|export| export.heirs.as_mut());
+                let Some(heirs) = heirs.filter(|heirs| heirs.claims.contains(&peer)) else { continue };
+                heirs.claims.retain(|claim| *claim != peer);
+                heirs.awaited.retain(|awaited| *awaited != peer);
+                claimed.push(index);
+            }
+            state.close_disowned(claimed, &mut to_ring);
+        }
         let leave = |index: u32| {
             if let Some(Some(export)) = state.exports.get_mut(index as usize) {
                 export.peers.retain(|other| *other != peer);
             }
             state.leave_limbo(index)
         };
-        Some(book.exports.into_iter().filter_map(leave).collect())
+        (book.exports.into_iter().filter_map(leave).collect(), to_ring)
     }
 
     /// Removes an importer that has closed its connection, if it holds nothing. An importer that holds or maps memory stays
@@ -607,7 +790,10 @@ impl Exporter {
         if state.is_used_by(book) {
             return Vec::new();
         }
-        Self::remove_peer(&mut state, peer).unwrap_or_default()
+        let (freed, to_ring) = Self::remove_peer(&mut state, peer);
+        drop(state);
+        ring_all(&to_ring);
+        freed
     }
 
     /// Closes the connections at the end of the runtime.
@@ -673,6 +859,13 @@ impl Exporter {
             named.push(format!("{hidden} of other PID namespaces"));
         }
         named.join(", ")
+    }
+}
+
+/// Wakes importers.
+fn ring_all(peers: &[Arc<Peer>]) {
+    for line in peers.iter().filter_map(|peer| peer.line.get()) {
+        ring(line.as_fd());
     }
 }
 

@@ -4,10 +4,14 @@
 //! word. It is removed when the exporter frees the allocation or ends, when the runtime is trimmed, and at the end of the
 //! runtime.
 
+mod succession;
+
+pub(super) use succession::CountedAt;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
@@ -15,10 +19,15 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::counts::{Acquired, Slot};
+use super::heir::Kept;
+use super::held::HeldMemory;
 use super::identity::Process;
 use super::listing::{Listed, ListedImport};
-use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart};
+use super::message::{
+    AT_ONCE, ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart, Standing, Wants,
+};
 use super::open_count::OpenCount;
+use super::options::{Method, Openers};
 use super::patience::{OPERATION, Patience, expired, refusal};
 use super::rendezvous::Meeting;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
@@ -30,9 +39,8 @@ use crate::pool::completion_events::CompletionEvent;
 use crate::pool::stream_use::{StreamUse, UseEnd};
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-/// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
-/// both processes.
-pub(crate) const AT_ONCE: usize = 32;
+/// Time limit for the greeting of a process that has the name of a dead exporter.
+const HEIR_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
@@ -97,12 +105,25 @@ struct State {
     imports: HashMap<ImportKey, Option<Arc<Import>>>,
     /// The imports by incarnation and index, as exporters name them: one for each device that opened the allocation.
     by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
+    /// Imports of dead exporters that are still open, after their tickets were opened again at an heir.
+    former_imports: Vec<Arc<Import>>,
     /// Exporters that did not answer the last request.
     silent: HashSet<[u8; 16]>,
     lost_links: u64,
 }
 
 impl State {
+    /// Returns all imports that are mapped.
+    fn mapped(&self) -> impl Iterator<Item = &Arc<Import>> {
+        self.imports.values().flatten().chain(&self.former_imports)
+    }
+
+    /// Returns whether an import is the one of its key.
+    fn stands(&self, import: &Arc<Import>) -> bool {
+        let there = self.imports.get(&import.key()).and_then(Option::as_ref);
+        there.is_some_and(|there| Arc::ptr_eq(there, import))
+    }
+
     fn is_current(&self, link: &Arc<Link>) -> bool {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
@@ -131,6 +152,8 @@ struct ImportKey {
 #[derive(Debug)]
 pub(crate) struct Link {
     incarnation: [u8; 16],
+    /// False if an exporter is found at an inherited descriptor, which no heir can take.
+    may_have_heir: bool,
     pub(crate) process: Arc<Process>,
     socket: OwnedFd,
     /// Number of the last request. The lock is held from a request to its answer.
@@ -146,6 +169,8 @@ pub(crate) struct Link {
     /// Number of mappings that it opened; written under the lock of the tables.
     imports: AtomicU64,
     parts: Mutex<Vec<Part>>,
+    /// What the exporter's greeting states about it. Unset for an older version.
+    standing: OnceLock<Standing>,
 }
 
 /// The counts and the readiness of one group of allocations.
@@ -171,6 +196,39 @@ pub(crate) struct Import {
     since: SystemTime,
     /// Decides whether the import may be unmapped.
     open: OpenCount,
+    /// Its original handles, if it was opened to be inherited.
+    held: OnceLock<Arc<HeldMemory>>,
+    succession: Mutex<Succession>,
+}
+
+/// The state of an import after the death of its exporter.
+#[derive(Debug, Default)]
+enum Succession {
+    /// The exporter lives, or has no heir.
+    #[default]
+    None,
+    /// This process is the heir.
+    Inherited(Arc<Kept>),
+    /// Another process is the heir.
+    Registered(Registration),
+    /// Unmapped.
+    Over,
+}
+
+/// The count of an import at an heir: one, until it is unmapped.
+#[derive(Debug)]
+struct Registration {
+    link: Arc<Link>,
+    counted: CountedAt,
+}
+
+impl Registration {
+    fn end(self, key: ExportKey, state: &mut State) {
+        self.counted.end(&self.link, key);
+        if self.link.imports.fetch_sub(1, Ordering::Relaxed) == 1 {
+            state.retire(&self.link);
+        }
+    }
 }
 
 /// A block that is revoked when the owner of its memory dies.
@@ -254,6 +312,15 @@ impl Import {
         self.ticket.index
     }
 
+    fn export(&self) -> ExportKey {
+        ExportKey { index: self.index(), serial: self.ticket.serial }
+    }
+
+    /// Returns whether this process answers in place of the dead exporter.
+    fn is_inherited(&self) -> bool {
+        matches!(&*self.succession.lock(), Succession::Inherited(_))
+    }
+
     fn slot(&self) -> Slot<'_> {
         self.counts.slot(place_of(self.index()).1, self.ticket.serial)
     }
@@ -311,6 +378,9 @@ pub(crate) fn wait_ready(
     if !ready.is_issued(slot, number) {
         return Err(not_given_out("it names a share that was not made"));
     }
+    if ready.is_orphaned(slot) {
+        return Err(expired("the owner died before its device work of this share was done".to_owned()));
+    }
     loop {
         match ready.wait(slot, number, Duration::from_millis(20)) {
             Readiness::Ready => return Ok(()),
@@ -328,6 +398,10 @@ pub(crate) fn wait_ready(
 }
 
 impl Link {
+    pub(crate) fn incarnation(&self) -> &[u8; 16] {
+        &self.incarnation
+    }
+
     pub(crate) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
@@ -336,7 +410,7 @@ impl Link {
         expired(format!("the exporter ({}) has ended", self.process))
     }
 
-    fn is_cut(&self) -> bool {
+    pub(super) fn is_cut(&self) -> bool {
         self.cut.load(Ordering::Relaxed)
     }
 
@@ -346,21 +420,17 @@ impl Link {
     }
 
     /// Connects to the exporter of a ticket.
-    fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
+    pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
         let (meeting, who) = (mapper.meeting(), format!("process {}", ticket.pid));
         let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
         let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers)?;
-        // After the exporter has ended, any process of this user can take its name.
-        if process.own_number().is_some_and(|number| number != ticket.pid) {
-            return Err(expired(format!(
-                "the exporter (process {}) has ended, and {process} has taken its name",
-                ticket.pid
-            )));
-        }
+        // After the exporter has ended, any process of this user can take its name. An heir says that it is one.
+        let is_other = process.own_number().is_some_and(|number| number != ticket.pid);
         let hello = Message::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL };
         let (line, theirs) = line()?;
         let link = Self {
             incarnation: ticket.incarnation,
+            may_have_heir: ticket.method != Method::Descriptor,
             process: Arc::new(process),
             socket,
             channel: Mutex::new(0),
@@ -370,20 +440,30 @@ impl Link {
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
+            standing: OnceLock::new(),
         };
         let own = link.process.own_pidfd(OPERATION)?;
         let sent: Vec<_> = [&theirs].into_iter().chain(&own).map(AsFd::as_fd).collect();
         let said = link.say(&hello, &sent, mapper, patience);
         drop((theirs, own));
         // An exporter that refuses the connection gives the reason before it hangs up.
-        let heard = link.hear(mapper, patience);
+        let impostor = || {
+            let (dead, process) = (ticket.pid, &link.process);
+            expired(format!("the exporter (process {dead}) has ended, and {process} has taken its name"))
+        };
+        let patience_for_other = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
+        let heard = link.hear(mapper, if is_other { patience_for_other } else { patience });
         let (answer, descriptors) = match (said, heard) {
+            (Err(_), Err(_)) | (Ok(()), Err(_)) if is_other => return Err(impostor()),
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
             (_, heard) => heard?,
         };
-        let Message::Welcome { version, oldest, incarnation } = answer else {
+        let Message::Welcome { version, oldest, incarnation, standing } = answer else {
             return Err(unexpected(&answer));
         };
+        if is_other && !standing.is_some_and(|standing| standing.is_heir) {
+            return Err(impostor());
+        }
         if oldest > PROTOCOL || version < OLDEST_PROTOCOL {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -396,7 +476,28 @@ impl Link {
             return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
         link.process.identify(OPERATION, descriptors.into_iter().next())?;
+        if let Some(standing) = standing {
+            let _ = link.standing.set(standing);
+        }
         Ok(link)
+    }
+
+    /// Returns the processes that may open the memory. An exporter of an older version does not state them.
+    pub(super) fn openers(&self) -> Openers {
+        self.standing.get().map_or(Openers::SameUser, |standing| standing.openers)
+    }
+
+    /// Refuses a process that has the name of a dead exporter without being its heir.
+    pub(super) fn check_heir(&self) -> Result<()> {
+        if self.standing.get().is_some_and(|standing| standing.is_heir) {
+            return Ok(());
+        }
+        Err(expired(format!("{} has the name of a dead exporter and is no heir", self.process)))
+    }
+
+    /// Notes the end of the process.
+    pub(super) fn note_end(&self) {
+        self.lost.store(true, Ordering::Relaxed);
     }
 
     /// Requests allocations, at most [`AT_ONCE`]. Sends all requests before it waits for the answers, so that the exporter works
@@ -406,6 +507,7 @@ impl Link {
         &self,
         keys: &[ExportKey],
         secrets: &[Option<Secret>],
+        memory: bool,
         mapper: &dyn Mapper,
         patience: &mut Patience,
     ) -> (Vec<(usize, Granted)>, Option<Error>) {
@@ -417,9 +519,9 @@ impl Link {
             while failed.is_none() && sent < keys.len() && (sent == at || self.knows(keys[sent])) {
                 let question = first.wrapping_add(sent as u32);
                 let part = self.part(keys[sent]);
-                let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
+                let wants = Wants { counts: part.counts.is_none(), ready: part.ready.is_none(), memory };
                 let secret = secrets[sent];
-                let request = Message::Open { question, key: keys[sent], wants_counts, wants_ready, secret };
+                let request = Message::Open { question, key: keys[sent], wants, secret };
                 *channel = question;
                 match self.say(&request, &[], mapper, *patience) {
                     Ok(()) => sent += 1,
@@ -443,7 +545,7 @@ impl Link {
                 }
                 Ok(Answer::Refused(error)) => drop(failed.get_or_insert(error)),
                 // The exporter may have counted the opens, and no request would match a later answer.
-                unusable @ (Ok(Answer::Parts(..)) | Err(_)) => {
+                unusable @ (Ok(Answer::Parts(..) | Answer::Entrusted) | Err(_)) => {
                     let error = unusable.err().unwrap_or_else(|| self.astray("parts in place of an allocation"));
                     keys[at..sent].iter().for_each(|key| self.abandon(*key, mapper, *patience));
                     // The cause of a later failure.
@@ -471,7 +573,7 @@ impl Link {
         let (parts, descriptors) = match self.answer(question, &mut 0, mapper, patience)? {
             Answer::Parts(parts, descriptors) => (parts, descriptors),
             Answer::Refused(error) => return Err(error),
-            Answer::Opened(..) => return Err(self.astray("an allocation in place of its parts")),
+            Answer::Opened(..) | Answer::Entrusted => return Err(self.astray("an answer in place of parts")),
         };
         let mut descriptors = descriptors.into_iter();
         let handles = parts.into_iter().map(|part| {
@@ -500,10 +602,14 @@ impl Link {
                 Message::PartsOpened { question: to, parts } if to == question => {
                     return Ok(Answer::Parts(parts, descriptors));
                 }
+                Message::Entrusted { question: to } if to == question => return Ok(Answer::Entrusted),
                 Message::Refused { question: to, kind, text } if to == question => {
                     return Ok(Answer::Refused(refusal(kind, text)));
                 }
-                Message::Opened { .. } | Message::PartsOpened { .. } | Message::Refused { .. }
+                Message::Opened { .. }
+                | Message::PartsOpened { .. }
+                | Message::Entrusted { .. }
+                | Message::Refused { .. }
                     if *belated < question =>
                 {
                     *belated += 1;
@@ -666,6 +772,7 @@ struct Granted {
 enum Answer {
     Opened(Opened, Vec<OwnedFd>),
     Parts(Vec<HandlePart>, Vec<OwnedFd>),
+    Entrusted,
     Refused(Error),
 }
 
@@ -909,8 +1016,17 @@ impl Importer {
                 Found::Mine(place) => return Ok(Begun::First(place)),
                 Found::There(import) => import,
             };
-            if import.link.is_lost() {
-                return Err(import.link.ended());
+            if import.link.is_lost() && !import.is_inherited() {
+                if !import.link.may_have_heir {
+                    return Err(import.link.ended());
+                }
+                // The name of the exporter may have an heir, which opens the memory anew.
+                let mut state = self.state.lock();
+                if state.stands(&import) {
+                    state.imports.remove(&key);
+                    state.former_imports.push(import);
+                }
+                continue;
             }
             import.check(ticket)?;
             if !import.open.enter() {
@@ -956,7 +1072,7 @@ impl Importer {
             let link = self.link(ticket, mapper, patience).map_err(|error| (at, error))?;
             let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
             let secrets: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.ticket.secret).collect();
-            let (mut granted, failed) = link.open(&keys, &secrets, mapper, &mut patience);
+            let (mut granted, failed) = link.open(&keys, &secrets, true, mapper, &mut patience);
             let answered = failed.clone().map_or(Ok(()), Err);
             self.note_answer(ticket, &answered);
             if let Some(error) = failed {
@@ -1034,8 +1150,11 @@ impl Importer {
         let ptr = mapped.inspect_err(|_| abandon())?;
         let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
         let since = SystemTime::now();
-        let import = Arc::new(Import { link, ticket: ticket_of, counts, ready, device, ptr, is_joined, since, open });
-        let index = (ticket.incarnation, ticket.index);
+        let (held, succession) = (OnceLock::new(), Mutex::default());
+        let ticket = ticket_of;
+        let import = Import { link, ticket, counts, ready, device, ptr, is_joined, since, open, held, succession };
+        let import = Arc::new(import);
+        let index = (import.ticket.incarnation, import.index());
         let mut state = self.state.lock();
         state.by_index.entry(index).or_default().push(Arc::clone(&import));
         import.link.imports.fetch_add(1, Ordering::Relaxed);
@@ -1179,18 +1298,21 @@ impl Importer {
     /// Returns the allocations of other runtimes that are mapped.
     pub(crate) fn list(&self) -> Vec<ListedImport> {
         let state = self.state.lock();
+        // What this process inherited is in the list of its exports.
+        let is_foreign = |import: &&Arc<Import>| !import.is_inherited();
         let list = |import: &Arc<Import>| {
+            let owner = import.heir().unwrap_or_else(|| Arc::clone(&import.link));
             let Ticket { transport, device_uuid, allocation_bytes: bytes, is_pinned, .. } = import.ticket;
             let device = (!is_pinned).then_some(import.device);
-            let process = &import.link.process;
+            let process = &owner.process;
             ListedImport {
                 what: Listed { transport, device, device_uuid, bytes, since: import.since },
                 owner: process.number(),
-                owner_has_ended: import.link.is_lost() || process.has_ended(),
+                owner_has_ended: owner.is_lost() || process.has_ended(),
                 is_idle: !import.open.is_open(),
             }
         };
-        state.imports.values().flatten().map(list).collect()
+        state.mapped().filter(is_foreign).map(list).collect()
     }
 
     /// Handles an exporter that has hung up. It or its runtime has ended, or the connection was cut.
@@ -1207,9 +1329,10 @@ impl Importer {
         }
         let mut state = self.state.lock();
         state.lost_links += 1;
-        let imports = state.imports.values().flatten().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
+        let imports = state.mapped().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
         self.to_unmap.lock().extend(imports);
-        if link.imports.load(Ordering::Relaxed) == 0 {
+        // The next open looks for an heir.
+        if link.may_have_heir || link.imports.load(Ordering::Relaxed) == 0 {
             state.retire(link);
         }
         true
@@ -1247,7 +1370,7 @@ impl Importer {
 
     /// Unmaps everything that no buffer has open.
     pub(crate) fn unmap_idle(&self, mapper: &dyn Mapper) {
-        let imports: Vec<_> = self.state.lock().imports.values().flatten().cloned().collect();
+        let imports: Vec<_> = self.state.lock().mapped().cloned().collect();
         for import in imports {
             self.unmap(&import, mapper);
         }
@@ -1273,8 +1396,12 @@ impl Importer {
             import.counts.released().raise(place_of(import.index()).1);
             import.link.ring();
         }
+        let succession = std::mem::replace(&mut *import.succession.lock(), Succession::Over);
         let mut state = self.state.lock();
-        state.imports.remove(&import.key());
+        if state.stands(import) {
+            state.imports.remove(&import.key());
+        }
+        state.former_imports.retain(|former| !Arc::ptr_eq(former, import));
         let index = (import.ticket.incarnation, import.index());
         if let Some(imports) = state.by_index.get_mut(&index) {
             imports.retain(|other| !Arc::ptr_eq(other, import));
@@ -1286,7 +1413,17 @@ impl Importer {
         if link.imports.fetch_sub(1, Ordering::Relaxed) == 1 && (link.is_lost() || !state.is_current(link)) {
             state.retire(link);
         }
+        let inherited = match succession {
+            Succession::Registered(registration) => {
+                registration.end(import.export(), &mut state);
+                None
+            }
+            Succession::Inherited(kept) => Some(kept),
+            Succession::None | Succession::Over => None,
+        };
         drop(state);
+        // The last of an allocation closes it.
+        drop(inherited);
         self.changed.notify_all();
     }
 
@@ -1306,7 +1443,7 @@ impl Importer {
     /// Returns the number of mappings and their bytes.
     pub(crate) fn mapped(&self) -> (u64, u64) {
         let state = self.state.lock();
-        let imports = || state.imports.values().flatten();
+        let imports = || state.mapped();
         (imports().count() as u64, imports().map(|import| import.ticket.allocation_bytes).sum())
     }
 
@@ -1339,7 +1476,7 @@ mod tests {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
     use super::super::name::Name;
-    use super::super::options::{Method, SharingOptions};
+    use super::super::options::SharingOptions;
     use std::time::Instant;
 
     use super::*;
@@ -1444,7 +1581,8 @@ mod tests {
         let exporter = std::thread::spawn(move || {
             let accept = || {
                 let socket = rustix::net::accept_with(&listener, flags).unwrap();
-                let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation };
+                let welcome =
+                    Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing: None };
                 assert!(hear(socket.as_fd()));
                 send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
                 assert!(hear(socket.as_fd()), "a request");

@@ -10,22 +10,32 @@
 //! | `Parts`: further parts of an allocation whose `Opened` announced some | `PartsOpened`, with their descriptors, or `Refused` |
 //! | `Abandon`: an `Opened` that could not be used | nothing |
 //! | `Ring`: check the flags in the counts | nothing |
+//! | `Entrust`, only to an heir: the handle of memory of the dead owner (`heir.rs`) | `Entrusted` or `Refused` |
 //!
 //! An `Open` names the secret of a ticket that has one. Before Linux 6.5, `Hello` and `Welcome` also bring the pidfd of their senders.
 //!
 //! Version 3 added the parts of adopted memory. An exporter refuses to open memory of several parts for an importer of version 2.
 //!
+//! Version 4 added heirs. The `Welcome` for an importer of version 4 states who may open, and whether its sender is an heir. An heir
+//! refuses older importers.
+//!
 //! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
+use super::options::Openers;
 use super::ticket::{Fields, Secret};
 use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
-pub(crate) const PROTOCOL: u16 = 3;
+pub(crate) const PROTOCOL: u16 = 4;
 /// Oldest version that is understood.
 pub(crate) const OLDEST_PROTOCOL: u16 = 2;
 /// First version that has the parts of adopted memory.
 pub(crate) const PROTOCOL_OF_PARTS: u16 = 3;
+/// First version that has heirs.
+pub(crate) const PROTOCOL_OF_HEIRS: u16 = 4;
+/// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
+/// both processes.
+pub(crate) const AT_ONCE: usize = 32;
 /// Maximum number of parts in one message.
 pub(crate) const MOST_PARTS: usize = super::system::MOST_DESCRIPTORS;
 /// Longest message.
@@ -42,6 +52,8 @@ const REFUSED: u16 = 6;
 const RING: u16 = 7;
 const PARTS: u16 = 8;
 const PARTS_OPENED: u16 = 9;
+const ENTRUST: u16 = 10;
+const ENTRUSTED: u16 = 11;
 const KNOCK: u16 = 20;
 const DOOR: u16 = 21;
 
@@ -72,19 +84,59 @@ pub(crate) struct Part {
     pub(crate) payload: [u8; 64],
 }
 
+/// What a `Welcome` of version 4 states about its sender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Standing {
+    /// True if the sender is the heir of a dead owner, and answers under its name.
+    pub(crate) is_heir: bool,
+    /// The processes that may open the memory. An heir admits the same ones.
+    pub(crate) openers: Openers,
+}
+
+/// An allocation of a dead owner, and some of its parts, for the heir.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Entrusted {
+    pub(crate) key: ExportKey,
+    /// False for page-locked memory.
+    pub(crate) is_device: bool,
+    pub(crate) secret: Option<Secret>,
+    pub(crate) device_uuid: [u8; 16],
+    /// Bytes of the allocation.
+    pub(crate) bytes: u64,
+    /// Number of the latest share, and of the latest share whose device work was done.
+    pub(crate) issued: u64,
+    pub(crate) done: u64,
+    /// Number of the first part in this message, and number of all parts.
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+    /// Each part has a descriptor.
+    pub(crate) parts: Vec<Part>,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
     Knock { incarnation: [u8; 16] },
     Door,
     Hello { version: u16, oldest: u16 },
-    Welcome { version: u16, oldest: u16, incarnation: [u8; 16] },
-    Open { question: u32, key: ExportKey, wants_counts: bool, wants_ready: bool, secret: Option<Secret> },
+    Welcome { version: u16, oldest: u16, incarnation: [u8; 16], standing: Option<Standing> },
+    Open { question: u32, key: ExportKey, wants: Wants, secret: Option<Secret> },
     Opened { question: u32, opened: Opened },
     Parts { question: u32, key: ExportKey, first: u32 },
     PartsOpened { question: u32, parts: Vec<Part> },
     Abandon { key: ExportKey },
     Ring,
+    Entrust { question: u32, entrusted: Entrusted },
+    Entrusted { question: u32 },
     Refused { question: u32, kind: ErrorKind, text: String },
+}
+
+/// What an `Open` requests beside the count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wants {
+    pub(crate) counts: bool,
+    pub(crate) ready: bool,
+    /// False if the importer has the memory mapped already, and only registers at an heir.
+    pub(crate) memory: bool,
 }
 
 /// The kinds of errors that a message can carry, by number. Others are sent as `Vendor`.
@@ -119,6 +171,8 @@ impl Message {
             Self::Ring => RING,
             Self::Parts { .. } => PARTS,
             Self::PartsOpened { .. } => PARTS_OPENED,
+            Self::Entrust { .. } => ENTRUST,
+            Self::Entrusted { .. } => ENTRUSTED,
             Self::Knock { .. } => KNOCK,
             Self::Door => DOOR,
         };
@@ -131,17 +185,28 @@ impl Message {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
             }
-            Self::Welcome { version, oldest, incarnation } => {
+            Self::Welcome { version, oldest, incarnation, standing } => {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
                 bytes.extend(incarnation);
+                if let Some(Standing { is_heir, openers }) = standing {
+                    let (kind, group): (u32, u32) = match openers {
+                        Openers::SameUser => (0, 0),
+                        Openers::Group(group) => (1, *group),
+                        Openers::Secret => (2, 0),
+                    };
+                    bytes.extend(u32::from(*is_heir).to_le_bytes());
+                    bytes.extend(kind.to_le_bytes());
+                    bytes.extend(group.to_le_bytes());
+                }
             }
-            Self::Open { question, key, wants_counts, wants_ready, secret } => {
+            Self::Open { question, key, wants, secret } => {
                 bytes.extend(question.to_le_bytes());
                 bytes.extend(key.index.to_le_bytes());
                 bytes.extend(key.serial.to_le_bytes());
-                let wants = u32::from(*wants_counts) | u32::from(*wants_ready) << 1 | u32::from(secret.is_some()) << 2;
-                bytes.extend(wants.to_le_bytes());
+                let flags = [wants.counts, wants.ready, secret.is_some(), !wants.memory];
+                let flags = flags.iter().rev().fold(0, |flags, flag| flags << 1 | u32::from(*flag));
+                bytes.extend(flags.to_le_bytes());
                 bytes.extend(secret.iter().flat_map(|secret| secret.0));
             }
             Self::Opened { question, opened } => {
@@ -166,6 +231,26 @@ impl Message {
                     bytes.extend(part.payload);
                 }
             }
+            Self::Entrust { question, entrusted } => {
+                bytes.extend(question.to_le_bytes());
+                bytes.extend(entrusted.key.index.to_le_bytes());
+                bytes.extend(entrusted.key.serial.to_le_bytes());
+                let flags = u32::from(entrusted.is_device) | u32::from(entrusted.secret.is_some()) << 1;
+                bytes.extend(flags.to_le_bytes());
+                bytes.extend(entrusted.secret.map_or([0; 16], |secret| secret.0));
+                bytes.extend(entrusted.device_uuid);
+                for number in [entrusted.bytes, entrusted.issued, entrusted.done] {
+                    bytes.extend(number.to_le_bytes());
+                }
+                for number in [entrusted.first, entrusted.count, entrusted.parts.len() as u32] {
+                    bytes.extend(number.to_le_bytes());
+                }
+                for part in &entrusted.parts {
+                    bytes.extend(part.bytes.to_le_bytes());
+                    bytes.extend(part.payload);
+                }
+            }
+            Self::Entrusted { question } => bytes.extend(question.to_le_bytes()),
             Self::Abandon { key } => {
                 bytes.extend(key.index.to_le_bytes());
                 bytes.extend(key.serial.to_le_bytes());
@@ -190,13 +275,18 @@ impl Message {
         fields.u16()?;
         let message = match kind {
             HELLO => Self::Hello { version: fields.u16()?, oldest: fields.u16()? },
-            WELCOME => Self::Welcome { version: fields.u16()?, oldest: fields.u16()?, incarnation: fields.array()? },
+            WELCOME => {
+                let (version, oldest, incarnation) = (fields.u16()?, fields.u16()?, fields.array()?);
+                let standing = if fields.bytes.is_empty() { None } else { Some(take_standing(&mut fields)?) };
+                Self::Welcome { version, oldest, incarnation, standing }
+            }
             OPEN => {
                 let question = fields.u32()?;
                 let key = ExportKey { index: fields.u32()?, serial: fields.u64()? };
-                let wants = fields.u32()?;
-                let secret = if wants & 4 != 0 { Some(Secret(fields.array()?)) } else { None };
-                Self::Open { question, key, wants_counts: wants & 1 != 0, wants_ready: wants & 2 != 0, secret }
+                let flags = fields.u32()?;
+                let secret = if flags & 4 != 0 { Some(Secret(fields.array()?)) } else { None };
+                let wants = Wants { counts: flags & 1 != 0, ready: flags & 2 != 0, memory: flags & 8 == 0 };
+                Self::Open { question, key, wants, secret }
             }
             OPENED => {
                 let question = fields.u32()?;
@@ -217,11 +307,22 @@ impl Message {
             }
             PARTS_OPENED => {
                 let question = fields.u32()?;
-                let count = fields.u32().filter(|&count| count as usize <= MOST_PARTS)?;
-                let mut part = || Some(Part { bytes: fields.u64()?, payload: fields.array()? });
-                let parts = (0..count).map(|_| part()).collect::<Option<_>>()?;
-                Self::PartsOpened { question, parts }
+                Self::PartsOpened { question, parts: take_parts(&mut fields)? }
             }
+            ENTRUST => {
+                let question = fields.u32()?;
+                let key = ExportKey { index: fields.u32()?, serial: fields.u64()? };
+                let flags = fields.u32()?;
+                let secret = Secret(fields.array()?);
+                let (device_uuid, bytes) = (fields.array()?, fields.u64()?);
+                let (issued, done, first, count) = (fields.u64()?, fields.u64()?, fields.u32()?, fields.u32()?);
+                let (is_device, secret) = (flags & 1 != 0, (flags & 2 != 0).then_some(secret));
+                let parts = take_parts(&mut fields)?;
+                let entrusted =
+                    Entrusted { key, is_device, secret, device_uuid, bytes, issued, done, first, count, parts };
+                Self::Entrust { question, entrusted }
+            }
+            ENTRUSTED => Self::Entrusted { question: fields.u32()? },
             ABANDON => Self::Abandon { key: ExportKey { index: fields.u32()?, serial: fields.u64()? } },
             REFUSED => {
                 let question = fields.u32()?;
@@ -241,6 +342,22 @@ impl Message {
     }
 }
 
+fn take_parts(fields: &mut Fields<'_>) -> Option<Vec<Part>> {
+    let count = fields.u32().filter(|&count| count as usize <= MOST_PARTS)?;
+    (0..count).map(|_| Some(Part { bytes: fields.u64()?, payload: fields.array()? })).collect()
+}
+
+fn take_standing(fields: &mut Fields<'_>) -> Option<Standing> {
+    let (flags, kind, group) = (fields.u32()?, fields.u32()?, fields.u32()?);
+    let openers = match kind {
+        0 => Openers::SameUser,
+        1 => Openers::Group(group),
+        2 => Openers::Secret,
+        _ => return None,
+    };
+    Some(Standing { is_heir: flags & 1 != 0, openers })
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -258,11 +375,29 @@ mod tests {
             further: 70_000,
         };
         let parts = vec![Part { bytes: 1 << 33, payload: [9; 64] }; MOST_PARTS];
+        let standing = Standing { is_heir: true, openers: Openers::Group(100) };
+        let wants = Wants { counts: true, ready: false, memory: true };
+        let registers = Wants { counts: false, ready: true, memory: false };
+        let entrusted = Entrusted {
+            key,
+            is_device: true,
+            secret: Some(Secret([6; 16])),
+            device_uuid: [7; 16],
+            bytes: 1 << 40,
+            issued: 3,
+            done: 2,
+            first: 16,
+            count: 70_000,
+            parts: parts.clone(),
+        };
         vec![
             Message::Hello { version: 1, oldest: 1 },
-            Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16] },
-            Message::Open { question: 8, key, wants_counts: true, wants_ready: false, secret: None },
-            Message::Open { question: 8, key, wants_counts: false, wants_ready: true, secret: Some(Secret([6; 16])) },
+            Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16], standing: None },
+            Message::Welcome { version: 4, oldest: 1, incarnation: [5; 16], standing: Some(standing) },
+            Message::Open { question: 8, key, wants, secret: None },
+            Message::Open { question: 8, key, wants: registers, secret: Some(Secret([6; 16])) },
+            Message::Entrust { question: 8, entrusted },
+            Message::Entrusted { question: 8 },
             Message::Knock { incarnation: [5; 16] },
             Message::Door,
             Message::Opened { question: 8, opened },
@@ -281,7 +416,10 @@ mod tests {
             assert!(bytes.len() <= LONGEST);
             assert_eq!(Message::decode(&bytes), Some(message.clone()));
             if !matches!(message, Message::Refused { .. }) {
-                (0..bytes.len()).for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
+                // Without its standing, a welcome is one of an older version.
+                let older = matches!(message, Message::Welcome { standing: Some(_), .. }).then(|| bytes.len() - 12);
+                let cut = (0..bytes.len()).filter(|length| Some(*length) != older);
+                cut.for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
                 assert_eq!(Message::decode(&[&bytes[..], &[0]].concat()), None);
             }
         }

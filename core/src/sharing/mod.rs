@@ -29,13 +29,19 @@
 //! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
 //! belongs to the exporter, and the vendor defines what remains of it. An importer that opened memory with
 //! [`OwnerDeath::Release`] keeps nothing. Its blocks are revoked (`revocation.rs`). The memory is unmapped once the importer's own
-//! work on it is done. `owner.rs` is the program's view of the exporter.
+//! work on it is done. `owner.rs` is the program's view of the exporter. An importer that opened memory with [`OwnerDeath::Inherit`]
+//! takes the exporter's name, and answers its tickets (`heir.rs`).
 
 mod batch;
 mod counts;
+mod desk;
 mod exporter;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzed;
+mod heir;
+mod heirs;
+mod held;
+mod holder;
 mod identity;
 mod importer;
 mod joined;
@@ -68,6 +74,7 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 
 pub use batch::TicketBatch;
+pub use holder::{HeldAllocation, HeldState, Holder};
 pub use options::{Openers, Rendezvous, SharingOptions};
 pub use owner::{DeathWatch, ImportOptions, Owner, OwnerDeath};
 pub use processes::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
@@ -89,11 +96,14 @@ use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
 use crate::pool::host_files::HostFiles;
 use crate::services::Services;
+use desk::Desk;
 use exporter::{Exporter, Grant, Memory};
+use heirs::Heirs;
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use identity::Process;
 use importer::{Importer, Link, Mapper, Pieces};
 use joined::{Joined, unmap_joined};
+use message::Standing;
 use name::Name;
 use owner::{Deaths, NoticesDeaths};
 use pinned_handle::PINNED;
@@ -115,7 +125,9 @@ pub(crate) struct Sharing {
     importer: Importer,
     /// The closures of the program that wait for deaths.
     deaths: Deaths,
-    bell: Bell,
+    /// The dead owners that this runtime answers for.
+    heirs: Heirs,
+    bell: Arc<Bell>,
     /// Bound by the first share.
     listener: OnceLock<Listener>,
     meeting: Arc<Meeting>,
@@ -263,7 +275,8 @@ impl Sharing {
             exporter: Exporter::default(),
             importer: Importer::default(),
             deaths: Deaths::default(),
-            bell: Bell::new(operation)?,
+            heirs: Heirs::default(),
+            bell: Arc::new(Bell::new(operation)?),
             listener: OnceLock::new(),
             meeting,
             binding: Mutex::new(()),
@@ -357,6 +370,7 @@ impl Sharing {
             let _ = rustix::net::shutdown(lister, rustix::net::Shutdown::Both);
         }
         self.exporter.disconnect();
+        self.heirs.close(&self.meeting);
     }
 
     /// Returns the socket for requests of the list, if there is one.
@@ -452,32 +466,6 @@ impl Sharing {
         self.exporter.close(key, None);
     }
 
-    /// Creates the vendor's handle of a part for an importer.
-    fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {
-        match &grant.memory {
-            Memory::Device(block, parts) => {
-                let ipc = self.services().ipc("share")?;
-                let part = parts[number];
-                // SAFETY: The grant keeps the block alive, which keeps its parts.
-                let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
-                handle.bytes = part.bytes;
-                Ok(handle)
-            }
-            Memory::Pinned(file) => file.handle(grant.bytes),
-        }
-    }
-
-    /// Frees memory that has left limbo, in the order of the streams that used it in this process.
-    fn free(&self, freed: Vec<DeferredFree>) {
-        if freed.is_empty() {
-            return;
-        }
-        for free in freed {
-            if free.unmarked { self.frees.strand(free) } else { self.frees.defer(free) }
-        }
-        self.services().trim_in_passing();
-    }
-
     /// Frees and unmaps all memory that other processes have released, without waiting for the service. Returns the bytes that
     /// left limbo.
     pub(crate) fn trim(&self) -> u64 {
@@ -487,6 +475,10 @@ impl Sharing {
                 let freed = self.exporter.peer_ended(peer.id);
                 self.free(freed);
             }
+        }
+        for estate in self.estates() {
+            let ended = estate.exporter().peers().into_iter().filter(|peer| peer.process.has_ended());
+            ended.for_each(|peer| drop(estate.exporter().peer_ended(peer.id)));
         }
         self.importer.try_refused_again();
         self.settle();
@@ -580,9 +572,10 @@ impl Sharing {
     }
 
     /// Handles the end of an exporter's process.
-    fn link_ended(&self, link: &Arc<Link>) {
+    fn link_ended(self: &Arc<Self>, link: &Arc<Link>) {
         if self.importer.link_ended(link) {
             self.revoke(link);
+            self.succeed(*link.incarnation());
         }
     }
 
@@ -593,7 +586,7 @@ impl Sharing {
     }
 
     /// Handles the end of a process for which closures wait.
-    fn watched_ended(&self, process: &Arc<Process>) {
+    fn watched_ended(self: &Arc<Self>, process: &Arc<Process>) {
         // The memory is revoked before the closures run.
         for link in self.importer.links() {
             if link.process.has_ended() {
@@ -618,11 +611,16 @@ impl Sharing {
 
     /// Returns the memory that this runtime shares and has open.
     fn listing(&self) -> listing::Listing {
-        listing::Listing { exports: self.exporter.list(), imports: self.importer.list(), left_off: 0 }
+        let estates = self.estates();
+        let inherited = estates.iter().flat_map(|estate| estate.exporter().list());
+        let exports = self.exporter.list().into_iter().chain(inherited).collect();
+        listing::Listing { exports, imports: self.importer.list(), left_off: 0 }
     }
 
     pub(crate) fn statistics(&self) -> SharingStatistics {
-        let exported = self.exporter.counts();
+        let estates = self.estates();
+        let inherited = estates.iter().map(|estate| estate.exporter().counts());
+        let exported = inherited.fold(self.exporter.counts(), std::ops::Add::add);
         let (mappings, mapped_bytes) = self.importer.mapped();
         SharingStatistics {
             exported_blocks: exported.blocks,
@@ -644,6 +642,56 @@ impl Sharing {
             trims: self.trims.load(Ordering::Relaxed),
             trimmed_bytes: self.trimmed_bytes.load(Ordering::Relaxed),
         }
+    }
+}
+
+impl Desk for Sharing {
+    fn exporter(&self) -> &Exporter {
+        &self.exporter
+    }
+
+    fn listener(&self) -> Option<&Listener> {
+        self.listener.get()
+    }
+
+    fn incarnation(&self) -> [u8; 16] {
+        self.incarnation
+    }
+
+    fn standing(&self) -> Standing {
+        Standing { is_heir: false, openers: self.meeting.openers }
+    }
+
+    fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {
+        match &grant.memory {
+            Memory::Device(block, parts) => {
+                let ipc = self.services().ipc("share")?;
+                let part = parts[number];
+                // SAFETY: The grant keeps the block alive, which keeps its parts.
+                let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
+                handle.bytes = part.bytes;
+                Ok(handle)
+            }
+            Memory::Pinned(file) => file.handle(grant.bytes),
+            Memory::Held(held) => held.handle(number),
+        }
+    }
+
+    /// Frees memory that has left limbo, in the order of the streams that used it in this process.
+    fn free(&self, freed: Vec<DeferredFree>) {
+        if freed.is_empty() {
+            return;
+        }
+        for free in freed {
+            if free.unmarked { self.frees.strand(free) } else { self.frees.defer(free) }
+        }
+        self.services().trim_in_passing();
+    }
+}
+
+impl std::fmt::Debug for Sharing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sharing").field("pid", &self.pid).finish_non_exhaustive()
     }
 }
 
@@ -683,6 +731,7 @@ impl Sharing {
         self.exporter.is_locked()
             || self.importer.is_locked()
             || self.deaths.is_locked()
+            || self.heirs.is_locked()
             || self.binding.is_locked()
             || self.thread.is_locked()
     }
@@ -691,7 +740,7 @@ impl Sharing {
         crate::testing::Held((
             self.exporter.hold_lock(),
             self.importer.hold_locks(),
-            self.deaths.hold_lock(),
+            (self.deaths.hold_lock(), self.heirs.hold_lock()),
             self.binding.lock(),
             self.thread.lock(),
             self.changing.lock(),

@@ -27,8 +27,18 @@ fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: 
 fn original(sharing: &Sharing, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
     match sharing.original(ticket)? {
         Memory::Device(block, _) => Ok(block),
-        Memory::Pinned(_) => Err(not_given_out("its allocation is page-locked memory")),
+        Memory::Pinned(_) | Memory::Held(_) => Err(not_given_out("its allocation is page-locked memory")),
     }
+}
+
+/// Refuses a ticket that this process could not inherit, if the options ask for that.
+fn check_heir(sharing: &Sharing, ticket: &Ticket, options: &ImportOptions) -> Result<()> {
+    if options.owner_death() == OwnerDeath::Inherit { sharing.check_heir(ticket) } else { Ok(()) }
+}
+
+/// Keeps the handles of an import that this process may inherit.
+fn hold(sharing: &Arc<Sharing>, import: &Arc<Import>, options: &ImportOptions) -> Result<()> {
+    if options.owner_death() == OwnerDeath::Inherit { sharing.hold(import) } else { Ok(()) }
 }
 
 /// Returns an error of one part of a batch, with the name of the part.
@@ -95,8 +105,11 @@ impl Runtime {
             let range = range_in::<T>(&block, ticket.offset, ticket.length)?;
             return Ok(DeviceBuffer::part(self.clone(), block, range));
         }
+        check_heir(sharing, ticket, options)?;
         let device = device_with_transport(OPERATION, device, ticket)?;
         let import = sharing.open(Wanted { ticket, device })?;
+        hold(sharing, &import, options)
+            .inspect_err(|_| sharing.release_after(Arc::clone(&import), Vec::new(), false))?;
         Ok(DeviceBuffer::part(self.clone(), self.imported(import, options), range))
     }
 
@@ -245,16 +258,21 @@ impl Runtime {
         for (number, ticket) in allocations.iter().enumerate() {
             let device = self.device_of(OPERATION, ticket).map_err(|error| of_allocation(number, error))?;
             if !sharing.is_own(ticket) {
-                let device = device_with_transport(OPERATION, device, ticket);
-                let device = device.map_err(|error| of_allocation(number, error))?;
+                let device = check_heir(sharing, ticket, options)
+                    .and_then(|()| device_with_transport(OPERATION, device, ticket))
+                    .map_err(|error| of_allocation(number, error))?;
                 foreign.push((number, Wanted { ticket, device }));
             }
         }
         let wanted: Vec<_> = foreign.iter().map(|(_, wanted)| *wanted).collect();
         let imports = sharing.open_all(&wanted).map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
         // From here on, the blocks release the imports if the call fails.
+        let held: Vec<_> = imports.iter().map(|import| hold(sharing, import, options)).collect();
         let mut imported =
             imports.into_iter().map(|import| self.imported(import, options)).collect::<Vec<_>>().into_iter();
+        for (held, (number, _)) in held.into_iter().zip(&foreign) {
+            held.map_err(|error| of_allocation(*number, error))?;
+        }
         let mut blocks = Vec::with_capacity(allocations.len());
         for (number, ticket) in allocations.iter().enumerate() {
             let block = if sharing.is_own(ticket) {

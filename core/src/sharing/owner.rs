@@ -29,6 +29,13 @@ pub enum OwnerDeath {
     /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. From then on, the memory is
     /// released once the program has dropped the buffer.
     Release,
+    /// This process becomes the owner when the owner dies. The buffer stays usable, as with `Keep`. Tickets that were issued before stay
+    /// valid: this process answers them while it has the buffer, as the owner did. If several processes chose this, one of them
+    /// answers, and the next one after its death.
+    ///
+    /// The process keeps a descriptor of the memory. An open returns `Unsupported` if the transport is not
+    /// [`Transport::Descriptor`](crate::Transport::Descriptor), or the rendezvous is an inherited descriptor, which has no name to take.
+    Inherit,
 }
 
 /// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).

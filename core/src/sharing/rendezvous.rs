@@ -15,6 +15,10 @@
 //! boot finds that no process has it open. That exporter tries a socket of another type and reads the error. So it makes no
 //! connection, and disturbs no live exporter. Files of another boot stay, because they may belong to another machine that mounts
 //! the directory.
+//!
+//! *Heirs.* An heir takes the name of a dead exporter. The kernel frees an abstract name when its last socket is closed, and binding
+//! it decides between several heirs. The file of a dead exporter stays. Heirs and exporters that remove such files hold the lock
+//! of the directory (`flock`) meanwhile, so none of them removes the file of a live process.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -22,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -112,6 +116,43 @@ impl Meeting {
         Ok(listener(socket, false))
     }
 
+    /// Takes the name of an exporter that has ended, and listens for its importers. `None` while another process has the name.
+    pub(super) fn inherit(&self, name: Name, openers: Openers) -> Result<Option<Listener>> {
+        let failed = |errno| os_error("inherit", "socket for importers", errno);
+        let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
+        let bound = match &self.place {
+            Place::Directory(directory) => directory.rebind(&socket, name, openers),
+            Place::Abstract => SocketAddrUnix::new_abstract_name(&name.address())
+                .and_then(|address| rustix::net::bind(&socket, &address)),
+            Place::Descriptor(_) => return Err(no_name()),
+        };
+        match bound {
+            Ok(()) => {}
+            Err(Errno::ADDRINUSE | Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(failed(errno)),
+        }
+        rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
+        Ok(Some(Listener { socket, is_inherited: false, has_ended: AtomicBool::new(false) }))
+    }
+
+    /// Returns whether this process can take the name of an exporter that is found by a method.
+    ///
+    /// # Errors
+    /// `Unsupported` if the method has no names; `InvalidArgument` if the place is not that of the exporter.
+    pub(super) fn check_heir(&self, method: Method) -> Result<()> {
+        match (method, &self.place) {
+            (Method::Descriptor, _) => Err(no_name()),
+            (Method::Directory, Place::Directory(directory)) => match directory.lock() {
+                Ok(_) | Err(Errno::AGAIN) => Ok(()),
+                Err(errno) => Err(directory
+                    .failed("inherit", errno)
+                    .with_hint("give this process the right to list the directory, which an heir locks")),
+            },
+            (Method::Abstract, Place::Abstract) => Ok(()),
+            _ => Err(self.elsewhere(method)),
+        }
+    }
+
     /// Ends the listening at the end of a runtime, and removes its file.
     pub(crate) fn close(&self, listener: &Listener, name: Name) {
         if listener.is_inherited {
@@ -171,6 +212,14 @@ impl Meeting {
         Error::new(ErrorKind::InvalidArgument, OPERATION, message)
             .with_hint(format!("set `{example}` in HIGHWATER_SHARING, or `SharingOptions::with_rendezvous`"))
     }
+}
+
+/// Returns the error for an heir of an exporter without a name.
+fn no_name() -> Error {
+    let message = "an exporter at an inherited descriptor has no name that an heir could take";
+    Error::new(ErrorKind::Unsupported, OPERATION, message).with_hint(
+        "share with the rendezvous `abstract` or `directory:PATH`, or open the memory with `OwnerDeath::Keep`",
+    )
 }
 
 /// Connects until the exporter's queue of connections has space.
@@ -384,6 +433,28 @@ impl Directory {
         changed.inspect_err(|_| self.remove(&file))
     }
 
+    /// Takes the lock for removing the files of dead exporters. The lock ends with the result, or with this process.
+    ///
+    /// # Errors
+    /// `AGAIN` if another process has it.
+    fn lock(&self) -> std::result::Result<OwnedFd, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        // A description of its own, because two threads of one process exclude each other, too.
+        let lock = rustix::fs::openat(&self.descriptor, ".", flags, Mode::empty())?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(lock)
+    }
+
+    /// Binds the name of an exporter that has ended, in place of its file.
+    fn rebind(&self, socket: &OwnedFd, name: Name, openers: Openers) -> std::result::Result<(), Errno> {
+        let _lock = self.lock()?;
+        let file = name.file();
+        if self.is_left(&file) {
+            rustix::fs::unlinkat(&self.descriptor, file.as_str(), AtFlags::empty())?;
+        }
+        self.bind(socket, name, openers)
+    }
+
     fn remove(&self, file: &str) {
         // A later exporter removes it otherwise.
         let _ = rustix::fs::unlinkat(&self.descriptor, file, AtFlags::empty());
@@ -395,6 +466,8 @@ impl Directory {
             return;
         }
         let prefix = name.boot_prefix();
+        // Without the lock, a file may be that of an heir by the time of its removal.
+        let Ok(_lock) = self.lock() else { return };
         let Ok(entries) = Dir::read_from(&self.descriptor) else { return };
         for entry in entries.filter_map(std::result::Result::ok) {
             if let Some(file) = entry.file_name().to_str().ok().filter(|file| file.starts_with(&prefix))

@@ -41,6 +41,9 @@ const READY: usize = READY_HEADER;
 const ISSUED: usize = READY + SLOTS;
 const READY_WORDS: usize = ISSUED + SLOTS;
 
+/// In the number of the latest share: the exporter is dead, and an heir answers.
+const ORPHANED: u64 = 1 << 63;
+
 const PAGE: usize = 4096;
 
 /// A mapping of a sealed file, as words.
@@ -199,11 +202,34 @@ impl ReadySegment {
         fence(Ordering::Release);
     }
 
+    /// Takes the state of a slot over from the segment of a dead exporter. No share after `done` becomes ready.
+    pub(crate) fn inherit(&self, slot: usize, issued: u64, done: u64) {
+        self.issue(slot, issued | ORPHANED);
+        self.publish(slot, done);
+    }
+
+    /// Returns the numbers of the latest share and of the latest share whose device work is done.
+    pub(crate) fn latest(&self, slot: usize) -> (u64, u64) {
+        fence(Ordering::Acquire);
+        let words = self.0.words();
+        let issued = words[ISSUED + slot].load(Ordering::Relaxed) & !ORPHANED;
+        match words[READY + slot].load(Ordering::Acquire) {
+            // The failed work belongs to the latest shares. The tickets before it are not known apart.
+            Self::FAILED => (issued, 0),
+            done => (issued, done.min(issued)),
+        }
+    }
+
+    /// Returns whether the exporter died before the device work of the latest shares was done, so that no wait for it ends.
+    pub(crate) fn is_orphaned(&self, slot: usize) -> bool {
+        self.0.words()[ISSUED + slot].load(Ordering::Relaxed) & ORPHANED != 0
+    }
+
     /// Returns whether a ticket with this number can have been given out. The caller must have the allocation open, so
     /// that the slot belongs to it.
     pub(crate) fn is_issued(&self, slot: usize, number: u64) -> bool {
         fence(Ordering::Acquire);
-        number <= self.0.words()[ISSUED + slot].load(Ordering::Relaxed)
+        number <= self.0.words()[ISSUED + slot].load(Ordering::Relaxed) & !ORPHANED
     }
 
     /// Publishes that the device work before share `number` is done.

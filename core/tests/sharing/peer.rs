@@ -8,7 +8,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, SharedPinnedBuffer, Stream, Ticket};
+use highwater_core::ipc::Holder;
+use highwater_core::{
+    DeviceBuffer, Error, ErrorKind, ImportOptions, OwnerDeath, Runtime, SharedPinnedBuffer, Stream, Ticket,
+};
 use highwater_mock::{MockGpu, MockOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
@@ -134,6 +137,7 @@ pub(crate) fn obey() {
         batches: HashMap::new(),
         pinned: HashMap::new(),
         children: Vec::new(),
+        holder: None,
     };
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -208,6 +212,7 @@ struct Obedient {
     batches: HashMap<String, Vec<DeviceBuffer<u32>>>,
     pinned: HashMap<String, SharedPinnedBuffer<u32>>,
     children: Vec<Child>,
+    holder: Option<Holder>,
 }
 
 impl Obedient {
@@ -231,6 +236,26 @@ impl Obedient {
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);
                 Ok(len.to_string())
             }
+            // To inherit it.
+            ["open-heir", name, ticket] => {
+                let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+                let buffer = self.runtime.open_shared_with::<u32>(&ticket.parse::<Ticket>()?, &options)?;
+                let len = buffer.len();
+                self.buffers.entry(name.to_owned()).or_default().push(buffer);
+                Ok(len.to_string())
+            }
+            // Holds the allocation of a ticket, without a device.
+            ["hold", ticket] => {
+                if self.holder.is_none() {
+                    self.holder = Some(Holder::new()?);
+                }
+                self.holder.as_ref().unwrap().hold(&ticket.parse()?).map(|()| "held".to_owned())
+            }
+            ["held"] => {
+                let held = self.holder.as_ref().map(Holder::held).unwrap_or_default();
+                Ok(held.iter().map(|held| format!("{:?}", held.state)).collect::<Vec<_>>().join(","))
+            }
+            ["end-holder"] => Ok(self.holder.take().is_some().to_string()),
             ["open-batch", name, batch] => {
                 let buffers = self.runtime.open_shared_all::<u32>(&batch.parse()?)?;
                 let len = buffers.len();
@@ -297,6 +322,26 @@ impl Obedient {
                     sharing.peers,
                     sharing.lost_exporters
                 ))
+            }
+            // The allocations that this process shares or has inherited, and the importers that it counts.
+            ["exports"] => {
+                let sharing = self.runtime.statistics().sharing;
+                Ok(format!("{} {} {}", sharing.exported_blocks, sharing.limbo_blocks, sharing.peers))
+            }
+            // Closes every socket, so that the names of the process are free, as after its end.
+            ["close-sockets"] => {
+                let null = std::fs::File::open("/dev/null").unwrap();
+                let mut closed = 0;
+                for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+                    let number: i32 = entry.file_name().to_str().unwrap().parse().unwrap();
+                    let target = std::fs::read_link(entry.path()).unwrap_or_default();
+                    if number > 2 && target.to_string_lossy().starts_with("socket:") {
+                        // SAFETY: the number stays open, as another file.
+                        assert!(unsafe { libc::dup2(std::os::fd::AsRawFd::as_raw_fd(&null), number) } >= 0);
+                        closed += 1;
+                    }
+                }
+                Ok(closed.to_string())
             }
             ["trim"] => self.runtime.trim().map(|()| "trimmed".to_owned()),
             // A process that inherits every descriptor of this one, and lives on.

@@ -6,7 +6,8 @@
 //! nothing of a killed worker is left in the others (`reclaim`). The contents of memory name it (`pattern`), so early frees and
 //! stray writes are found.
 //!
-//! With `--owner-kills`, this process opens the memory of its children instead, and kills those (`owners`).
+//! With `--owner-kills`, this process opens the memory of its children instead, and kills those (`owners`). With `--heir-kills`, other
+//! children inherit the memory (`succession`).
 
 mod books;
 mod descriptors;
@@ -18,6 +19,7 @@ mod pattern;
 mod random;
 mod reclaim;
 mod report;
+pub(super) mod succession;
 mod supervisor;
 pub(super) mod worker;
 
@@ -52,13 +54,19 @@ pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdic
     child::check_rendezvous(false)?;
     let seed = arguments.seed.unwrap_or_else(any_seed);
     output::line(format_args!("seed {seed}"));
-    let kills = arguments.owner_kills.unwrap_or(arguments.kills);
+    let kills = arguments.owner_kills.or(arguments.heir_kills).unwrap_or(arguments.kills);
     let (processes, backend) = (arguments.processes, arguments.backend.as_deref());
     let progress = Progress::new("kills", kills, json);
     let pulse = watch(json, seed);
     if arguments.owner_kills.is_some() {
         let soak = owners::Soak { kills, owners: processes, seed, backend };
         let report = owners::run(&soak, &progress, &pulse);
+        drop(progress);
+        let report = report?;
+        return print(json, report.to_json(), report.to_table(), &report.faults());
+    }
+    if arguments.heir_kills.is_some() {
+        let report = succession::run(&succession::Soak { kills, seed, backend }, &progress, &pulse);
         drop(progress);
         let report = report?;
         return print(json, report.to_json(), report.to_table(), &report.faults());

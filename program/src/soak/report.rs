@@ -99,7 +99,7 @@ impl Reasons {
 }
 
 /// Returns a quantile of times, in milliseconds.
-fn quantile(times: &[Duration], part: f64) -> Option<f64> {
+pub(super) fn quantile(times: &[Duration], part: f64) -> Option<f64> {
     let mut times = times.to_vec();
     times.sort_unstable();
     let at = ((part * times.len() as f64) as usize).min(times.len().checked_sub(1)?);

@@ -1,0 +1,167 @@
+//! The succession of a runtime: it takes the names of dead owners whose memory it keeps, or registers at their heirs.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::Sharing;
+use super::desk::Desk as _;
+use super::heir::Estate;
+use super::held::no_descriptor;
+use super::importer::{Import, Mapper as _};
+use super::rendezvous::Meeting;
+use super::ticket::Ticket;
+use crate::own_thread::spawn;
+use highwater_hal::{Result, Transport};
+
+/// Interval between two looks for an heir: shortest and longest.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
+const APPEARS_WITHIN: Duration = Duration::from_secs(5);
+
+/// The dead owners that a runtime answers for, and those whose heirs it looks for.
+#[derive(Debug, Default)]
+pub(super) struct Heirs {
+    estates: Mutex<Vec<Arc<Estate>>>,
+    /// Incarnations whose heir a thread looks for.
+    searches: Mutex<HashSet<[u8; 16]>>,
+}
+
+impl Heirs {
+    /// Gives all names up at the end of the runtime.
+    pub(super) fn close(&self, meeting: &Meeting) {
+        let estates = std::mem::take(&mut *self.estates.lock());
+        estates.iter().for_each(|estate| estate.close(meeting));
+    }
+}
+
+impl Sharing {
+    /// Returns the dead owners that this runtime answers for.
+    pub(super) fn estates(&self) -> Vec<Arc<Estate>> {
+        self.heirs.estates.lock().clone()
+    }
+
+    /// Refuses a ticket whose memory this process could not inherit.
+    pub(crate) fn check_heir(&self, ticket: &Ticket) -> Result<()> {
+        if ticket.transport != Transport::Descriptor {
+            return Err(no_descriptor(ticket.transport));
+        }
+        self.meeting.check_heir(ticket.method)
+    }
+
+    /// Keeps the handles of an import, so that this process can inherit it.
+    pub(crate) fn hold(self: &Arc<Self>, import: &Arc<Import>) -> Result<()> {
+        self.importer.hold(import, &self.mapper())?;
+        if import.link.is_lost() {
+            // The owner died in the meantime.
+            self.succeed(import.ticket.incarnation);
+        }
+        Ok(())
+    }
+
+    /// Settles the imports of an owner that has died, or whose heir has.
+    pub(super) fn succeed(self: &Arc<Self>, incarnation: [u8; 16]) {
+        if self.importer.widowed(&incarnation).is_empty() || self.inherit(&incarnation) {
+            return;
+        }
+        if !self.heirs.searches.lock().insert(incarnation) {
+            return;
+        }
+        // The service must not wait for another process, which may wait for this one. The thread keeps the runtime's state only while it
+        // looks, and not between two looks.
+        let sharing = Arc::downgrade(self);
+        let search = spawn(("highwater-heir", "inherit", ""), move || search(&sharing, incarnation));
+        if let Err(error) = search {
+            self.heirs.searches.lock().remove(&incarnation);
+            crate::warnings::warning!("no heir of a dead owner was looked for: {error}");
+        }
+    }
+
+    /// Takes the name of a dead owner, if this process keeps memory of it. Returns whether this process is the heir.
+    fn inherit(&self, incarnation: &[u8; 16]) -> bool {
+        // Held to the end, so that two threads do not inherit at the same time.
+        let mut estates = self.heirs.estates.lock();
+        let widowed = self.importer.widowed(incarnation);
+        if let Some(estate) = estates.iter().find(|estate| estate.incarnation() == *incarnation) {
+            self.importer.inherit(&widowed, estate, &self.bell);
+            return true;
+        }
+        let Some(first) = widowed.iter().find(|import| import.is_held()) else { return false };
+        match Estate::take(&self.meeting, first.ticket.exporter(), first.link.openers()) {
+            Ok(Some(estate)) => {
+                self.importer.inherit(&widowed, &estate, &self.bell);
+                estates.push(estate);
+                self.ring();
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                tracing::debug!("the name of a dead owner was not taken: {error}");
+                false
+            }
+        }
+    }
+
+    /// Looks once for the heir of an owner, and registers there. Returns whether the search is over.
+    fn look_for_heir(&self, incarnation: &[u8; 16], started: Instant) -> bool {
+        let widowed = self.importer.widowed(incarnation);
+        let keeps = widowed.iter().any(|import| import.is_held());
+        if widowed.is_empty() || self.is_stopping() || self.mapper().check().is_err() || self.inherit(incarnation) {
+            return true;
+        }
+        match self.importer.register(&widowed, &self.mapper(), &self.bell) {
+            Ok(()) => true,
+            Err(error) if !keeps && started.elapsed() > APPEARS_WITHIN => {
+                tracing::debug!("a dead owner has no heir: {error}");
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Completes the releases of inherited memory, and gives up the names that no allocation needs any more.
+    pub(super) fn settle_estates(&self) {
+        let estates = self.estates();
+        for estate in &estates {
+            // Nothing of this process waits for the importers.
+            drop(estate.exporter().released());
+        }
+        if estates.iter().any(|estate| estate.is_over()) {
+            let over: Vec<_> = self.heirs.estates.lock().extract_if(.., |estate| estate.is_over()).collect();
+            over.iter().for_each(|estate| estate.close(&self.meeting));
+        }
+    }
+}
+
+/// Looks for the heir of an owner until the imports of this process are settled.
+fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
+    let started = Instant::now();
+    let mut pause = SHORTEST_PAUSE;
+    while let Some(sharing) = sharing.upgrade() {
+        if sharing.look_for_heir(&incarnation, started) {
+            sharing.heirs.searches.lock().remove(&incarnation);
+            if sharing.importer.has_lost_heir(&incarnation) && !sharing.is_stopping() {
+                // It died after the search.
+                sharing.succeed(incarnation);
+            }
+            return;
+        }
+        drop(sharing);
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+#[cfg(test)]
+impl Heirs {
+    pub(super) fn is_locked(&self) -> bool {
+        self.estates.is_locked() || self.searches.is_locked()
+    }
+
+    pub(super) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held((self.estates.lock(), self.searches.lock()))
+    }
+}

@@ -1,0 +1,467 @@
+//! [`Holder`]: keeps the handles of shared memory without a device, and answers its tickets when the owner dies.
+//!
+//! A holder is an heir of last resort (`heir.rs`), in a process that maps nothing. It counts as an importer of a live owner. One thread
+//! answers importers and waits for deaths. A short-lived thread registers at an heir, because the answering thread must not wait for
+//! another process.
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+use super::desk::{Desk, LOOK_EVERY, Reception, Visit, Visitors};
+use super::heir::{Estate, Kept};
+use super::held::{HeldMemory, no_descriptor};
+use super::importer::{CountedAt, Link, Mapper, Pieces};
+use super::message::ExportKey;
+use super::options::SharingOptions;
+use super::patience::Patience;
+use super::rendezvous::Meeting;
+use super::system::{Bell, drain};
+use super::ticket::Ticket;
+use crate::own_thread::spawn;
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
+
+const OPERATION: &str = "hold";
+/// Interval between two looks for an heir: shortest and longest.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// Time limit for the answers of an owner.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
+/// Keeps shared memory beyond the death of its owner, without a device. It keeps descriptors and maps nothing.
+///
+/// When the owner dies, the holder becomes its heir, as an importer with [`OwnerDeath::Inherit`](crate::OwnerDeath::Inherit) does: tickets
+/// that were issued before stay valid while the holder exists. If the owner lives and drops its buffer, the holder lets the memory go.
+/// The environment variable `HIGHWATER_SHARING` has effect as for a runtime.
+///
+/// ```
+/// use highwater_core::Runtime;
+/// use highwater_core::ipc::{HeldState, Holder};
+/// use highwater_mock::{MockGpu, MockOptions};
+///
+/// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+/// let weights = runtime.device(0)?.allocate_shared::<f32>(1000)?;
+/// let ticket = weights.share()?;
+///
+/// // In a process that outlives the one above:
+/// let holder = Holder::new()?;
+/// holder.hold(&ticket)?;
+/// assert_eq!(holder.held()[0].state, HeldState::Owned { pid: Some(std::process::id()) });
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Holder {
+    state: Arc<State>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The state of an allocation of a [`Holder`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HeldState {
+    /// Another process answers: the owner or an heir. `pid` is its process id, as this process sees it; `None` for a process of another
+    /// PID namespace.
+    Owned {
+        /// The process id.
+        pid: Option<u32>,
+    },
+    /// The owner is dead, and no process answers yet.
+    Orphaned,
+    /// The owner is dead, and this holder answers.
+    Inherited,
+    /// The owner has dropped the memory, or an heir has refused it. The holder keeps it no more.
+    Released,
+}
+
+/// An allocation of a [`Holder`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeldAllocation {
+    /// A ticket of the whole allocation.
+    pub ticket: Ticket,
+    /// The state of the allocation.
+    pub state: HeldState,
+}
+
+#[derive(Debug)]
+struct State {
+    bell: Arc<Bell>,
+    meeting: Meeting,
+    is_stopping: AtomicBool,
+    held: Mutex<Vec<Held>>,
+    estates: Mutex<Vec<Arc<Estate>>>,
+    /// Incarnations whose heir a thread looks for.
+    searches: Mutex<HashSet<[u8; 16]>>,
+}
+
+#[derive(Debug)]
+struct Held {
+    ticket: Ticket,
+    /// The numbers of the latest share, and of the latest share whose work is done.
+    counted: CountedAt,
+    memory: Arc<HeldMemory>,
+    place: Place,
+}
+
+/// The process that answers for an allocation.
+#[derive(Debug)]
+enum Place {
+    Other(Arc<Link>),
+    Here { _kept: Kept },
+    Released,
+}
+
+impl Held {
+    fn is_widowed(&self) -> bool {
+        matches!(&self.place, Place::Other(link) if link.is_lost())
+    }
+
+    fn link(&self) -> Option<&Arc<Link>> {
+        match &self.place {
+            Place::Other(link) => Some(link),
+            Place::Here { .. } | Place::Released => None,
+        }
+    }
+
+    /// Ends the count at a process that answers.
+    fn end(&mut self) {
+        if let Place::Other(link) = std::mem::replace(&mut self.place, Place::Released) {
+            self.counted.end(&link, self.memory.key);
+        }
+    }
+}
+
+/// A source that woke the thread.
+enum Source {
+    Bell,
+    Visit(Visit),
+    Rings(Arc<Link>),
+    Ended(Arc<Link>),
+}
+
+impl Holder {
+    /// Starts a holder of nothing, with the thread that answers.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `HIGHWATER_SHARING` is not valid; `OperatingSystem` if no descriptor or thread is left.
+    pub fn new() -> Result<Self> {
+        Self::with_options(&SharingOptions::new())
+    }
+
+    /// Starts a holder with options. The environment variable fills in those that are not set.
+    ///
+    /// # Errors
+    /// As [`Holder::new`].
+    pub fn with_options(options: &SharingOptions) -> Result<Self> {
+        let meeting = Meeting::open(options.or(SharingOptions::from_environment()?))?;
+        let bell = Arc::new(Bell::new(OPERATION)?);
+        let (is_stopping, held, estates, searches) =
+            (AtomicBool::new(false), Mutex::default(), Mutex::default(), Mutex::default());
+        let state = Arc::new(State { bell, meeting, is_stopping, held, estates, searches });
+        let of_thread = Arc::clone(&state);
+        let thread = Some(spawn(("highwater-hold", OPERATION, ""), move || of_thread.run())?);
+        Ok(Self { state, thread })
+    }
+
+    /// Holds the whole allocation of a ticket from now on, of device memory or of page-locked memory.
+    ///
+    /// # Errors
+    /// `Unsupported` if the memory is not shared by descriptor, or its exporter is found by an inherited descriptor; otherwise as
+    /// [`Runtime::open_shared`](crate::Runtime::open_shared).
+    pub fn hold(&self, ticket: &Ticket) -> Result<()> {
+        let state = &self.state;
+        if ticket.transport != Transport::Descriptor {
+            return Err(no_descriptor(ticket.transport));
+        }
+        state.meeting.check_heir(ticket.method)?;
+        let whole = ticket.clone().part(0, ticket.allocation_bytes);
+        let is_same = |held: &Held| {
+            let (known, ticket) = (&held.ticket, &whole);
+            (known.incarnation, known.serial, known.secret) == (ticket.incarnation, ticket.serial, ticket.secret)
+        };
+        let known_link = {
+            let held = state.held.lock();
+            if held.iter().any(|held| is_same(held) && !matches!(held.place, Place::Released)) {
+                return Ok(());
+            }
+            let links = held.iter().filter_map(Held::link);
+            links
+                .filter(|link| *link.incarnation() == whole.incarnation && !link.is_lost() && !link.is_cut())
+                .cloned()
+                .next()
+        };
+        let mapper = NoMapper(state);
+        let mut patience = Patience::new(ANSWER_WITHIN);
+        let link = match known_link {
+            Some(link) => link,
+            None => Arc::new(Link::connect(&whole, &mapper, patience)?),
+        };
+        let (handles, counted) = link.fetch(&whole, &mapper, &mut patience)?;
+        let memory = Arc::new(HeldMemory::of(&whole, None, handles).inspect_err(|_| {
+            counted.end(&link, ExportKey { index: whole.index, serial: whole.serial });
+        })?);
+        let held = Held { ticket: whole.clone(), counted, memory, place: Place::Other(link) };
+        let mut all = state.held.lock();
+        all.retain(|held| !is_same(held));
+        all.push(held);
+        drop(all);
+        state.bell.ring();
+        Ok(())
+    }
+
+    /// Returns what the holder holds or has held, in the order of the calls of [`Holder::hold`].
+    #[must_use]
+    pub fn held(&self) -> Vec<HeldAllocation> {
+        let info = |held: &Held| HeldAllocation {
+            ticket: held.ticket.clone(),
+            state: match &held.place {
+                Place::Other(link) if link.is_lost() => HeldState::Orphaned,
+                Place::Other(link) => {
+                    HeldState::Owned { pid: link.process.pid().and_then(|pid| u32::try_from(pid).ok()) }
+                }
+                Place::Here { .. } => HeldState::Inherited,
+                Place::Released => HeldState::Released,
+            },
+        };
+        self.state.held.lock().iter().map(info).collect()
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.state.is_stopping.store(true, Ordering::Release);
+        self.state.bell.ring();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            crate::warnings::warning!("the thread of a holder has panicked");
+        }
+    }
+}
+
+impl State {
+    fn run(self: &Arc<Self>) {
+        let mut reception = Reception::new(&self.bell);
+        while !self.is_stopping.load(Ordering::Acquire) {
+            self.round(&mut reception);
+        }
+        // Dropped without the lock.
+        let mut held = std::mem::take(&mut *self.held.lock());
+        held.iter_mut().for_each(Held::end);
+        drop(held);
+        std::mem::take(&mut *self.estates.lock()).iter().for_each(|estate| estate.close(&self.meeting));
+    }
+
+    /// Waits for an event, and handles it.
+    fn round(self: &Arc<Self>, reception: &mut Reception) {
+        let desk = |estate: Arc<Estate>| -> Arc<dyn Desk> { estate };
+        let visitors = Visitors::of(self.estates.lock().iter().cloned().map(desk).collect());
+        let mut links: Vec<Arc<Link>> = Vec::new();
+        for link in self.held.lock().iter().filter_map(Held::link).filter(|link| !link.is_lost()) {
+            if !links.iter().any(|known| Arc::ptr_eq(known, link)) {
+                links.push(Arc::clone(link));
+            }
+        }
+        reception.begin_round();
+        let mut sources = vec![Source::Bell];
+        let mut ends = vec![PollFd::from_borrowed_fd(self.bell.descriptor(), PollFlags::IN)];
+        let mut silent = visitors.watch(reception, |visit, end| {
+            sources.push(Source::Visit(visit));
+            ends.push(PollFd::from_borrowed_fd(end, PollFlags::IN));
+        });
+        for link in &links {
+            if let Some(pidfd) = link.process.pidfd() {
+                sources.push(Source::Ended(Arc::clone(link)));
+                ends.push(PollFd::from_borrowed_fd(pidfd, PollFlags::IN));
+            }
+            let has_line = link.has_line.load(Ordering::Relaxed);
+            silent |= !has_line;
+            if has_line {
+                sources.push(Source::Rings(Arc::clone(link)));
+                ends.push(PollFd::from_borrowed_fd(link.line.as_fd(), PollFlags::IN));
+            }
+        }
+        let timeout = silent.then_some(LOOK_EVERY).and_then(|second| rustix::time::Timespec::try_from(second).ok());
+        match rustix::event::poll(&mut ends, timeout.as_ref()) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return,
+            Err(errno) => {
+                crate::warnings::warning!("a holder cannot wait for processes: {errno}");
+                return std::thread::sleep(LONGEST_PAUSE);
+            }
+        }
+        let events: Vec<PollFlags> = ends.iter().map(PollFd::revents).collect();
+        for (source, events) in sources.into_iter().zip(events).filter(|(_, events)| !events.is_empty()) {
+            if let Source::Visit(visit) = &source
+                && events.contains(PollFlags::HUP)
+            {
+                visit.hung_up();
+            }
+            match source {
+                Source::Bell => self.bell.drain(),
+                Source::Visit(visit) => reception.serve(visit, &self.bell),
+                Source::Rings(link) => {
+                    if !drain(link.line.as_fd()) {
+                        link.has_line.store(false, Ordering::Relaxed);
+                    }
+                }
+                Source::Ended(link) => link.note_end(),
+            }
+        }
+        let widowed: HashSet<_> = {
+            let all = self.held.lock();
+            all.iter().filter(|held| held.is_widowed()).map(|held| held.ticket.incarnation).collect()
+        };
+        // The lock ends here, because `succeed` takes it.
+        let searches = self.searches.lock().clone();
+        for incarnation in widowed.difference(&searches) {
+            self.succeed(*incarnation);
+        }
+        reception.drop_silent_peers(visitors.desks());
+        for held in &mut *self.held.lock() {
+            if held.link().is_some_and(|link| !link.is_lost()) && held.counted.is_closed(held.memory.key) {
+                held.end();
+            }
+        }
+        let mut estates = self.estates.lock();
+        for estate in &*estates {
+            drop(estate.exporter().released());
+        }
+        let over: Vec<_> = estates.extract_if(.., |estate| estate.is_over()).collect();
+        drop(estates);
+        over.iter().for_each(|estate| estate.close(&self.meeting));
+    }
+
+    /// Settles the allocations of an owner that has died, or whose heir has.
+    fn succeed(self: &Arc<Self>, incarnation: [u8; 16]) {
+        if self.inherit(&incarnation) || !self.searches.lock().insert(incarnation) {
+            return;
+        }
+        let state = Arc::clone(self);
+        let search = spawn(("highwater-heir", OPERATION, ""), move || {
+            let mut pause = SHORTEST_PAUSE;
+            while !state.is_stopping.load(Ordering::Acquire) && !state.inherit(&incarnation) {
+                if state.register(&incarnation).is_err() {
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+            }
+            state.searches.lock().remove(&incarnation);
+            // It may have died in the meantime.
+            state.bell.ring();
+        });
+        if let Err(error) = search {
+            self.searches.lock().remove(&incarnation);
+            crate::warnings::warning!("no heir of a dead owner was looked for: {error}");
+        }
+    }
+
+    /// Takes the name of a dead owner. Returns whether nothing is left to settle.
+    fn inherit(&self, incarnation: &[u8; 16]) -> bool {
+        let is_widowed = |held: &Held| held.ticket.incarnation == *incarnation && held.is_widowed();
+        let mut estates = self.estates.lock();
+        let mut all = self.held.lock();
+        let Some(first) = all.iter().find(|held| is_widowed(held)) else { return true };
+        let known = estates.iter().find(|estate| estate.incarnation() == *incarnation).cloned();
+        let estate = match known {
+            Some(estate) => estate,
+            None => {
+                let openers = first.link().map_or_else(Default::default, |link| link.openers());
+                match Estate::take(&self.meeting, first.ticket.exporter(), openers) {
+                    Ok(Some(estate)) => estate,
+                    Ok(None) => return false,
+                    Err(error) => {
+                        tracing::debug!("the name of a dead owner was not taken: {error}");
+                        return false;
+                    }
+                }
+            }
+        };
+        for held in all.iter_mut().filter(|held| is_widowed(held)) {
+            match estate.keep(&held.memory, held.counted.numbers(held.memory.key), &self.bell) {
+                Ok(kept) => held.place = Place::Here { _kept: kept },
+                Err(error) => {
+                    crate::warnings::warning!("memory of a dead owner was not inherited: {error}");
+                    held.place = Place::Released;
+                }
+            }
+        }
+        if !estates.iter().any(|known| Arc::ptr_eq(known, &estate)) {
+            estates.push(estate);
+        }
+        self.bell.ring();
+        true
+    }
+
+    /// Registers the allocations of a dead owner at its heir.
+    fn register(&self, incarnation: &[u8; 16]) -> Result<()> {
+        let widowed: Vec<_> = {
+            let all = self.held.lock();
+            let widowed = all.iter().filter(|held| held.ticket.incarnation == *incarnation && held.is_widowed());
+            widowed.map(|held| (held.ticket.clone(), Arc::clone(&held.memory), held.counted.clone())).collect()
+        };
+        let Some((first, ..)) = widowed.first() else { return Ok(()) };
+        let mapper = NoMapper(self);
+        let mut patience = Patience::new(Duration::from_secs(1));
+        let link = Arc::new(Link::connect(first, &mapper, patience)?);
+        link.check_heir()?;
+        for (ticket, memory, counted) in widowed {
+            patience.renew();
+            let numbers = counted.numbers(memory.key);
+            let registered = link.register(&ticket, Some(&memory), numbers, &mapper, &mut patience);
+            let mut all = self.held.lock();
+            let Some(held) = all.iter_mut().find(|held| Arc::ptr_eq(&held.memory, &memory)) else { continue };
+            match registered {
+                Ok(counted) => (held.counted, held.place) = (counted, Place::Other(Arc::clone(&link))),
+                Err(error) if link.is_cut() || link.process.has_ended() => return Err(error),
+                Err(error) => {
+                    crate::warnings::warning!("an heir refused memory of a dead owner: {error}");
+                    held.place = Place::Released;
+                }
+            }
+        }
+        self.bell.ring();
+        Ok(())
+    }
+}
+
+/// Nothing is mapped.
+struct NoMapper<'s>(&'s State);
+
+impl Mapper for NoMapper<'_> {
+    fn map(&self, _: u32, _: &MemoryHandle) -> Result<DevicePtr> {
+        Err(Error::lacks(OPERATION, "ipc_transports"))
+    }
+
+    fn unmap(&self, _: u32, _: DevicePtr) -> bool {
+        true
+    }
+
+    fn map_joined(&self, _: u32, _: u64, _: &mut Pieces<'_>) -> Result<DevicePtr> {
+        Err(Error::lacks(OPERATION, "ipc_transports"))
+    }
+
+    fn unmap_joined(&self, _: u32, _: DevicePtr) -> bool {
+        true
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.0.is_stopping.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::ShuttingDown, OPERATION, "the holder ends"));
+        }
+        Ok(())
+    }
+
+    fn bell(&self) -> &Bell {
+        &self.0.bell
+    }
+
+    fn meeting(&self) -> &Meeting {
+        &self.0.meeting
+    }
+}

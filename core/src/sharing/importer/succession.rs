@@ -1,0 +1,252 @@
+//! The importer's part of a succession: it keeps the handles of memory, and turns to the heir of an exporter that has died.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::super::heir::{Estate, Kept};
+use super::super::held::HeldMemory;
+use super::super::message::{ExportKey, Message};
+use super::super::patience::{OPERATION, Patience};
+use super::super::pinned_handle::PINNED;
+use super::super::segment::{CountSegment, ReadySegment, place_of};
+use super::super::system::{Bell, invalid_message};
+use super::super::ticket::Ticket;
+use super::{Answer, Import, Importer, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped};
+use highwater_hal::{ErrorKind, MemoryHandle, Result, Transport};
+
+impl Import {
+    /// Returns the connection to the heir that counts this import.
+    pub(super) fn heir(&self) -> Option<Arc<Link>> {
+        match &*self.succession.lock() {
+            Succession::Registered(registration) => Some(Arc::clone(&registration.link)),
+            _ => None,
+        }
+    }
+
+    /// Returns whether no process counts this import any more.
+    fn is_widowed(&self) -> bool {
+        match &*self.succession.lock() {
+            Succession::None => self.link.is_lost(),
+            Succession::Registered(registration) => registration.link.is_lost(),
+            Succession::Inherited(_) | Succession::Over => false,
+        }
+    }
+
+    /// Returns whether the original handles of the memory are kept here.
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.get().is_some()
+    }
+}
+
+impl Importer {
+    /// Keeps the handles of an import, which is open, so that this process can be the heir of its exporter.
+    pub(crate) fn hold(&self, import: &Import, mapper: &dyn Mapper) -> Result<()> {
+        if import.is_held() {
+            return Ok(());
+        }
+        let mut patience = self.limits.patience(&self.state.lock(), &import.ticket);
+        let (handles, _) = import.link.fetch(&import.ticket, mapper, &mut patience)?;
+        // The open that the caller has counts already.
+        import.link.abandon(import.export(), mapper, patience);
+        let device = (import.device != PINNED).then_some(import.device);
+        let held = HeldMemory::of(&import.ticket, device, handles)?;
+        // Another thread may have been faster, with handles of the same memory.
+        let _ = import.held.set(Arc::new(held));
+        Ok(())
+    }
+
+    /// Returns the imports of an exporter that are open and that no process counts: it has died, or its heir has.
+    pub(crate) fn widowed(&self, incarnation: &[u8; 16]) -> Vec<Arc<Import>> {
+        let state = self.state.lock();
+        let is_widowed = |import: &&Arc<Import>| {
+            let ticket = &import.ticket;
+            // Others have no heirs.
+            let may_have_heir = ticket.transport == Transport::Descriptor && import.link.may_have_heir;
+            may_have_heir && ticket.incarnation == *incarnation && import.open.is_open() && import.is_widowed()
+        };
+        state.mapped().filter(is_widowed).cloned().collect()
+    }
+
+    /// Returns whether imports have lost an heir that counted them.
+    pub(crate) fn has_lost_heir(&self, incarnation: &[u8; 16]) -> bool {
+        self.widowed(incarnation).iter().any(|import| import.heir().is_some())
+    }
+
+    /// Answers for the imports whose handles are kept here.
+    pub(crate) fn inherit(&self, imports: &[Arc<Import>], estate: &Arc<Estate>, bell: &Arc<Bell>) {
+        let mut kept: HashMap<ExportKey, Arc<Kept>> = HashMap::new();
+        for import in imports {
+            let Some(held) = import.held.get() else { continue };
+            let keep = || {
+                let numbers = import.ready.latest(place_of(import.index()).1);
+                estate.keep(held, numbers, bell).map(Arc::new)
+            };
+            let known = kept.get(&held.key).map(|kept| Ok(Arc::clone(kept)));
+            match known.unwrap_or_else(keep) {
+                Ok(of_import) => {
+                    kept.insert(held.key, Arc::clone(&of_import));
+                    self.succeed(import, Succession::Inherited(of_import), bell);
+                }
+                Err(error) => crate::warnings::warning!("memory of a dead owner was not inherited: {error}"),
+            }
+        }
+    }
+
+    /// Registers imports at the heir of their exporter. Those that the heir does not have stay without one.
+    ///
+    /// # Errors
+    /// Of the connection: the heir may answer later.
+    pub(crate) fn register(&self, imports: &[Arc<Import>], mapper: &dyn Mapper, bell: &Bell) -> Result<()> {
+        let Some(first) = imports.first() else { return Ok(()) };
+        let mut patience = Patience::new(super::HEIR_ANSWERS_WITHIN);
+        let link = Arc::new(Link::connect(&first.ticket, mapper, patience)?);
+        link.check_heir()?;
+        let mut registered = Ok(());
+        for import in imports {
+            patience.renew();
+            let numbers = import.ready.latest(place_of(import.index()).1);
+            let held = import.held.get().map(|held| &**held);
+            match link.register(&import.ticket, held, numbers, mapper, &mut patience) {
+                Ok(counted) => {
+                    link.imports.fetch_add(1, Ordering::Relaxed);
+                    let registration = Registration { link: Arc::clone(&link), counted };
+                    self.succeed(import, Succession::Registered(registration), bell);
+                }
+                Err(error) if link.is_cut() || link.process.has_ended() => {
+                    registered = Err(error);
+                    break;
+                }
+                // A later attempt gets the same answer.
+                Err(error) => tracing::debug!("an heir does not have an allocation: {error}"),
+            }
+        }
+        self.state.lock().retire(&link);
+        // The service has to wait for the end of the heir.
+        bell.ring();
+        registered
+    }
+
+    /// Enters the heir of an import.
+    fn succeed(&self, import: &Arc<Import>, succession: Succession, bell: &Bell) {
+        let before = {
+            let mut now = import.succession.lock();
+            if matches!(*now, Succession::Over) { succession } else { std::mem::replace(&mut *now, succession) }
+        };
+        if let Succession::Registered(registration) = before {
+            registration.end(import.export(), &mut self.state.lock());
+        }
+        // The last buffer may be gone in the meantime.
+        if !import.open.is_open() {
+            self.to_unmap.lock().push(Arc::clone(import));
+            bell.ring();
+        }
+    }
+}
+
+/// One open of an allocation at a process that answers for it, without a mapping.
+#[derive(Debug, Clone)]
+pub(crate) struct CountedAt {
+    counts: Arc<CountSegment>,
+    ready: Arc<ReadySegment>,
+}
+
+impl CountedAt {
+    /// Returns the numbers of the latest share, and of the latest share whose work is done.
+    pub(crate) fn numbers(&self, key: ExportKey) -> (u64, u64) {
+        self.ready.latest(place_of(key.index).1)
+    }
+
+    /// Returns whether the owner has dropped the memory.
+    pub(crate) fn is_closed(&self, key: ExportKey) -> bool {
+        self.counts.slot(place_of(key.index).1, key.serial).is_closed()
+    }
+
+    /// Ends the open.
+    pub(crate) fn end(&self, link: &Link, key: ExportKey) {
+        let (_, slot) = place_of(key.index);
+        let word = self.counts.slot(slot, key.serial);
+        word.release();
+        word.unmapped();
+        // Raised in any case: an heir that keeps the memory for this process must look.
+        self.counts.released().raise(slot);
+        link.ring();
+    }
+}
+
+impl Link {
+    /// Opens an allocation. Returns the handles of all parts, and the count.
+    pub(in super::super) fn fetch(
+        &self,
+        ticket: &Ticket,
+        mapper: &dyn Mapper,
+        patience: &mut Patience,
+    ) -> Result<(Vec<MemoryHandle>, CountedAt)> {
+        let key = ExportKey { index: ticket.index, serial: ticket.serial };
+        let (granted, failed) = self.open(&[key], &[ticket.secret], true, mapper, patience);
+        let granted = granted.into_iter().next().ok_or_else(|| failed.unwrap_or_else(not_mapped))?.1;
+        let like = (granted.handle.transport, granted.handle.device_uuid);
+        let mut handles = vec![granted.handle];
+        while handles.len() <= granted.further.min(MOST_FURTHER) as usize {
+            let first = u32::try_from(handles.len()).unwrap_or(u32::MAX);
+            let parts = self.open_parts(key, first, like, mapper, *patience);
+            handles.extend(parts.inspect_err(|_| self.abandon(key, mapper, *patience))?);
+        }
+        let bytes = handles.iter().try_fold(0_u64, |bytes, handle| bytes.checked_add(handle.bytes));
+        if bytes != Some(ticket.allocation_bytes) || like.1 != ticket.device_uuid {
+            self.abandon(key, mapper, *patience);
+            return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+        }
+        Ok((handles, CountedAt { counts: granted.counts, ready: granted.ready }))
+    }
+
+    /// Counts memory of a dead exporter at its heir, and claims it if this process keeps it.
+    pub(in super::super) fn register(
+        &self,
+        ticket: &Ticket,
+        held: Option<&HeldMemory>,
+        numbers: (u64, u64),
+        mapper: &dyn Mapper,
+        patience: &mut Patience,
+    ) -> Result<CountedAt> {
+        if let Some(held) = held
+            && let Err(error) = self.entrust(held, None, numbers, mapper, *patience)
+        {
+            if error.kind() != ErrorKind::Expired {
+                return Err(error);
+            }
+            let mut first = 0;
+            while first < held.parts() {
+                first += self.entrust(held, Some(first), numbers, mapper, *patience)?;
+            }
+        }
+        let key = ExportKey { index: ticket.index, serial: ticket.serial };
+        let (granted, failed) = self.open(&[key], &[ticket.secret], false, mapper, patience);
+        let granted = granted.into_iter().next().ok_or_else(|| failed.unwrap_or_else(not_mapped))?.1;
+        Ok(CountedAt { counts: granted.counts, ready: granted.ready })
+    }
+
+    /// Claims an allocation at an heir, or passes parts of it. Returns the number of parts.
+    fn entrust(
+        &self,
+        held: &HeldMemory,
+        first: Option<usize>,
+        numbers: (u64, u64),
+        mapper: &dyn Mapper,
+        patience: Patience,
+    ) -> Result<usize> {
+        let (entrusted, handles) = held.entrust(first, numbers);
+        let mut channel = self.channel.lock();
+        *channel = channel.wrapping_add(1);
+        let question = *channel;
+        let descriptors = handles.iter().filter_map(|handle| handle.descriptor.as_ref());
+        let descriptors: Vec<_> = descriptors.map(|descriptor| descriptor.as_ref().as_fd()).collect();
+        self.say(&Message::Entrust { question, entrusted }, &descriptors, mapper, patience)?;
+        match self.answer(question, &mut 0, mapper, patience)? {
+            Answer::Entrusted => Ok(handles.len()),
+            Answer::Refused(error) => Err(error),
+            Answer::Opened(..) | Answer::Parts(..) => Err(self.astray("an answer to no claim")),
+        }
+    }
+}

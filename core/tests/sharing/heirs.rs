@@ -1,0 +1,327 @@
+//! Heirs: memory that outlives its owner, and tickets that stay valid.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use highwater_core::{
+    DeviceBuffer, ErrorKind, ImportOptions, Openers, OwnerDeath, Rendezvous, Result, Runtime, RuntimeOptions,
+    SharingOptions, Ticket, TicketBatch,
+};
+use highwater_mock::{MockGpu, MockOptions};
+use rustix::process::Signal;
+
+use crate::Exporter;
+use crate::hostile::forged;
+use crate::peer::{Peer, until};
+
+impl Exporter {
+    fn open_as_heir(&self, ticket: &Ticket) -> Result<DeviceBuffer<u32>> {
+        self.runtime.open_shared_with(ticket, &ImportOptions::new().with_owner_death(OwnerDeath::Inherit))
+    }
+
+    /// The shared allocations, those in limbo, and the importers.
+    fn exports(&self) -> (u64, u64, u64) {
+        let sharing = self.runtime.statistics().sharing;
+        (sharing.exported_blocks, sharing.limbo_blocks, sharing.peers)
+    }
+
+    /// Opens a ticket as soon as somebody answers it.
+    #[track_caller]
+    fn open_in_time(&self, ticket: &Ticket) -> DeviceBuffer<u32> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            match self.runtime.open_shared(ticket) {
+                Ok(buffer) => return buffer,
+                Err(error) => assert!(error.kind() == ErrorKind::Expired && Instant::now() < deadline, "{error}"),
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    #[track_caller]
+    fn assert_value(&self, buffer: &DeviceBuffer<u32>, value: u32) {
+        assert!(self.stream.download(buffer).unwrap().iter().all(|is| *is == value));
+    }
+}
+
+/// An owner in another process, with an allocation of 1000 times this value.
+fn owner(value: u32) -> (Peer, Ticket) {
+    let mut owner = Peer::start();
+    let ticket = owner.tell(&format!("make a 1000 {value}")).parse().unwrap();
+    (owner, ticket)
+}
+
+#[test]
+fn tickets_of_a_dead_owner_stay_valid_and_its_heir_frees_the_memory() {
+    let (heir, third) = (Exporter::new(), Exporter::new());
+    let mut took = Vec::new();
+    for value in 1..6 {
+        let (owner, ticket) = owner(value);
+        let kept = heir.open_as_heir(&ticket).unwrap();
+        let known = third.runtime.open_shared::<u32>(&ticket).unwrap();
+        owner.signal(Signal::KILL);
+        let killed = Instant::now();
+        // A process that never had it, and one that had it all the time.
+        let mut stranger = Peer::start();
+        until("a stranger opens an old ticket", || !stranger.ask(&format!("open a {ticket}")).starts_with("error"));
+        took.push(killed.elapsed());
+        assert_eq!(stranger.tell("read a"), value.to_string());
+        owner.kill();
+        until("the living importers are counted", || heir.exports() == (1, 0, 2));
+        let again = third.open_in_time(&ticket);
+        third.stream.fill(&again, 99).unwrap();
+        third.assert_value(&known, 99);
+        heir.assert_value(&kept, 99);
+        // The heir itself opens the ticket, and shares the memory as before.
+        let own = heir.runtime.open_shared::<u32>(&kept.share().unwrap()).unwrap();
+        heir.assert_value(&own, 99);
+        drop((own, kept));
+        // Closed as by an owner: nobody opens it any more, and it waits for those that hold it.
+        until("it is in limbo", || heir.exports().1 == 1);
+        assert_eq!(Peer::start().ask(&format!("open a {ticket}")).split(' ').nth(1), Some("Expired"));
+        third.assert_value(&again, 99);
+        drop((known, again));
+        assert_eq!(heir.exports().1, 1, "the stranger holds it");
+        stranger.kill();
+        until("the last one has released it", || heir.exports() == (0, 0, 0));
+        until("nothing is mapped", || third.runtime.statistics().sharing.mappings == 0);
+    }
+    heir.end();
+    third.end();
+}
+
+#[test]
+fn one_of_several_heirs_answers_for_all_memory_and_the_next_one_follows_it() {
+    let importer = Exporter::with(MockOptions::new().with_memory_bytes(1 << 30));
+    let mut owner = Peer::start_with("memory=1GiB", |_| {});
+    let common = owner.tell("make a 1000 7");
+    // Each heir also has memory that no other one has. One has many parts.
+    let mut tickets: Vec<String> = (0..3).map(|value| owner.tell(&format!("make b{value} 1000 {value}"))).collect();
+    tickets.push(owner.tell("adopt many 40 3"));
+    let start = |(value, ticket): (usize, &String)| {
+        let mut heir = Peer::start_with("memory=1GiB", |_| {});
+        heir.tell(&format!("open-heir a {common}"));
+        heir.tell(&format!("open-heir b {ticket}"));
+        (heir, value)
+    };
+    let mut heirs: Vec<_> = tickets.iter().enumerate().map(start).collect();
+    owner.kill();
+    let mut winners = Vec::new();
+    while !heirs.is_empty() {
+        // One answers for the common allocation and for one of each heir, and counts all others.
+        let (blocks, others) = (heirs.len() + 1, heirs.len() - 1);
+        let mut all: Vec<String> = Vec::new();
+        until("one has inherited, and the others are registered", || {
+            all = heirs.iter_mut().map(|(heir, _)| heir.tell("exports")).collect();
+            all.contains(&format!("{blocks} 0 {others}"))
+        });
+        assert_eq!(all.iter().filter(|counts| *counts == "0 0 0").count(), others, "{all:?}");
+        let winner = all.iter().position(|counts| *counts != "0 0 0").unwrap();
+        for (value, ticket) in tickets.iter().enumerate() {
+            let ticket = ticket.parse().unwrap();
+            if winners.contains(&value) {
+                // No process has it any more.
+                until("it is lost", || importer.runtime.open_shared::<u32>(&ticket).is_err());
+            } else {
+                importer.assert_value(&importer.open_in_time(&ticket), value as u32);
+            }
+        }
+        importer.assert_value(&importer.open_in_time(&common.parse().unwrap()), 7);
+        let (heir, value) = heirs.swap_remove(winner);
+        winners.push(value);
+        heir.kill();
+    }
+    until("nobody answers", || importer.runtime.open_shared::<u32>(&common.parse().unwrap()).is_err());
+    until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
+    importer.end();
+}
+
+/// Catches an heir that takes a cut connection, or a free name, for a death.
+#[test]
+fn an_owner_without_sockets_is_alive_and_has_no_heir() {
+    let (heir, third) = (Exporter::new(), Exporter::new());
+    for how in ["cut-sockets", "close-sockets"] {
+        let mut owner = Peer::start_with("latency=20ms", |_| {});
+        let ticket: Ticket = owner.tell("make a 1000 7").parse().unwrap();
+        let kept = heir.open_as_heir(&ticket).unwrap();
+        owner.tell(how);
+        let connections =
+            rustix::event::poll(&mut [], Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+        assert_eq!(connections, Ok(0));
+        // It works on the memory meanwhile.
+        owner.tell("fill a 8 1000");
+        assert_eq!((heir.exports(), third.refusal(&ticket)), ((0, 0, 0), ErrorKind::Expired), "{how}");
+        assert!(kept.owner().unwrap().is_alive());
+        owner.kill();
+        let opened = third.open_in_time(&ticket);
+        // Its work has ended: nothing changes what the heir's importers write.
+        third.stream.fill(&opened, 9).unwrap();
+        third.assert_value(&opened, 9);
+        std::thread::sleep(Duration::from_millis(50));
+        heir.assert_value(&kept, 9);
+        drop((kept, opened));
+        until("it is released", || heir.exports() == (0, 0, 0));
+    }
+    heir.end();
+    third.end();
+}
+
+#[test]
+fn a_share_whose_work_died_with_the_owner_stays_refused_and_earlier_ones_open() {
+    let (heir, third) = (Exporter::new(), Exporter::new());
+    let mut owner = Peer::start_with("latency=20ms", |_| {});
+    let done: Ticket = owner.tell("make a 1000 7").parse().unwrap();
+    let kept = heir.open_as_heir(&done).unwrap();
+    owner.tell("fill a 8 1000");
+    let pending: Ticket = owner.tell("share a").parse().unwrap();
+    owner.kill();
+    drop(third.open_in_time(&done));
+    let error = third.runtime.open_shared::<u32>(&pending).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired);
+    assert!(error.message().contains("before its device work of this share was done"), "{error}");
+    drop(kept);
+    until("it is released", || heir.exports() == (0, 0, 0));
+    heir.end();
+    third.end();
+}
+
+#[test]
+fn memory_without_descriptors_and_owners_without_a_name_have_no_heir() {
+    let (owner, heir) = (Exporter::new(), Exporter::new());
+    let (buffer, ticket) = owner.make_shared(1000, 7);
+    let legacy = forged(&ticket, |bytes| bytes[12] = 0);
+    let error = heir.open_as_heir(&legacy).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("Legacy") && error.hint().contains("Transport::Descriptor"), "{error}");
+    let at_descriptor = forged(&ticket, |bytes| bytes[8] |= 128);
+    let error = heir.open_as_heir(&at_descriptor).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("inherited descriptor") && error.hint().contains("rendezvous"), "{error}");
+    let in_directory = forged(&ticket, |bytes| bytes[8] |= 64);
+    let error = heir.open_as_heir(&in_directory).unwrap_err();
+    assert_eq!((error.kind(), heir.runtime.statistics().sharing.mappings), (ErrorKind::InvalidArgument, 0), "{error}");
+    heir.end();
+    owner.end_after(buffer);
+}
+
+#[test]
+fn a_batch_is_inherited_with_all_its_allocations() {
+    let (heir, third) = (Exporter::new(), Exporter::new());
+    let mut owner = Peer::start();
+    let batch: TicketBatch = owner.tell("make-batch a 40 100 6").parse().unwrap();
+    let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+    let kept = heir.runtime.open_shared_all_with::<u32>(&batch, &options).unwrap();
+    owner.kill();
+    until("the heir has all", || heir.exports().0 == 40);
+    let opened = third.runtime.open_shared_all::<u32>(&batch).unwrap();
+    opened.iter().for_each(|buffer| third.assert_value(buffer, 6));
+    drop(kept);
+    until("all wait for the importer", || heir.exports() == (40, 40, 1));
+    drop(opened);
+    until("all are released", || heir.exports() == (0, 0, 0));
+    heir.end();
+    third.end();
+}
+
+/// A runtime with options of sharing.
+fn runtime(rendezvous: Rendezvous, openers: Openers) -> Exporter {
+    let sharing = SharingOptions::new().with_rendezvous(rendezvous).with_openers(openers);
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_sharing(sharing)).unwrap();
+    let device = runtime.device(0).unwrap();
+    let (stream, free) = (device.create_stream().unwrap(), device.memory_info().unwrap().free);
+    Exporter { gpu, runtime, stream, free }
+}
+
+#[test]
+fn heirs_in_a_directory_replace_the_file_and_know_the_secret() {
+    let folder = std::env::temp_dir().join(format!("test-of-heirs-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    let path: &'static Path = Box::leak(folder.clone().into_boxed_path());
+    let files = || std::fs::read_dir(path).unwrap().count();
+    let sharing = format!("rendezvous=directory:{},openers=secret", path.display());
+    let start = || {
+        Peer::start_with("", |command| {
+            command.env("HIGHWATER_SHARING", &sharing);
+        })
+    };
+    let importer = runtime(Rendezvous::Directory(path), Openers::Secret);
+    let mut owner = start();
+    let text = owner.tell("make a 1000 7");
+    let ticket: Ticket = text.parse().unwrap();
+    assert!(ticket.has_secret());
+    let mut heirs = [start(), start(), start()];
+    heirs.iter_mut().for_each(|heir| drop(heir.tell(&format!("open-heir a {text}"))));
+    owner.kill();
+    let opened = importer.open_in_time(&ticket);
+    importer.assert_value(&opened, 7);
+    assert_eq!(files(), 1, "the heir's, in place of the owner's");
+    let without_secret = forged(&ticket, |bytes| {
+        bytes[8] &= !32;
+        bytes[112..128].fill(0);
+    });
+    let stranger = runtime(Rendezvous::Directory(path), Openers::Secret);
+    assert_eq!(stranger.refusal(&forged(&ticket, |bytes| bytes[112] ^= 1)), ErrorKind::PermissionDenied);
+    assert_eq!(stranger.refusal(&without_secret), ErrorKind::PermissionDenied);
+    drop(opened);
+    for heir in heirs {
+        assert!(heir.quit().success());
+    }
+    importer.end();
+    stranger.end();
+    assert_eq!(files(), 0, "files were left");
+    std::fs::remove_dir(path).unwrap();
+}
+
+#[test]
+fn holders_without_a_device_answer_one_after_the_other() {
+    let importer = Exporter::new();
+    let (mut owner, ticket) = owner(7);
+    let pinned: Ticket = owner.tell("pinned-make p 1000 9").parse().unwrap();
+    let mut holders = vec![Peer::start(), Peer::start()];
+    for holder in &mut holders {
+        assert_eq!(holder.tell(&format!("hold {ticket}")), "held");
+        assert_eq!(holder.tell(&format!("hold {pinned}")), "held");
+        assert_eq!(holder.tell(&format!("hold {ticket}")), "held");
+        let owned = format!("Owned {{ pid: Some({}) }}", owner.pid());
+        assert_eq!(holder.tell("held"), format!("{owned},{owned}"));
+    }
+    owner.kill();
+    while !holders.is_empty() {
+        let mut states: Vec<String> = Vec::new();
+        until("one holder answers, and the other one knows it", || {
+            states = holders.iter_mut().map(|holder| holder.tell("held")).collect();
+            let owned = states.iter().filter(|state| state.matches("Owned").count() == 2).count();
+            states.contains(&"Inherited,Inherited".to_owned()) && owned == states.len() - 1
+        });
+        let winner = states.iter().position(|state| state == "Inherited,Inherited").unwrap();
+        let mut stranger = Peer::start();
+        until("a stranger opens it", || !stranger.ask(&format!("open a {ticket}")).starts_with("error"));
+        assert_eq!(stranger.tell("read a"), "7");
+        stranger.tell(&format!("pinned-open p {pinned}"));
+        assert_eq!(stranger.tell("pinned-read p"), "9");
+        holders.swap_remove(winner).kill();
+        stranger.kill();
+    }
+    until("nobody answers", || importer.runtime.open_shared::<u32>(&ticket).is_err());
+    importer.end();
+}
+
+#[test]
+fn a_holder_lets_go_what_a_live_owner_drops_and_ends_without_a_trace() {
+    let exporter = Exporter::new();
+    let (buffer, ticket) = exporter.make_shared(1000, 7);
+    let (other, other_ticket) = exporter.make_shared(1000, 8);
+    let mut holder = Peer::start();
+    holder.tell(&format!("hold {ticket}"));
+    holder.tell(&format!("hold {other_ticket}"));
+    assert_eq!(exporter.exports(), (2, 0, 1));
+    drop(buffer);
+    let owned = format!("Owned {{ pid: Some({}) }}", std::process::id());
+    until("it is released", || holder.tell("held") == format!("Released,{owned}"));
+    until("the exporter has it back", || exporter.exports().0 == 1);
+    holder.tell("end-holder");
+    drop(other);
+    exporter.end_once_all_is_back();
+    assert!(holder.quit().success());
+}
