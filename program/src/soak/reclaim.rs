@@ -2,7 +2,7 @@
 //!
 //! A thread of each worker looks at the list of its runtime, the same that `highwater ipc ls` shows. It notes when another process
 //! appears there, as a holder or as an owner of memory, and when it is gone. From these notes and the times of the kills, the
-//! supervisor has the times of the reclaims.
+//! supervisor derives the times of the reclaims.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -96,9 +96,9 @@ pub(super) struct Reclaims {
     has: HashSet<(u32, u32)>,
     victims: Vec<Victim>,
     pub(super) times: Vec<Duration>,
-    /// The times from the kills until the processes were dead, which are a part of those.
+    /// The times from the kills until the processes were dead. They are a part of the times of the reclaims.
     pub(super) deaths: Vec<Duration>,
-    /// Kills of processes of which no other had anything that it could be seen to lose.
+    /// Kills of processes of which no observed process had anything.
     pub(super) unmeasured: u64,
     pub(super) leaks: Vec<String>,
 }
@@ -108,7 +108,7 @@ impl Reclaims {
         self.victims.push(Victim { pid, at, dead: None, latest: None });
     }
 
-    /// Notes the death of a process. It has nothing any more, and what others have of it must go.
+    /// Notes the death of a process. It has nothing any more, and the others must lose what they have of it.
     pub(super) fn note_death(&mut self, pid: u32, at: u64) {
         self.has.retain(|(process, _)| *process != pid);
         self.victims.iter_mut().filter(|victim| victim.pid == pid).for_each(|victim| victim.dead = Some(at));
