@@ -317,7 +317,7 @@ impl Wait {
         None
     }
 
-    /// Notes that one event has passed or failed. Returns the listener if the wait is over by this.
+    /// Records that one event has passed or failed. Returns the listener if the wait is over by this.
     pub(super) fn settle(&self, result: Result<()>) -> Option<(Listener, Result<()>)> {
         let mut state = self.state.lock();
         state.left = state.left.saturating_sub(1);

@@ -195,7 +195,7 @@ fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
 }
 
 /// Moves the file that an exchange has displaced back to its name. Returns the refusal. If the move fails, the file keeps the name of
-/// the draft, and the refusal says so.
+/// the draft, and the refusal names it.
 fn give_back(draft: Draft, path: &Path) -> io::Error {
     let returned =
         rename(&draft.0, path, RenameFlags::EXCHANGE).or_else(|_| rename(&draft.0, path, RenameFlags::NOREPLACE));

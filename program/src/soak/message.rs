@@ -84,8 +84,8 @@ fields!(Remains { bytes, objects, descriptors, deaths });
 messages! {
     /// A message to a worker.
     enum Order {
-        /// The backend's address, the seed, and the directory to rendezvous in, or none for abstract names. A worker that is
-        /// spared is never killed, and must not cut its sockets.
+        /// The backend's address, the seed, and the directory of the rendezvous; no directory stands for abstract names. A worker
+        /// that is spared is never killed, and must not cut its sockets.
         1 Begin { backend: String, seed: u64, directory: Option<String>, is_spared: bool },
         /// The answer to `Want`: offers of other workers.
         2 Take { offers: Vec<Offer> },

@@ -479,7 +479,7 @@ impl<'a> Supervisor<'a> {
         Ok(())
     }
 
-    /// Notes the death of a killed worker.
+    /// Records the death of a killed worker.
     fn bury(&mut self, worker: &Worker) -> Result<()> {
         self.report.kills += 1;
         self.report.killed_after_fork += u64::from(worker.bequeathed);
