@@ -487,8 +487,8 @@ const POOL: u32 = 17;
 fn attribute(t: &Things<'_>, kind: Memory, attribute: u32) -> u32 {
     let mut value = [0u64; 4];
     let code = cu!(cuPointerGetAttribute(value.as_mut_ptr().cast(), attribute, t.rig.blocks.dst(kind)));
-    // The memory's type, the device's ordinal and the kinds of handles are numbers. Addresses, contexts and pools are not the same in
-    // each process; of a pool, the answer says whether there is one.
+    // The memory's type, the device's ordinal and the kinds of handles are numbers. Addresses, contexts and pools differ between
+    // processes. For a pool, the answer says only whether one exists.
     match attribute {
         TYPE | DEVICE | HANDLE_KINDS if code == 0 => t.tell(code, value[0] & 0xffff_ffff),
         IS_MANAGED | IS_LEGACY if code == 0 => t.tell(code, value[0] & 1),

@@ -383,7 +383,8 @@ pub fn import(descriptor: RawFd, handle_type: u32) -> Answer<u64> {
         FABRIC => return Err(Code::NOT_PERMITTED),
         _ => return Err(Code::INVALID_VALUE),
     }
-    // SAFETY: `fcntl` takes any number, and refuses one that is not an open descriptor. A driver says 999 then, as seen on an H200.
+    // SAFETY: `fcntl` takes any number, and refuses one that is not an open descriptor. A driver returns 999 then, as seen on an
+    // H200.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
     if copy < 0 {
         return Err(Code::UNKNOWN);
