@@ -336,8 +336,9 @@ impl Drop for Outside {
 }
 
 impl Device {
-    /// Allocates memory past the pools, as other code does, and [adopts](Device::adopt) it. For tests of adopted memory, such as
-    /// `highwater soak ipc`. The memory is freed once the last use of the buffer has ended, here and in other processes.
+    /// Allocates memory past the pools, as other code does, and [adopts](Device::adopt) it. The call serves tests of adopted
+    /// memory, such as `highwater soak ipc`. The memory is freed once the last use of the buffer has ended, here and in other
+    /// processes.
     ///
     /// ```
     /// # use highwater_core::{Runtime, Transport};

@@ -106,7 +106,7 @@ impl PooledHandle {
     }
 }
 
-/// What all leases have: a policy of their own.
+/// The methods of all leases: each lease has a policy of its own.
 macro_rules! policy_of {
     ($name:ident, $($lease:ty),+) => {
         impl $($lease)+ {
@@ -137,7 +137,7 @@ policy_of!(LtLease, LtLease<'_>);
 policy_of!(OwnedBlasLease, OwnedBlasLease);
 policy_of!(OwnedLtLease, OwnedLtLease);
 
-/// How a lease of a stream is bound, and how it becomes one that owns the stream.
+/// Binds a lease to its stream, and turns it into a lease that owns the stream.
 macro_rules! binding_of {
     ($lease:ident, $owned:ident) => {
         impl<'s> $lease<'s> {
@@ -189,7 +189,7 @@ impl Stream {
     }
 
     /// Leases a BLAS handle as [`Stream::blas`] does. The lease borrows nothing and is `Send`: a task may keep it across an `await`, and
-    /// end it in any thread. It keeps the stream alive. The handle then returns to the thread that took it.
+    /// end it in any thread. The handle then returns to the thread that took it. The lease keeps the stream alive.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -264,8 +264,8 @@ pub struct BlasLease<'s> {
     numerics: Option<Numerics>,
 }
 
-/// A BLAS handle as [`BlasLease`], for tasks that move between threads. It is `Send`, borrows nothing, and keeps its stream alive.
-/// [`Stream::blas_owned`] returns it.
+/// A leased BLAS handle, as [`BlasLease`] is, for tasks that move between threads. It is `Send`, borrows nothing, and keeps its
+/// stream alive. [`Stream::blas_owned`] returns it.
 pub struct OwnedBlasLease {
     /// Dropped before the stream.
     pooled: DetachedLease<PooledHandle>,
@@ -533,8 +533,8 @@ pub struct LtLease<'s> {
     numerics: Option<Numerics>,
 }
 
-/// An Lt handle as [`LtLease`], for tasks that move between threads. It is `Send`, borrows nothing, and keeps its stream alive.
-/// [`Stream::lt_owned`] returns it.
+/// A leased Lt handle, as [`LtLease`] is, for tasks that move between threads. It is `Send`, borrows nothing, and keeps its stream
+/// alive. [`Stream::lt_owned`] returns it.
 pub struct OwnedLtLease {
     /// Dropped before the stream.
     pooled: DetachedLease<PooledHandle>,

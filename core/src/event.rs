@@ -92,10 +92,10 @@ impl Drop for Event {
         // SAFETY: The event is not used afterward.
         let completion = unsafe { ManuallyDrop::take(&mut self.completion) };
         if !self.runtime.inner.may_release() {
-            // The driver must not be called. The drop of `completion` touches only the pool, and in a forked child not even that.
+            // The driver must not be called. The drop of `completion` touches only the pool, and nothing in a forked child.
             return;
         }
-        // Otherwise a wait has it.
+        // If a wait shares it, the end of that wait returns it.
         let Ok(mark) = Arc::try_unwrap(completion) else { return };
         let exposed = mark.is_exposed();
         // Touching an event could harm the capture that it belongs to.

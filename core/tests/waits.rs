@@ -1,4 +1,4 @@
-//! Futures, closures and descriptors for the end of device work: each wait ends once, none is lost, and no error is either.
+//! Futures, closures and descriptors for the end of device work: each wait ends once, and no wait or error is lost.
 
 #![allow(missing_docs, reason = "tests")]
 
@@ -31,7 +31,7 @@ fn held() -> (Arc<MockGpu>, Runtime, Stream) {
     (gpu, runtime, stream)
 }
 
-/// Enqueues work, without which an event is passed at once.
+/// Enqueues work. Without work, an event passes at once.
 fn enqueue(stream: &Stream) {
     let values = stream.allocate::<u32>(16).unwrap();
     stream.fill(&values, 1).unwrap();

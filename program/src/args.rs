@@ -279,7 +279,7 @@ pub(super) struct SoakIpcArguments {
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = seed)]
     pub(super) seed: Option<u64>,
 
-    /// Processes at the same time, of which one is only stopped; with --owner-kills, processes that own memory
+    /// Processes at the same time, of which one is stopped but never killed; with --owner-kills, processes that own memory
     #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = processes)]
     pub(super) processes: usize,
 

@@ -239,11 +239,11 @@ impl Drop for Child {
     }
 }
 
-/// Refuses a rendezvous by which the children of this process cannot share memory with it. `is_isolated`: whether they are in
+/// Refuses a rendezvous by which the children of this process cannot share memory with it. `is_isolated` is true if they are in
 /// namespaces of their own.
 ///
 /// # Errors
-/// If the children would wait for each other in vain.
+/// If the children could not reach this process.
 pub(super) fn check_rendezvous(is_isolated: bool) -> anyhow::Result<()> {
     let rendezvous = SharingOptions::from_environment()?.rendezvous.unwrap_or_default();
     let why = match rendezvous {

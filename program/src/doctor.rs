@@ -16,7 +16,7 @@ use super::table::{Table, wrapped};
 use super::{Verdict, output};
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
-    // Before the libraries of backends make descriptors, which could be mistaken for an inherited one.
+    // This call comes first: a descriptor that a backend's library makes could be mistaken for an inherited one.
     let sharing = SharingReport::of_environment();
     let report = backends::options(Prober::ThisProgram).survey();
     let findings: Vec<Finding> = report.candidates.iter().cloned().map(Finding::new).collect();

@@ -11,8 +11,9 @@
 //! - `soak`: sharing under random kills
 //! - `bench`: measurements of the library against their bars
 //! - `probe`: the trial of a plugin in a process of its own
-//! - `date`: times as dates; `args`: the command line; `modes`: the options that have an effect; `backends`: opening a backend; `output`: the two output streams; `table`: tables that fit the
-//!   terminal; `progress`: a bar or plain lines; `failure`: errors with a hint; `warnings`: the library's warnings
+//! - `date`: times as dates; `args`: the command line; `modes`: the options that have an effect; `backends`: opening a backend;
+//!   `output`: the two output streams; `table`: tables that fit the terminal; `progress`: a bar or plain lines; `failure`: errors with
+//!   a hint; `warnings`: the library's warnings
 //!
 //! `docs/program.md` describes the commands, the output and the exit codes.
 

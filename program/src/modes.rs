@@ -1,5 +1,5 @@
 //! The modes of each command, and the options that have an effect in each. Every other option is refused there, because it would be
-//! accepted and then ignored.
+//! ignored.
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
@@ -8,13 +8,13 @@ use clap::{Arg, ArgMatches, Command};
 struct Mode {
     /// The command without the program: `soak ipc`. Empty for the main job.
     command: &'static str,
-    /// The options that choose the mode, all of them. `=` precedes a value. Empty for the mode without such options.
+    /// The options that together choose the mode. `=` precedes a value. Empty for the default mode.
     chosen_by: &'static [&'static str],
     /// The further options that have an effect.
     options: &'static [&'static str],
 }
 
-/// The modes. Of the modes of a command, the first that is chosen counts. A command without modes ignores no option.
+/// The modes of all commands. The first mode of a command that is chosen counts. A command without modes ignores no option.
 const MODES: &[Mode] = &[
     Mode {
         command: "",
@@ -118,7 +118,7 @@ fn options(command: &Command) -> impl Iterator<Item = &str> {
 /// Returns a message about the first option that has no effect, if there is one. `path` is the command without the program.
 pub(super) fn fault(path: &str, command: &Command, matches: &ArgMatches) -> Option<String> {
     if let Some((name, _)) = matches.subcommand() {
-        // Options in front of a further command.
+        // These options precede a further command.
         let given = options(command).find(|option| is_given(matches, &id(option)));
         return given
             .map(|option| format!("`--{option}` in front of `{name}` has no effect; see `highwater {name} --help`"));

@@ -388,7 +388,7 @@ fn name(child: &Child) -> String {
     )
 }
 
-/// Returns what a user can do about a silent worker in a state of the system.
+/// Returns advice for the user about a silent worker, by its state in the system.
 fn advice(state: &str, pid: Option<Pid>) -> String {
     let pid = pid.map_or_else(|| "PID".to_owned(), |pid| pid.to_string());
     match state.chars().next() {

@@ -385,7 +385,7 @@ fn list_of(pid: u64) -> Vec<u8> {
     names.find(|name| name.starts_with(b"highwater-list-")).unwrap()
 }
 
-/// Failed before: a queue that other processes kept full passed for a process that does not answer.
+/// Failed before: a process whose queue others kept full was listed as one that does not answer.
 #[test]
 fn a_process_whose_socket_is_flooded_still_gives_its_list() {
     let mut peer = Peer::start();
@@ -411,7 +411,7 @@ fn a_process_whose_socket_is_flooded_still_gives_its_list() {
     });
 }
 
-/// Failed before: all of them had the process id 0 and one entry, and one that did not answer hid the memory of the others.
+/// Failed before: all of them had the process id 0 and one entry. One that did not answer hid the memory of the others.
 #[test]
 fn processes_of_a_hidden_namespace_have_entries_of_their_own() {
     let (mut silent, mut first, mut second) = (Peer::start(), Peer::start(), Peer::start());

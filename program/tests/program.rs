@@ -522,7 +522,7 @@ fn thirty_kills_lose_nothing_and_delay_nobody() {
     assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
     let nothing = ["processes_left", "descriptors_left", "files_left"];
     assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
-    // What one process writes another reads, and deaths reach the others.
+    // Processes read the words that others write, and learn of deaths.
     let something = ["stops", "expired", "words_changed", "deaths_seen", "reclaims"];
     assert!(something.iter().all(|key| integer(key) > 0), "{object}");
     for operation in ["share", "adopt", "share_all", "share_pinned", "open", "use", "check", "release", "drop", "trim"]

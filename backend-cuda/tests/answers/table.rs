@@ -476,12 +476,23 @@ fn host_allocate(t: &Things<'_>, bytes: usize, flags: u32) -> u32 {
     t.keep(code, address.expose_provenance() as u64)
 }
 
+// Attributes of memory, numbered as in NVIDIA's header.
+const TYPE: u32 = 2;
+const IS_MANAGED: u32 = 8;
+const DEVICE: u32 = 9;
+const IS_LEGACY: u32 = 10;
+const HANDLE_KINDS: u32 = 14;
+const POOL: u32 = 17;
+
 fn attribute(t: &Things<'_>, kind: Memory, attribute: u32) -> u32 {
     let mut value = [0u64; 4];
     let code = cu!(cuPointerGetAttribute(value.as_mut_ptr().cast(), attribute, t.rig.blocks.dst(kind)));
-    // The memory's type and the device's ordinal are numbers; addresses and contexts are not the same in each process.
+    // The memory's type, the device's ordinal and the kinds of handles are numbers. Addresses, contexts and pools differ between
+    // processes. For a pool, the answer says only whether one exists.
     match attribute {
-        2 | 9 if code == 0 => t.tell(code, value[0] & 0xffff_ffff),
+        TYPE | DEVICE | HANDLE_KINDS if code == 0 => t.tell(code, value[0] & 0xffff_ffff),
+        IS_MANAGED | IS_LEGACY if code == 0 => t.tell(code, value[0] & 1),
+        POOL if code == 0 => t.tell(code, u64::from(value[0] != 0)),
         _ => code,
     }
 }
@@ -490,6 +501,12 @@ fn range(t: &Things<'_>, address: u64) -> u32 {
     let (mut base, mut bytes) = (0, 0);
     let code = cu!(cuMemGetAddressRange_v2(&mut base, &mut bytes, address));
     if code == 0 { t.tell(code, bytes as u64) } else { code }
+}
+
+fn retain(t: &Things<'_>, address: u64) -> u32 {
+    let mut handle = 0;
+    let code = cu!(cuMemRetainAllocationHandle(&mut handle, address));
+    t.keep(code, handle)
 }
 
 fn export(address: u64) -> u32 {
@@ -848,12 +865,7 @@ pub(crate) const PLAIN_CALLS: &[Call] = &[
     Call::new("cuMemGetAllocationGranularity", |_| {
         cu!(cuMemGetAllocationGranularity(&mut 0, &Properties::with_handles(1), 0))
     }),
-    Call::new("cuMemRetainAllocationHandle", |t| {
-        let mut handle = 0;
-        let code = cu!(cuMemRetainAllocationHandle(&mut handle, t.rig.blocks.dst(Memory::Mapped)));
-        t.keep(code, handle)
-    })
-    .then(release_made),
+    Call::new("cuMemRetainAllocationHandle", |t| retain(t, t.rig.blocks.dst(Memory::Mapped))).then(release_made),
     Call::new("cublasCreate", |t| {
         let mut handle = 0;
         let code = blas!(cublasCreate_v2(&mut handle));
@@ -1048,6 +1060,7 @@ pub(crate) const ARGUMENT_CALLS: &[Call] = &[
     Call::new("cuMemFreeAsync(mapped)", |t| cu!(cuMemFreeAsync(t.rig.blocks.dst(Memory::Mapped), t.stream))),
     Call::new("cuMemFreeAsync(pinned)", |t| cu!(cuMemFreeAsync(t.rig.blocks.dst(Memory::Pinned), t.stream))),
     Call::new("cuMemGetAddressRange(inside)", |t| range(t, t.rig.blocks.dst(Memory::Plain) + 4096)),
+    Call::new("cuMemGetAddressRange(inside mapped)", |t| range(t, t.rig.blocks.dst(Memory::Mapped) + 4096)),
     Call::new("cuMemGetAddressRange(pool)", |t| range(t, t.rig.blocks.dst(Memory::Pool))),
     Call::new("cuMemGetAddressRange(pinned)", |t| range(t, t.rig.blocks.dst(Memory::Pinned))),
     Call::new("cuMemGetAddressRange(registered)", |t| range(t, t.rig.blocks.dst(Memory::Registered))),
@@ -1111,6 +1124,27 @@ pub(crate) const ARGUMENT_CALLS: &[Call] = &[
     Call::new("cuPointerGetAttribute(context, pool)", |t| attribute(t, Memory::Pool, 1)),
     Call::new("cuPointerGetAttribute(context, mapped)", |t| attribute(t, Memory::Mapped, 1)),
     Call::new("cuPointerGetAttribute(context, pinned)", |t| attribute(t, Memory::Pinned, 1)),
+    Call::new("cuPointerGetAttribute(managed, plain)", |t| attribute(t, Memory::Plain, IS_MANAGED)),
+    Call::new("cuPointerGetAttribute(managed, pool)", |t| attribute(t, Memory::Pool, IS_MANAGED)),
+    Call::new("cuPointerGetAttribute(managed, mapped)", |t| attribute(t, Memory::Mapped, IS_MANAGED)),
+    Call::new("cuPointerGetAttribute(managed, pinned)", |t| attribute(t, Memory::Pinned, IS_MANAGED)),
+    Call::new("cuPointerGetAttribute(managed, registered)", |t| attribute(t, Memory::Registered, IS_MANAGED)),
+    Call::new("cuPointerGetAttribute(legacy, plain)", |t| attribute(t, Memory::Plain, IS_LEGACY)),
+    Call::new("cuPointerGetAttribute(legacy, pool)", |t| attribute(t, Memory::Pool, IS_LEGACY)),
+    Call::new("cuPointerGetAttribute(legacy, mapped)", |t| attribute(t, Memory::Mapped, IS_LEGACY)),
+    Call::new("cuPointerGetAttribute(legacy, pinned)", |t| attribute(t, Memory::Pinned, IS_LEGACY)),
+    Call::new("cuPointerGetAttribute(legacy, registered)", |t| attribute(t, Memory::Registered, IS_LEGACY)),
+    Call::new("cuPointerGetAttribute(handle kinds, plain)", |t| attribute(t, Memory::Plain, HANDLE_KINDS)),
+    Call::new("cuPointerGetAttribute(handle kinds, pool)", |t| attribute(t, Memory::Pool, HANDLE_KINDS)),
+    Call::new("cuPointerGetAttribute(handle kinds, mapped)", |t| attribute(t, Memory::Mapped, HANDLE_KINDS)),
+    Call::new("cuPointerGetAttribute(handle kinds, pinned)", |t| attribute(t, Memory::Pinned, HANDLE_KINDS)),
+    Call::new("cuPointerGetAttribute(handle kinds, registered)", |t| attribute(t, Memory::Registered, HANDLE_KINDS)),
+    Call::new("cuPointerGetAttribute(pool, plain)", |t| attribute(t, Memory::Plain, POOL)),
+    Call::new("cuPointerGetAttribute(pool, pool)", |t| attribute(t, Memory::Pool, POOL)),
+    Call::new("cuPointerGetAttribute(pool, mapped)", |t| attribute(t, Memory::Mapped, POOL)),
+    Call::new("cuPointerGetAttribute(pool, pinned)", |t| attribute(t, Memory::Pinned, POOL)),
+    Call::new("cuPointerGetAttribute(pool, registered)", |t| attribute(t, Memory::Registered, POOL)),
+    Call::new("cuPointerGetAttribute(type, pageable)", |t| attribute(t, Memory::Pageable, TYPE)),
     Call::new("cuPointerGetAttribute(unknown)", |t| attribute(t, Memory::Plain, 99)),
     Call::new("cuPointerGetAttribute(no place)", |t| {
         cu!(cuPointerGetAttribute(null_mut(), 2, t.rig.blocks.dst(Memory::Plain)))
@@ -1146,9 +1180,41 @@ pub(crate) const ARGUMENT_CALLS: &[Call] = &[
     Call::new("cuMemExportToShareableHandle(unknown kind)", |t| export_descriptor(t, 0x100))
         .with(with_allocation)
         .then(release_given),
-    Call::new("cuMemRetainAllocationHandle(plain)", |t| {
+    Call::new("cuMemRetainAllocationHandle(plain)", |t| retain(t, t.rig.blocks.dst(Memory::Plain))).then(release_made),
+    Call::new("cuMemRetainAllocationHandle(inside)", |t| retain(t, t.rig.blocks.dst(Memory::Mapped) + 4096))
+        .then(release_made),
+    Call::new("cuMemRetainAllocationHandle(pool)", |t| retain(t, t.rig.blocks.dst(Memory::Pool))).then(release_made),
+    Call::new("cuMemRetainAllocationHandle(pinned)", |t| retain(t, t.rig.blocks.dst(Memory::Pinned)))
+        .then(release_made),
+    Call::new("cuMemRetainAllocationHandle(pageable)", |t| retain(t, t.rig.blocks.dst(Memory::Pageable)))
+        .then(release_made),
+    Call::new("cuMemRetainAllocationHandle(null)", |t| retain(t, 0)).then(release_made),
+    Call::new("cuMemExportToShareableHandle(retained)", |t| export_descriptor(t, 1))
+        .with(|t| {
+            ok!(cu cuMemRetainAllocationHandle(&mut t.given, t.rig.blocks.dst(Memory::Mapped)));
+            Ok(())
+        })
+        .then(release_given),
+    Call::new("cuMemImportFromShareableHandle(of this process)", |t| {
+        let mut descriptor = -1i32;
+        let exported = cu!(cuMemExportToShareableHandle(std::ptr::from_mut(&mut descriptor).cast(), t.given, 1, 0));
+        if exported != 0 {
+            return exported;
+        }
         let mut handle = 0;
-        let code = cu!(cuMemRetainAllocationHandle(&mut handle, t.rig.blocks.dst(Memory::Plain)));
+        let code = cu!(cuMemImportFromShareableHandle(&mut handle, descriptor as usize, 1));
+        // SAFETY: the driver has just made this descriptor, and an import does not take it.
+        unsafe { libc::close(descriptor) };
+        t.keep(code, handle)
+    })
+    .with(with_allocation)
+    .then(|t| {
+        ok!(cu cuMemRelease(t.given));
+        release_made(t)
+    }),
+    Call::new("cuMemImportFromShareableHandle(no descriptor)", |t| {
+        let mut handle = 0;
+        let code = cu!(cuMemImportFromShareableHandle(&mut handle, usize::MAX, 1));
         t.keep(code, handle)
     })
     .then(release_made),

@@ -1,6 +1,6 @@
 //! Objects that are destroyed while they are in use: by outstanding work, by a capture, and by calls of other threads.
 //!
-//! A table pairs each object with the work that uses it. The thread that made the object destroys it, and then another one does,
+//! A table pairs each object with the work that uses it. The thread that made the object destroys it, and then another thread does,
 //! except in rows about calls of other threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

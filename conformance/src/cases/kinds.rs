@@ -165,8 +165,9 @@ fn on_each_event(backend: &dyn Backend, prove: impl Fn(u32, EventKind, &Event<'_
 
 /// Work whose effect the CPU sees.
 ///
-/// An event is reached after the work before it. Its stream may be pending for a moment longer: an H200 said so of a stream whose
-/// last command recorded an event for other processes. So this work, and not the stream, says whether the event came too early.
+/// An event is reached after the work before it. Its stream may be pending for a moment longer. An H200 reported so for a stream
+/// whose last command recorded an event for other processes. So this work, and not the stream, shows whether the event came too
+/// early.
 struct Mark<'b> {
     block: Block<'b>,
     pinned: Pinned<'b>,
@@ -179,14 +180,14 @@ impl<'b> Mark<'b> {
         Ok(Self { block, pinned, byte: 0 })
     }
 
-    /// Enqueues a copy of a byte that no earlier copy brought.
+    /// Enqueues a copy of a byte that the destination does not have.
     fn enqueue(&mut self, stream: &Stream<'_>) -> Result<()> {
         self.byte = self.byte % 250 + 1;
         stream.set(self.block.all(), self.byte)?;
         stream.copy(self.pinned.all(), self.block.all())
     }
 
-    /// Returns whether the last copy is complete. The caller must have waited for it.
+    /// Returns whether the last copy is complete. The caller must have synchronized an event behind the copy.
     fn has_arrived(&self) -> bool {
         // SAFETY: each caller has synchronized an event that was recorded behind the copy, which the clause promises to be enough.
         (unsafe { self.pinned.read_now() }) == [self.byte; BYTES]

@@ -100,7 +100,7 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let (event_kinds, stream_kinds) = (EventKind::of(backend, device)?, StreamKind::of(backend, device)?);
-        // As the stream that records. Each event has a stream of its own that waits for it.
+        // Each kind of stream records. Each event has a stream of its own that waits for it.
         for &kind in &stream_kinds {
             let made = kind.make(backend, device)?;
             let events = event_kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
@@ -110,7 +110,7 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
             order_streams(backend, &busy, &made.stream, &waits)
                 .map_err(|failure| failure.with_details(&format!("{kind:?} records")))?;
         }
-        // As the stream that waits. The default streams may wait for each other, so they have a load each.
+        // Each kind of stream waits. The default streams may wait for each other, so each of them has a load of its own.
         let recorder = Stream::on(backend, device)?;
         for kind in event_kinds {
             let made = kind.make(backend, device)?;
@@ -130,7 +130,8 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
     })
 }
 
-/// Records the events behind a load of `first`. Each of the other streams waits for its event and copies what the load comes before.
+/// Records the events behind a load of `first`. Each of the other streams waits for its event, and then makes a copy that must come
+/// after the load.
 fn order_streams(
     backend: &dyn Backend,
     busy: &StreamLoad<'_>,

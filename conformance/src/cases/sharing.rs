@@ -859,7 +859,7 @@ fn descriptors_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launc
     let handle = peer.export(there, transport)??;
     Block::open(backend, DEVICE, &handle)?.give_back()?;
     peer.kill()?;
-    // Memory that is allocated now is not that of the descriptor.
+    // Memory that is allocated now must not be the descriptor's.
     let blocks = (0..8).map(|_| Block::filled(backend, BYTES, OLD)).collect::<Result<Vec<_>, _>>()?;
     let mapping = Block::open(backend, DEVICE, &handle)?;
     check!(mapping.read()? == content, "the memory of a descriptor lost its contents when its exporter ended");

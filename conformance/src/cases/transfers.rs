@@ -153,23 +153,23 @@ struct Made<'b> {
     drawn_bytes: Vec<u8>,
     /// The snapshots of all rounds.
     seen: Pinned<'b>,
-    /// Receives the snapshots first if the output is not on the device of the stream: no copy of this stream leads from it to the host.
+    /// Receives the snapshots first if the output is on another device than the stream. The stream cannot copy from there to the host.
     between: Option<Block<'b>>,
 }
 
-/// The bytes that the memory of all transfers has at a time.
+/// The contents of the memory of all transfers at one time.
 #[derive(Debug, Clone, Copy)]
 enum Content {
-    /// What a round brings into the sources before the transfers.
+    /// Of the sources, before the transfers of a round.
     Fresh(usize),
-    /// What a round brings into the sources after them.
+    /// Of the sources, after the transfers of a round.
     Junk,
-    /// What the destinations hold before the transfers.
+    /// Of the destinations, before the transfers.
     Old,
 }
 
 impl Content {
-    /// The distance between the beginnings of two contents, so that no byte has the same value in both but by chance.
+    /// The distance between the beginnings of two contents. The bytes at one place are equal in both only by chance.
     const STEP: usize = 9 * SLOT_ALIGNMENT;
     /// The bytes that are drawn beyond those of one content.
     const MORE: usize = (ROUNDS + 1) * Self::STEP;

@@ -131,7 +131,7 @@ impl CompletionEvent {
         self.event
     }
 
-    /// Notes that other code has the event.
+    /// Records that other code has the event.
     pub(crate) fn expose(&self) {
         self.exposed.store(true, Ordering::Relaxed);
     }

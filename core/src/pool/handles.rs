@@ -304,7 +304,7 @@ impl<H: Send + 'static> HandlePool<H> {
         // SAFETY: The slot is leased and in the pool's list. Leased slots stay there while the pool lives, and the lease
         // borrows the pool.
         let slot = unsafe { &*address };
-        // If the thread cache is gone (the thread is ending), the slot has no claim, and the lease itself returns it.
+        // If the thread is ending, its cache is gone. Then the slot has no claim, and the lease itself returns it.
         if !claimed.unwrap_or(false) {
             slot.disclaim();
         }

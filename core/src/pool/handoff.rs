@@ -13,14 +13,14 @@
 //! from `CLAIMED` to `LEASED`, so the exchange only ever fails because the pool retired the slot, or because a lease of
 //! the same thread is still open.
 //!
-//! An owned lease may end in any thread, also after the thread whose claim it took. One compare-exchange decides which comes first. If
-//! the lease does, the claim's thread makes the slot idle. If the thread does, it moves the slot to `UNCLAIMED`, and the end of the
-//! lease makes the slot idle.
+//! An owned lease may end in any thread, even after the thread whose claim it took. One compare-exchange decides which end comes
+//! first. If the lease ends first, the claim's thread makes the slot idle. If the thread ends first, it moves the slot to `UNCLAIMED`,
+//! and the end of the lease makes the slot idle.
 //!
 //! *Orderings.* A thread gains access (`-> LEASED`, `-> RETIRED`) with acquire and gives it up (`-> CLAIMED`, `-> IDLE`) with
-//! release, and every state is reached through this one atomic. A claim's thread that makes a slot idle after another thread's lease uses
-//! a read-modify-write, which continues the release of that lease. So everything that the last holder did to the handle happens
-//! before the actions of the next one. The stack's mutex orders only the stack.
+//! release. Every state is reached through this one atomic. A claim's thread that makes a slot idle after another thread's lease uses a
+//! read-modify-write, which continues the release of that lease. So everything that the last holder did to the handle happens before the
+//! actions of the next one. The stack's mutex orders only the stack.
 
 use crate::primitive::{Arc, AtomicU32, Mutex, Ordering, UnsafeCell};
 
@@ -58,13 +58,13 @@ impl<H> Slot<H> {
     /// Ends a lease; the slot stays in the thread cache of the calling thread.
     #[inline]
     pub(crate) fn release_to_thread_cache(&self) {
-        // A store is enough: while the slot is leased, no other thread changes its state (`retire` takes only claimed and idle
-        // slots), and this thread has its claim.
+        // A store is enough. While the slot is leased, no other thread changes its state: `retire` takes only claimed and idle
+        // slots, and this thread has the claim.
         self.state.store(CLAIMED, Ordering::Release);
     }
 
     /// Ends an owned lease, in any thread; the slot stays in the thread cache that has its claim. Returns false if that thread has
-    /// ended. The lease goes on then, and the caller must end it by [`release_to_idle`](Self::release_to_idle).
+    /// ended. Then the lease goes on, and the caller must end it by [`release_to_idle`](Self::release_to_idle).
     #[inline]
     pub(crate) fn release_to_claim(&self) -> bool {
         self.state.compare_exchange(LEASED, CLAIMED, Ordering::Release, Ordering::Relaxed).is_ok()

@@ -1,7 +1,7 @@
 //! Leases that borrow nothing and end in any thread.
 //!
-//! An owned lease takes its handle as a borrowed one does: from the claims of the calling thread, with one compare-exchange. Its end
-//! is another one, which returns the handle to that thread's claims, whichever thread ends it. `handoff.rs` has the states.
+//! An owned lease takes its handle as a borrowed one does: from the claims of the calling thread, with one compare-exchange. The end
+//! of the lease, in any thread, is another compare-exchange. It returns the handle to those claims. `handoff.rs` has the states.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -28,7 +28,7 @@ impl<H: Send + 'static> DetachedLease<H> {
     /// Removes the lifetime from a lease.
     ///
     /// # Safety
-    /// The caller must keep the pool, where it is, until the lease has ended.
+    /// The caller must keep the pool alive and in place until the lease has ended.
     #[inline]
     pub(crate) unsafe fn new(lease: HandleLease<'_, H>) -> Self {
         let (slot, pool) = lease.into_parts();
@@ -75,7 +75,7 @@ impl<H: Send + 'static> Drop for DetachedLease<H> {
     }
 }
 
-/// A handle of a [`HandlePool`], leased until this is dropped, in any thread. It keeps the pool alive.
+/// A handle of a [`HandlePool`], leased until the lease is dropped, in any thread. The lease keeps the pool alive.
 pub struct OwnedHandleLease<H: Send + 'static> {
     /// Dropped before the pool.
     lease: DetachedLease<H>,

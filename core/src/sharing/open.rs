@@ -295,7 +295,8 @@ impl Runtime {
         batch.slices.iter().zip(ranges).enumerate().map(buffer).collect()
     }
 
-    /// Returns the memory that this runtime shares and has open, as [`ipc::processes`](crate::ipc::processes) lists it for other programs. Waits for no process.
+    /// Returns the memory that this runtime shares and has open, as [`ipc::processes`](crate::ipc::processes) lists it for other
+    /// programs. Waits for no process.
     ///
     /// ```
     /// # use highwater_core::Runtime;

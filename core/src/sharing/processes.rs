@@ -136,7 +136,7 @@ impl SharingProcess {
 /// Returns the processes of this user that share memory through this library, or have such memory open, by process id.
 ///
 /// Each process answers for itself. A process that is stopped, or does not answer within `limit`, is listed without its memory. The
-/// call asks 64 runtimes at a time, fewer if this process has few descriptors left, and asks a silent process only once. So each 64
+/// call asks 64 runtimes at a time, fewer if this process has few descriptors left, and asks a silent process only once. So every 64
 /// silent processes delay it by `limit`. Any process may fill the queue of a socket. The call tries all such sockets again for another
 /// `limit`. It finds only processes of this user in the network namespace of this process.
 ///
@@ -169,7 +169,7 @@ pub fn processes(limit: Duration) -> Result<Vec<SharingProcess>> {
     Ok(found.0.into_values().filter(|process| !process.is_empty()).collect())
 }
 
-/// The identity of a process. A process id is no identity if the process has none here.
+/// The identity of a process. Not every process has a process id here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     /// A process id.
@@ -286,7 +286,7 @@ fn connect(name: &Name) -> Result<Connected<'_>> {
     })
 }
 
-/// What a process has sent.
+/// The message of a process.
 enum Sent {
     /// Nothing yet.
     Nothing,
@@ -314,7 +314,7 @@ impl Found {
         }
     }
 
-    /// Asks some sockets at once, and adds what they answer. `tries_again`: whether it tries sockets with a full queue until `limit`.
+    /// Asks some sockets at once, and adds their answers. If `tries_again`, it tries sockets with a full queue until `limit`.
     fn ask<'n>(&mut self, names: &[&'n Name], limit: Duration, tries_again: bool) -> Result<Unasked<'n>> {
         let until = Instant::now() + limit;
         let mut unasked = Unasked::default();
@@ -360,7 +360,7 @@ impl Found {
         }
     }
 
-    /// Returns whether a process is to be asked. Lists one that is stopped.
+    /// Returns whether to ask a process. Lists a stopped process.
     fn may_wait_for(&mut self, asked: &Asked<'_>) -> bool {
         let known = self.of(asked.key);
         if known.answer == Answer::Complete && asked.process.is_stopped() {
@@ -370,7 +370,7 @@ impl Found {
         known.answer == Answer::Complete
     }
 
-    /// Adds what a process has sent. Returns whether its answer is still to come. `is_over`: whether the time is over.
+    /// Adds the message of a process. Returns true if its answer is still to come. `is_over` is true once the time is over.
     fn must_wait_for(&mut self, asked: &Asked<'_>, sent: Sent, is_over: bool) -> bool {
         let answer = match sent {
             Sent::List(listing) => {
@@ -400,7 +400,7 @@ fn answer_of(asked: &Asked<'_>) -> Sent {
             return Sent::Fault(Answer::None);
         }
         Ok(Received::End) => return Sent::List(Listing::default()),
-        // A message with too many descriptors is cut, too.
+        // A message with too many descriptors is also truncated.
         Ok(Received::Cut { descriptors: true }) if rustix::io::fcntl_dupfd_cloexec(&asked.socket, 0).is_err() => {
             return Sent::Lost;
         }

@@ -302,8 +302,8 @@ impl Listener {
         (!self.has_ended.load(Ordering::Relaxed)).then(|| self.socket.as_fd())
     }
 
-    /// Notes that the socket was shut down. It stays readable, and no importer can come. The end of an inherited pair may still have
-    /// messages, and [`Listener::accept`] notes it.
+    /// Records that the socket was shut down. The socket stays readable, and no importer can connect. An end of an inherited pair
+    /// may still have messages. For it, [`Listener::accept`] records the shutdown.
     pub(crate) fn hung_up(&self) {
         if !self.is_inherited {
             self.has_ended.store(true, Ordering::Relaxed);

@@ -122,7 +122,7 @@ impl Service {
         let events: Vec<PollFlags> = ends.iter().map(PollFd::revents).collect();
         let mut woken = Vec::new();
         for (source, events) in sources.into_iter().zip(events) {
-            // Another process has a copy of the socket and has shut it down. It would wake this thread again and again.
+            // Another process has a copy of the socket and has shut it down. It would wake this thread without end.
             if events.contains(PollFlags::HUP) {
                 match source {
                     Source::Visit(ref visit) => visit.hung_up(),

@@ -31,7 +31,7 @@ pub struct SharingReport {
 impl SharingReport {
     /// Tries the rendezvous of the environment variable `HIGHWATER_SHARING`, or the default. For a directory or an abstract name,
     /// this process listens there for a moment and reaches itself. Of an inherited descriptor, only the type is checked, because
-    /// other processes use it. A descriptor with close-on-exec is refused: this process has made it, so it inherited none.
+    /// other processes use it. A descriptor with close-on-exec is refused: this process has made it, and did not inherit it.
     #[must_use]
     pub fn of_environment() -> Self {
         let variable = options::variable();
@@ -40,7 +40,7 @@ impl SharingReport {
             Ok(options) => (options, Ok(())),
             Err(error) => (SharingOptions::new(), Err(error)),
         };
-        // Before this function makes a descriptor, which could be mistaken for the inherited one.
+        // This check comes first: a descriptor that this function makes could be mistaken for the inherited one.
         let problem = parsed.and_then(|()| inherits(options)).and_then(|()| try_out(options)).err();
         let flags = rustix::net::SocketFlags::CLOEXEC;
         let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET);

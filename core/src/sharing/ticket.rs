@@ -384,10 +384,10 @@ pub(super) fn from_digits(text: &str) -> Option<Vec<u8>> {
     pairs.iter().map(|[high, low]| Some(digit(*high)? << 4 | digit(*low)?)).collect()
 }
 
-/// Returns the bytes of a text. `what` names what the text stands for.
+/// Returns the bytes of a text. `what` is the noun for the error, such as `ticket`.
 pub(super) fn bytes_of(operation: &'static str, what: &str, text: &str) -> Result<Vec<u8>> {
     from_digits(text).ok_or_else(|| {
-        let message = format!("the text of a {what} is pairs of hexadecimal digits, and this text is not");
+        let message = format!("the text of a {what} consists of pairs of hexadecimal digits, and this text does not");
         let error = Error::new(ErrorKind::InvalidArgument, operation, message);
         error.with_hint(format!("pass the text of the {what} unchanged"))
     })

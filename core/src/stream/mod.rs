@@ -43,7 +43,7 @@ use highwater_hal::{Backend, Result, StreamId};
 pub struct Stream {
     runtime: Runtime,
     core: Arc<StreamCore>,
-    /// The same stream, for leases that own it. Threads with a stream each then share no count.
+    /// The same stream, for leases that own it. So threads that each have a stream share no count.
     owned: OnceLock<Arc<Self>>,
 }
 

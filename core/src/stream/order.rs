@@ -24,7 +24,7 @@ impl Stream {
         Ok(Event::pooled(self.runtime.clone(), completion, capture))
     }
 
-    /// Records a completion event for a wait. Refuses if the stream takes part in a capture.
+    /// Records a completion event for a wait. Returns an error if the stream takes part in a capture.
     pub(crate) fn completion_outside(&self, operation: &'static str) -> Result<Arc<CompletionEvent>> {
         let backend = self.backend(operation)?;
         let mut completion = self.runtime.inner.device(self.device()).events.take(backend)?;

@@ -22,8 +22,8 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// goes on.
 ///
 /// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. The
-/// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait learns of its end late by one
-/// pause at most, beside the time to wake the task.
+/// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait ends at most one pause late,
+/// and then the task must wake.
 ///
 /// # Errors
 /// The future returns the first of these errors:
@@ -115,7 +115,8 @@ impl Done {
     ///
     /// A thread of the runtime calls it, and all other waits of the runtime wait for its return. So it must not block: it should send
     /// to a channel, or wake other code. If the wait is over already, this method calls it before it returns. If the runtime ends
-    /// first, the thread that ends it does, with the error. A panic of the closure is logged, unless this method called it.
+    /// first, the thread that ends it makes the call, with the error. A panic of the closure is logged, unless this method called
+    /// it.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -146,7 +147,7 @@ impl Done {
         }
     }
 
-    /// Returns the wait as a descriptor that becomes readable when it is over, for `poll`, `epoll` and programs in C.
+    /// Returns a descriptor that becomes readable when the wait is over, for `poll`, `epoll` and programs in C.
     ///
     /// ```
     /// use highwater_core::Runtime;
@@ -316,7 +317,7 @@ impl Wait {
         None
     }
 
-    /// Notes that one event has passed or failed. Returns the listener if the wait is over by this.
+    /// Records that one event has passed or failed. Returns the listener if the wait is over by this.
     pub(super) fn settle(&self, result: Result<()>) -> Option<(Listener, Result<()>)> {
         let mut state = self.state.lock();
         state.left = state.left.saturating_sub(1);

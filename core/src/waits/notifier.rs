@@ -1,16 +1,17 @@
-//! The thread of a runtime that asks whether completion events have passed, and tells those that wait.
+//! The thread of a runtime that asks whether completion events have passed, and notifies the waits.
 //!
 //! *Queues.* The events of one stream pass in the order of their numbers. So each stream has a queue, and the thread asks about the
-//! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... places behind, until one has not. Everything up
-//! to the last that has is over. So thousands of waits cost few questions. An event without a number has a queue of its own.
+//! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... places behind, until one has not. Every wait up
+//! to the last event that has passed is over. So thousands of waits cost few questions. An event without a number has a queue of its
+//! own.
 //!
 //! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/1024 of the
 //! time since, between [`SHORTEST`] and [`LONGEST`]. If nothing waits, it sleeps until something does.
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
-//! error. A thread that calls a waker may end the runtime itself: a task may own its last object. So the thread holds no lock and no
-//! event when it tells, and the end of the runtime does not wait for its own thread. A forked child has no such thread, and takes no
-//! lock of it. Once the process exits, the thread makes no call.
+//! error. A waker that the thread calls may end the runtime, because a task may own its last object. So the thread holds no lock and
+//! no event when it notifies. The end of the runtime does not wait for the thread in which it runs. A forked child has no such
+//! thread, and takes none of its locks. Once the process exits, the thread makes no call.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
@@ -31,7 +32,7 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 const SPIN: Duration = Duration::from_micros(20);
 const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_micros(200);
-/// A wait learns of its end late by this part of its time, at most.
+/// A wait learns of its end late by at most this part of its time.
 const PART: u32 = 1024;
 
 /// The questions of the thread.
@@ -49,7 +50,7 @@ pub(crate) struct Notifier {
     state: Mutex<State>,
     /// Wakes the thread.
     changed: Condvar,
-    /// Wakes those that wait for the end of a round of questions.
+    /// Wakes the threads that wait for the end of a round of questions.
     answered: Condvar,
 }
 
@@ -77,7 +78,7 @@ enum QueueKey {
 #[derive(Debug)]
 struct Queue {
     entries: VecDeque<Entry>,
-    /// The last progress, or the begin of the first wait.
+    /// The time of the last progress, or of the start of the first wait.
     since: Instant,
     /// The time of the next question.
     due: Instant,
@@ -97,7 +98,7 @@ struct EntryKey {
     own: u64,
 }
 
-/// One wait for one event, to cancel it.
+/// Identifies one wait for one event, for its cancellation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     queue: QueueKey,
@@ -196,7 +197,7 @@ impl Notifier {
 
     fn run(&self, answers: &dyn Answers) {
         self.state.lock().thread_id = Some(thread::current().id());
-        // The default would add 50 us to each pause. A kernel that refuses makes waits late, and nothing else.
+        // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
         let mut due = Vec::new();
         while self.take_due(&mut due) {
@@ -266,7 +267,7 @@ impl Notifier {
         self.answered.notify_all();
     }
 
-    /// Returns the last event of a queue that is known to have passed. The one of `first` has.
+    /// Returns the last event of a queue that is known to have passed. The event of `first` has passed.
     fn find_last_passed(&self, answers: &dyn Answers, queue: QueueKey, first: EntryKey) -> EntryKey {
         let mut passed = first;
         let mut step = 1;
@@ -283,7 +284,7 @@ impl Notifier {
                     .map(|entry| (entry.key, Arc::clone(&entry.event)))
             };
             match further {
-                // An error is that of its own event, which the thread asks about when it is the first.
+                // An error belongs to its own event. The thread asks about that event when it is the first.
                 Some((key, event)) if ask(answers, &event).unwrap_or(false) => passed = key,
                 _ => return passed,
             }
@@ -327,7 +328,7 @@ impl Notifier {
 
     // ---------------------------------------------------------------- the end
 
-    /// Waits until the thread asks the backend nothing. A question may keep a stream alive for its time.
+    /// Waits until the thread asks the backend nothing. A question may keep a stream alive while it lasts.
     pub(crate) fn wait_for_answers(&self) {
         let mut state = self.state.lock();
         while state.is_asking && state.thread_id != Some(thread::current().id()) {
@@ -388,7 +389,7 @@ impl Drop for Notifier {
     }
 }
 
-/// Asks the backend. A panic of the backend is an error of the wait, so that the thread goes on.
+/// Asks the backend. A panic of the backend becomes the error of the wait, so the thread goes on.
 fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
     catch_unwind(AssertUnwindSafe(|| answers.has_passed(event))).unwrap_or_else(|_| {
         let message = "the backend panicked when it was asked about an event";
@@ -397,7 +398,7 @@ fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
     })
 }
 
-/// Tells the listener of a wait that is over. A panic of its code ends nothing.
+/// Notifies the listener of a wait that is over. A panic of its code stops no other wait.
 pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
     let Some((listener, result)) = over else { return };
     if catch_unwind(AssertUnwindSafe(|| listener.tell(result))).is_err() {

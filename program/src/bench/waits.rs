@@ -1,4 +1,5 @@
-//! The rows of waits that block no thread: the time from the end of the work to the task, and the processor time of a wake.
+//! The rows of waits that block no thread. They measure the time from the end of the work to the task, and the processor time of a
+//! wake.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -67,7 +68,7 @@ impl Work {
         (0..copies).try_for_each(|_| self.stream.copy_to_device(&self.host, &self.device))
     }
 
-    /// Enqueues work that takes about this time.
+    /// Enqueues work that takes about `time`.
     fn enqueue(&self, time: Duration) -> Result<()> {
         let copies = time.as_nanos() / self.copy.as_nanos().max(1);
         self.enqueue_copies(u32::try_from(copies).unwrap_or(u32::MAX).max(1))
@@ -97,7 +98,7 @@ fn block_on<T>(task: impl Future<Output = T>) -> T {
     }
 }
 
-/// Asks about each event without a pause. Returns the time at which it was passed. `None` if the first answer was that.
+/// Asks about each event without a pause. Reports the time at which it passed, or `None` if it had passed at the first answer.
 fn observe(events: &Receiver<Arc<Event>>, ends: impl Fn(Result<Option<Instant>>)) {
     for event in events {
         let mut asked = false;
@@ -112,7 +113,7 @@ fn observe(events: &Receiver<Arc<Event>>, ends: impl Fn(Result<Option<Instant>>)
     }
 }
 
-/// Measures the time from the end of the work to the first instruction after the wait: of a task, and of a thread that is blocked.
+/// Measures the time from the end of the work to the first instruction after the wait, for a task and for a blocked thread.
 fn ends(bench: &Bench<'_>) -> Result<Vec<Row>> {
     let runtime = bench.runtime()?;
     let work = &Work::new(&runtime)?;
@@ -162,7 +163,7 @@ struct Task {
     executor: Arc<Executor>,
 }
 
-/// An executor of a few threads, as small as one can be.
+/// A minimal executor of a few threads.
 #[derive(Default)]
 struct Executor {
     state: Mutex<Queue>,
@@ -239,7 +240,7 @@ fn processor_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Returns the processor time of the runtime's threads that ask about waits. `None` if the kernel does not tell.
+/// Returns the processor time of the runtime's threads that ask about waits. `None` if the kernel does not report it.
 fn processor_time_of_waits() -> Option<Duration> {
     let mut found = None;
     for thread in fs::read_dir("/proc/self/task").ok()?.flatten() {
@@ -252,7 +253,7 @@ fn processor_time_of_waits() -> Option<Duration> {
     found
 }
 
-/// Measures the processor time of a wake, of all threads that take part in it, for tasks that wait at the same time.
+/// Measures the processor time of a wake, in all threads that take part in it, while many tasks wait.
 fn wakes(bench: &Bench<'_>) -> Result<Vec<Row>> {
     let runtime = bench.runtime()?;
     let work = Work::new(&runtime)?;

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 /// The most links to follow, as in the kernel.
 const MOST_LINKS: usize = 40;
 
-/// The type of `/proc`, whose files are no places for text.
+/// The type of the file system `/proc`. No certificate is written to its files.
 const PROC: u64 = 0x9fa0;
 
 #[derive(Debug)]
@@ -194,14 +194,14 @@ fn put_in_place(draft: Draft, path: &Path) -> io::Result<()> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Returns what an exchange has displaced to its name, and the refusal. If its name cannot be had, it keeps the name of the draft, which
-/// the refusal names.
+/// Moves the file that an exchange has displaced back to its name. Returns the refusal. If the move fails, the file keeps the name of
+/// the draft, and the refusal names it.
 fn give_back(draft: Draft, path: &Path) -> io::Error {
     let returned =
         rename(&draft.0, path, RenameFlags::EXCHANGE).or_else(|_| rename(&draft.0, path, RenameFlags::NOREPLACE));
     let Err(error) = returned else { return refused(NO_REGULAR_FILE) };
     let kept = draft.keep();
-    refused(&format!("what took the place of the file is now `{}`: {error}", display_foreign(&kept)))
+    refused(&format!("the object that took the place of the file is now `{}`: {error}", display_foreign(&kept)))
 }
 
 fn rename(from: &Path, to: &Path, flags: RenameFlags) -> rustix::io::Result<()> {
@@ -368,10 +368,10 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_get_its_name_back_is_kept_and_named() {
+    fn a_file_that_cannot_get_its_name_back_is_kept_and_named() {
         let folder = Folder::new("displaced");
         let (path, draft) = (folder.0.join("a.json"), folder.0.join("draft"));
-        // As after the exchange. The path vanished meanwhile, and then its folder.
+        // The state after the exchange. First the path vanishes meanwhile, and then its folder.
         rustix::fs::mkfifoat(CWD, &draft, Mode::RUSR | Mode::WUSR).unwrap();
         let error = give_back(Draft(draft.clone()), &path);
         assert!(error.to_string().contains("no regular file"), "{error}");
@@ -449,7 +449,7 @@ mod tests {
             let error = Destination::of(path).unwrap_err();
             assert!(error.to_string().contains(why), "{path:?}: {error}");
         }
-        // A pipe with a reader is written as it should be, and waits for a slow reader.
+        // A pipe with a reader receives the whole text, and the write waits for a slow reader.
         let (mut reader, writer) = io::pipe().unwrap();
         let text = "x".repeat(1 << 20);
         let path = PathBuf::from(format!("/proc/self/fd/{}", writer.as_raw_fd()));

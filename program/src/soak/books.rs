@@ -1,7 +1,7 @@
-//! What the supervisor knows of its workers, and its judgment of what they report.
+//! The supervisor's records of its workers, and its judgment of their reports.
 //!
-//! The supervisor notes each signal before it sends it, and each worker tells of a drop before it makes it. So a worker can report
-//! nothing that is right and that the books do not explain.
+//! The supervisor records each signal before it sends it. Each worker announces a drop before it makes it. So the books explain
+//! every correct report of a worker.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::message::{Refusal, Slow, Span};
 
-/// What is known of a worker.
+/// The record of one worker.
 #[derive(Debug, Default)]
 struct Life {
     number: u64,
@@ -18,7 +18,7 @@ struct Life {
     is_dead: bool,
     /// Its sockets are cut, so it looks dead to others.
     is_cut: bool,
-    /// It releases everything.
+    /// It is releasing everything.
     is_ending: bool,
     dropped: HashSet<u64>,
 }
@@ -29,7 +29,7 @@ pub(super) struct Books {
     lives: HashMap<u32, Life>,
 }
 
-/// A worker in a message.
+/// The name of a worker in a message.
 struct Name {
     number: u64,
     pid: u32,
@@ -129,7 +129,8 @@ impl Books {
         })
     }
 
-    /// Returns the fault of a refusal that nothing explains. All messages of the owner from before the refusal must be noted.
+    /// Returns the fault of a refusal that nothing explains. The caller must have noted all messages that the owner sent before the
+    /// refusal.
     pub(super) fn unjustified(&self, pid: u32, refusal: &Refusal) -> Option<String> {
         let Refusal { owner, number, span, kind, message } = refusal;
         let life = self.lives.get(owner);
@@ -191,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_stop_that_delays_a_call_of_another_process_is_a_fault() {
-        // Worker 3 drops memory while worker 4 is stopped, and returns when that continues.
+        // Worker 3 drops memory while worker 4 is stopped, and the call returns when worker 4 continues.
         let books = books();
         assert!(books.late(30, &call(Operation::Drop, None, 1100, 4001)).unwrap().contains("`drop` took 2901 ms"));
         assert!(books.late(30, &call(Operation::Release, Some(40), 1100, 4001)).is_some());

@@ -1,7 +1,7 @@
 //! The heir of a worker: a process that holds the worker's descriptors and outlives it.
 //!
-//! It simulates a child that a worker forked. Sockets and locks do not prove that a worker is alive:
-//! the heir keeps them until the supervisor closes its end of the worker's socket.
+//! It simulates a child that a worker forked. Sockets and locks do not prove that a worker is alive. The heir keeps them until the
+//! supervisor closes its end of the worker's socket.
 
 use std::io;
 use std::os::fd::AsFd as _;

@@ -55,7 +55,7 @@ pub(super) struct Refusal {
     pub(super) message: String,
 }
 
-/// A process that a worker sees in the list of its runtime from a time on, or sees there no more.
+/// A process that has appeared in the list of a worker's runtime, or that is gone from it, and the time.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Trace {
     pub(super) pid: u32,
@@ -63,7 +63,7 @@ pub(super) struct Trace {
     pub(super) at: u64,
 }
 
-/// What a worker finds when it has released everything and closed its runtime.
+/// The state of a worker that has released everything and closed its runtime.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Remains {
     /// Bytes that it still shared, or had mapped, or that its device still counts as used.
@@ -84,8 +84,8 @@ fields!(Remains { bytes, objects, descriptors, deaths });
 messages! {
     /// A message to a worker.
     enum Order {
-        /// The backend's address, the seed, and the directory to rendezvous in, or none for abstract names. A worker that is
-        /// spared is never killed, and must not cut its sockets.
+        /// The backend's address, the seed, and the directory of the rendezvous; no directory stands for abstract names. A worker
+        /// that is spared is never killed, and must not cut its sockets.
         1 Begin { backend: String, seed: u64, directory: Option<String>, is_spared: bool },
         /// The answer to `Want`: offers of other workers.
         2 Take { offers: Vec<Offer> },

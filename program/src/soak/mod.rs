@@ -1,10 +1,10 @@
 //! `highwater soak ipc`: processes that share memory with each other, while some are killed and stopped at random moments.
 //!
-//! This process is the supervisor (`supervisor`). Its children are the workers (`worker`), which are all alike: each shares memory
+//! This process is the supervisor (`supervisor`). Its children are the workers (`worker`), which are all alike. Each shares memory
 //! and opens that of the others, uses it, checks it and drops it (`operation` has the table). The supervisor passes the tickets on,
-//! sends the signals, and keeps the books (`books`) by which it judges what the workers report. It measures the time until
-//! nothing of a killed worker is left in the others (`reclaim`). The contents of memory name it (`pattern`), so early frees and
-//! stray writes are found.
+//! sends the signals, and keeps the books (`books`) by which it judges what the workers report. It measures the time until nothing
+//! of a killed worker is left in the others (`reclaim`). The contents of memory name it (`pattern`), so early frees and stray
+//! writes are found.
 //!
 //! With `--owner-kills`, this process opens the memory of its children instead, and kills those (`owners`). With `--heir-kills`, other
 //! children inherit the memory (`succession`).

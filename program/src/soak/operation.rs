@@ -1,4 +1,4 @@
-//! What a worker does at random, and how long each call may take.
+//! The random operations of a worker, and the time limit of each call.
 
 use std::io;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! The contents of a shared buffer, which name its owner.
 //!
-//! Each buffer has its own tag, and two areas of `side * side` words: the mark, which only its owner writes, and scratch, which
-//! every process fills and copies into. In any order of these steps, every word shows the tag, unless the buffer was freed or
-//! another process wrote to it.
+//! Each buffer has its own tag, and two areas of `side * side` words. Only the owner writes the mark. Every process fills scratch,
+//! and copies into it. In any order of these steps, every word shows the tag, unless the buffer was freed or another process wrote
+//! to it.
 
 use std::ops::Range;
 
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_processes_may_do_keeps_the_pattern_and_another_tag_shows() {
+    fn the_steps_of_processes_keep_the_pattern_and_another_tag_shows() {
         let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
         for side in Pattern::SIDES {

@@ -1,8 +1,8 @@
 //! The time from a kill until no other process has anything of the dead one.
 //!
-//! A thread of each worker looks at the list of its runtime, the same that `highwater ipc ls` shows. It notes when another process
-//! appears there, as a holder or as an owner of memory, and when it is gone. From these notes and the times of the kills, the
-//! supervisor has the times of the reclaims.
+//! A thread of each worker looks at the list of its runtime, the same that `highwater ipc ls` shows. It records when another
+//! process appears there, as a holder or as an owner of memory, and when it is gone. From these records and the times of the kills,
+//! the supervisor derives the times of the reclaims.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,7 +57,7 @@ impl Watcher {
         Self { traces, is_over, thread: Some(thread) }
     }
 
-    /// Returns what was noted since the last call.
+    /// Returns the records since the last call.
     pub(super) fn take(&self) -> Vec<Trace> {
         std::mem::take(&mut *self.traces.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -72,7 +72,7 @@ impl Drop for Watcher {
     }
 }
 
-/// The time after a death in which the notes of all processes arrive. A process that is in a call brings them after it.
+/// The time after a death in which the records of all processes arrive. A process that is in a call brings them after it.
 const SETTLED: Duration = Duration::from_secs(2);
 /// The same when no process is stopped.
 const SETTLED_AT_END: Duration = Duration::from_millis(100);
@@ -96,9 +96,9 @@ pub(super) struct Reclaims {
     has: HashSet<(u32, u32)>,
     victims: Vec<Victim>,
     pub(super) times: Vec<Duration>,
-    /// The times from the kills until the processes were dead, which are a part of those.
+    /// The times from the kills until the processes were dead. They are a part of the times of the reclaims.
     pub(super) deaths: Vec<Duration>,
-    /// Kills of processes of which no other had anything that it could be seen to lose.
+    /// Kills of processes of which no observed process had anything.
     pub(super) unmeasured: u64,
     pub(super) leaks: Vec<String>,
 }
@@ -108,13 +108,13 @@ impl Reclaims {
         self.victims.push(Victim { pid, at, dead: None, latest: None });
     }
 
-    /// Notes the death of a process. It has nothing any more, and what others have of it must go.
+    /// Records the death of a process. It has nothing any more, and the others must lose what they have of it.
     pub(super) fn note_death(&mut self, pid: u32, at: u64) {
         self.has.retain(|(process, _)| *process != pid);
         self.victims.iter_mut().filter(|victim| victim.pid == pid).for_each(|victim| victim.dead = Some(at));
     }
 
-    /// Notes what a process has seen.
+    /// Records the report of a process.
     pub(super) fn note(&mut self, process: u32, trace: &Trace, books: &Books) {
         let Trace { pid, is_there, at } = *trace;
         if is_there {

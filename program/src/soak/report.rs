@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::super::table::Table;
 use super::operation::Operation;
 
-/// The bar: what 99 killed processes in 100 had is free again within this time.
+/// The bar: within this time, the memory of 99 killed processes in 100 is free again.
 pub(super) const BAR: Duration = Duration::from_millis(100);
 /// The number of kills from which the bar applies.
 const FEWEST_FOR_BAR: usize = 100;
@@ -51,12 +51,12 @@ pub(super) struct Report {
     pub(super) words_changed: u64,
     /// Memory that was revoked because its owner died.
     pub(super) revoked: u64,
-    /// Deaths that the one worker has seen that is never killed.
+    /// Deaths that the worker that is never killed has seen.
     pub(super) deaths_seen: u64,
-    /// The times from the kills until nobody had anything of the dead, and of these until the process was dead.
+    /// The times from the kills until no process had anything of the dead one, and the part of them until the process was dead.
     pub(super) reclaims: Vec<Duration>,
     pub(super) deaths: Vec<Duration>,
-    /// Kills of workers of which no other had anything that could be watched until it was gone.
+    /// Kills of workers of which no observed worker had anything.
     pub(super) unmeasured: u64,
     pub(super) leaked_bytes: u64,
     pub(super) leaked_objects: u64,

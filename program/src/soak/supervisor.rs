@@ -35,15 +35,15 @@ use super::{Opened, PATIENCE, descriptors, now};
 
 /// The pause between two steps.
 const PAUSE: Duration = Duration::from_micros(500);
-/// The most offers that are passed on. Older ones are forgotten.
+/// The maximum number of offers that are passed on. Older offers are forgotten.
 const MOST_OFFERS: usize = 48;
-/// The most offers of one answer.
+/// The maximum number of offers in one answer.
 const MOST_TAKEN: u64 = 4;
-/// The most living children of dead workers.
+/// The maximum number of living children of dead workers.
 const MOST_HEIRS: usize = 16;
 /// The time in which a worker opens its device.
 const START: Duration = Duration::from_secs(120);
-/// Faults after which more give no more insight.
+/// The number of faults that ends the run: more give no more insight.
 const MOST_FAULTS: u64 = 50;
 
 /// The task of a run.
@@ -109,7 +109,7 @@ fn shared_files() -> u64 {
     (named + open.count()) as u64
 }
 
-/// Shares memory in the directory once, and closes the runtime. An exporter removes the files there that dead ones have left.
+/// Shares memory in the directory once, and closes the runtime. An exporter removes the files that dead exporters have left there.
 fn share_once(opened: &Opened, directory: &Path) -> Result<u64> {
     // The options are `Copy`, and a run has one directory.
     let directory: &'static Path = Box::leak(Box::from(directory));
@@ -192,7 +192,7 @@ struct Worker {
     started: Instant,
     /// The rendezvous is the directory. Otherwise, it opens only tickets of abstract names.
     by_directory: bool,
-    /// The time until which it is stopped, and that of its stop.
+    /// The time at which it continues, and the time at which it was stopped.
     stopped: Option<(Instant, Instant)>,
     bequeathed: bool,
     is_cut: bool,
@@ -437,7 +437,7 @@ impl<'a> Supervisor<'a> {
         let milliseconds = match self.random.within(0..100) {
             0..85 => self.random.within(1..60),
             85..99 => self.random.within(60..400),
-            // Longer than the limit of every call. Nobody is killed meanwhile, so that calls reach their limits.
+            // This stop is longer than the limit of every call. No process is killed meanwhile, so that calls reach their limits.
             _ => self.random.within(1200..2500),
         };
         let since = Instant::now();
@@ -479,7 +479,7 @@ impl<'a> Supervisor<'a> {
         Ok(())
     }
 
-    /// Notes the death of a killed worker.
+    /// Records the death of a killed worker.
     fn bury(&mut self, worker: &Worker) -> Result<()> {
         self.report.kills += 1;
         self.report.killed_after_fork += u64::from(worker.bequeathed);
@@ -558,7 +558,7 @@ impl<'a> Supervisor<'a> {
             self.reclaims.note_death(worker.pid, now());
         }
         self.is_ending = true;
-        // What they have of the dead is reclaimed while they live.
+        // Memory of dead workers is reclaimed while the others live.
         let deadline = Instant::now() + PATIENCE * 2;
         while self.reclaims.is_waiting() && Instant::now() < deadline {
             pulse.fetch_add(1, Ordering::Relaxed);

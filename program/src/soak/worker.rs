@@ -1,8 +1,8 @@
-//! A worker of `highwater soak ipc`: shares memory, opens that of others, and uses, checks and drops both, at random, until it is
-//! killed or told to end.
+//! A worker of `highwater soak ipc`. It shares memory, opens that of others, and uses, checks and drops both at random, until it is
+//! killed or ordered to end.
 //!
-//! It measures each call that could wait for another process, and reports the slow ones. It judges contents itself. All else is
-//! judged by the supervisor, which knows who was stopped or killed.
+//! It measures each call that could wait for another process, and reports the slow ones. It judges contents itself. The supervisor
+//! judges all else, because it knows which workers were stopped or killed.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -35,12 +35,12 @@ use super::random::Random;
 use super::reclaim::Watcher;
 use super::{COMMAND, Opened, PATIENCE, heir, keeps, now};
 
-/// The most memory of its own, and of others, that a worker has at once.
+/// The maximum numbers of its own memory, and of memory of others, that a worker has at once.
 const MOST_OWN: usize = 8;
 const MOST_HELD: usize = 8;
-/// The most offers that a worker remembers. Some have expired by the time they are opened.
+/// The maximum number of offers that a worker remembers. Some have expired by the time they are opened.
 const MOST_OFFERS: usize = 8;
-/// The most operations that it enqueues before it waits for its stream. A busy machine takes long for each.
+/// The maximum number of operations that it enqueues before it waits for its stream. A busy machine takes long for each.
 const MOST_QUEUED: u64 = 16;
 /// The percentage of workers that may cut their sockets, and of those that may start a child.
 const MAY: u64 = 40;
@@ -51,7 +51,7 @@ const SLOW: u64 = 20_000_000;
 /// The number of steps between two reports of counts.
 const REPORT: u64 = 16;
 
-/// Runs until it is killed or told to end.
+/// Runs until it is killed or ordered to end.
 pub(in super::super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
     let (socket, mut inbox) = child::serve(arguments.parent, c"hw-soak", COMMAND)?;
     let Some(Order::Begin { backend, seed, directory, is_spared }) = inbox.wait(&socket)? else {
@@ -143,7 +143,7 @@ struct Held {
     memory: Memory,
     owner: Owner,
     owner_pid: u32,
-    /// True if the memory stays when its owner dies, and false if its use then fails.
+    /// True if the memory stays when its owner dies. Otherwise its use then fails.
     is_kept: bool,
     /// True if the vendor keeps the contents after the owner's death.
     has_contents: bool,
@@ -176,7 +176,7 @@ struct Worker<'s> {
     bequeathed: bool,
     cut_off: bool,
     is_ending: bool,
-    /// However long it lives, most workers do neither.
+    /// Decided at its start: most workers do neither, however long they live.
     may_cut: bool,
     may_bequeath: bool,
 }
@@ -552,7 +552,7 @@ impl<'s> Worker<'s> {
                 Ok(Ok(changed))
             }
             Memory::Pinned(pattern, buffer) => {
-                // By the CPU, and by the device.
+                // The CPU reads it here, and the device below.
                 let here = pattern.check(buffer.read()?);
                 let device = self.device.allocate(pattern.len())?;
                 self.stream.copy_to_device(buffer, &device)?;
@@ -610,7 +610,7 @@ impl<'s> Worker<'s> {
         Ok(true)
     }
 
-    /// Starts a child that outlives it, and dies soon after.
+    /// Starts a child, which outlives this worker. The worker dies soon after.
     fn bequeath(&mut self) -> Result<bool> {
         self.bequeathed = true;
         let descriptors = heir::leave()?;

@@ -417,7 +417,8 @@ export! {
     }
 
     fn cuMemImportFromShareableHandle(allocation: *mut u64, exported: *mut c_void, kind: u32) {
-        create!(allocation = vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind))
+        // The pointer is a number. The driver takes its low half.
+        create!(allocation = vmm::import(exported.addr() as i32, kind))
     }
 
     fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: u32) {

@@ -383,13 +383,11 @@ pub fn import(descriptor: RawFd, handle_type: u32) -> Answer<u64> {
         FABRIC => return Err(Code::NOT_PERMITTED),
         _ => return Err(Code::INVALID_VALUE),
     }
-    if descriptor < 0 {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: `fcntl` takes any number.
+    // SAFETY: `fcntl` takes any number, and refuses one that is not an open descriptor. A driver returns 999 then, as seen on an
+    // H200.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
     if copy < 0 {
-        return Err(Code::INVALID_VALUE);
+        return Err(Code::UNKNOWN);
     }
     // SAFETY: the descriptor is new and has no other owner.
     let file = unsafe { OwnedFd::from_raw_fd(copy) };
