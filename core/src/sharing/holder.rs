@@ -120,7 +120,7 @@ enum Place {
 
 impl Held {
     fn is_widowed(&self) -> bool {
-        matches!(&self.place, Place::Other(link) if link.is_lost())
+        matches!(&self.place, Place::Other(link) if link.has_no_process())
     }
 
     fn link(&self) -> Option<&Arc<Link>> {

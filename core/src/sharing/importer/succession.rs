@@ -28,8 +28,8 @@ impl Import {
     /// Returns whether no process counts this import any more.
     fn is_widowed(&self) -> bool {
         match &*self.succession.lock() {
-            Succession::None => self.link.is_lost(),
-            Succession::Registered(registration) => registration.link.is_lost(),
+            Succession::None => self.link.has_no_process(),
+            Succession::Registered(registration) => registration.link.has_no_process(),
             Succession::Inherited(_) | Succession::Over => false,
         }
     }
@@ -176,6 +176,12 @@ impl CountedAt {
 }
 
 impl Link {
+    /// Returns whether the process at the other end has ended. The service may not have noticed it yet. An heir that left out the
+    /// imports of such a link would answer for a part of the memory, and return `Expired` for the rest.
+    pub(in super::super) fn has_no_process(&self) -> bool {
+        self.is_lost() || self.process.has_ended()
+    }
+
     /// Opens an allocation. Returns the handles of all parts, and the count.
     pub(in super::super) fn fetch(
         &self,
