@@ -498,7 +498,7 @@ fn an_heir_is_listed_as_the_owner_and_holds_its_importers() {
         let (heir, other) = (entry(heir.pid()).unwrap(), entry(importer.pid()).unwrap());
         let holders = heir["shared"][0]["holders"].clone();
         let owner = (&other["opened"][0]["owner"], &other["opened"][0]["owner_has_ended"]);
-        holders == vec![importer.pid()].into()
+        holders == Value::from(vec![importer.pid()])
             && heir["opened"] == Value::Array(Vec::new())
             && owner == (&heir["pid"], &false.into())
     });
