@@ -158,6 +158,7 @@ mod tests {
         let value = match option {
             "mps" => "off",
             "trace" => "three-seeds",
+            "processes" => "2",
             _ => "1",
         };
         let takes_value = argument.get_action().takes_values();
