@@ -61,7 +61,8 @@
 //! - A copy between pinned memory and the device cannot race with the CPU: the buffer remembers its streams.
 //! - Dropping a buffer, stream, event, graph or lease never waits (a stream on ROCm does), and never frees memory that enqueued work uses. The end of
 //!   the runtime waits for the devices.
-//! - A lease stays in its thread and ends before its stream. The compiler checks both.
+//! - A lease stays in its thread and ends before its stream. The compiler checks both. An owned lease may move to another thread, and
+//!   keeps its stream.
 //! - A killed process frees nothing early and makes no other process leak.
 //! - Work of two streams on one buffer is ordered by the program, with [`Stream::wait`]. The mock's race finder reports
 //!   where the wait is missing.

@@ -77,7 +77,8 @@ impl Runtime {
     /// Waits for the devices, frees everything, and returns what the backend still counts as live.
     ///
     /// # Errors
-    /// The errors of [`highwater_core::Runtime::close`]: `InvalidState` while an object of the runtime is alive.
+    /// The errors of [`highwater_core::Runtime::close`]: `InvalidState` while an object of the runtime is alive. That method
+    /// describes what a refusal leaves.
     pub fn close(self) -> Result<LiveObjects> {
         self.0.close()
     }

@@ -121,7 +121,8 @@ impl MockOptions {
         self
     }
 
-    /// Sets an extra time that every operation of a stream takes on the device, before its effect.
+    /// Sets an extra time that every operation of a stream takes on the device, before its effect. The record of an event is an
+    /// operation, and so is a wait for one: a copy and an event behind it take the time at least twice.
     #[must_use]
     pub fn with_latency(mut self, latency: Duration) -> Self {
         self.latency = latency;

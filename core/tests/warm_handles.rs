@@ -311,3 +311,20 @@ fn an_error_of_the_background_is_stated_by_the_first_lease_that_fails() {
     drop(stream.blas().unwrap());
     end(runtime, stream);
 }
+
+#[test]
+fn a_refused_close_frees_idle_handles_and_a_later_clone_closes() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    device.warm(10).unwrap();
+    let early = runtime.clone();
+    assert_eq!(runtime.close().unwrap_err().kind(), ErrorKind::InvalidState);
+    assert_eq!(early.statistics().blas_handles.live, 0);
+    device.warm(3).unwrap();
+    assert_eq!(early.statistics().blas_handles.live, 3);
+    drop(early);
+    let again = device.runtime().clone();
+    drop(device);
+    assert_eq!(again.close().unwrap().total(), 0);
+}

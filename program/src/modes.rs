@@ -72,6 +72,7 @@ const MODES: &[Mode] = &[
         options: &["backend", "rows", "threads", "rounds", "milliseconds", "peer", "seeds"],
     },
     Mode { command: "bench share", chosen_by: &[], options: &["backend", "rows", "rounds", "peer"] },
+    Mode { command: "bench waits", chosen_by: &[], options: &["backend", "rows", "rounds", "peer"] },
 ];
 
 impl Mode {
@@ -157,6 +158,7 @@ mod tests {
         let value = match option {
             "mps" => "off",
             "trace" => "three-seeds",
+            "processes" => "2",
             _ => "1",
         };
         let takes_value = argument.get_action().takes_values();
@@ -219,9 +221,10 @@ mod tests {
                 assert!(options(command).any(|known| known == option), "`{}` has no option `--{option}`", mode.command);
             }
         }
-        // `bench share` has the options of every bench.
-        let without =
-            |command: &str, option: &str| command == "bench share" && ["threads", "milliseconds"].contains(&option);
+        // `bench share` and `bench waits` have the options of every bench.
+        let without = |command: &str, option: &str| {
+            ["bench share", "bench waits"].contains(&command) && ["threads", "milliseconds"].contains(&option)
+        };
         for path in MODES.iter().map(|mode| mode.command) {
             for option in options(command(&root, path)).filter(|option| !without(path, option)) {
                 let has = MODES.iter().any(|mode| mode.command == path && mode.has(option));
@@ -252,6 +255,7 @@ mod tests {
                 "`--isolate-workers` has no effect with `--workers 0`; leave out one",
             ),
             ("highwater bench share --threads 2", "`--threads` has no effect on `highwater bench share`; leave it out"),
+            ("highwater bench waits --threads 2", "`--threads` has no effect on `highwater bench waits`; leave it out"),
         ] {
             assert!(said(line).contains(text), "{line}: {}", said(line));
         }

@@ -239,9 +239,16 @@ impl Runtime {
     ///
     /// # Errors
     /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has one of its
-    ///   buffers open. Nothing is closed. The message has the number of other live objects, and the backend's count by kind.
+    ///   buffers open. The message has the number of other live objects, and the backend's count by kind.
     /// - `Capture`: this thread is inside a capture.
     /// - Otherwise the first error of the backend. The rest is freed nevertheless.
+    ///
+    /// A refusal with `InvalidState` takes nothing that is in use. If objects of this runtime are alive, it frees idle handles,
+    /// workspaces and blocks, as [`Runtime::trim`] does.
+    ///
+    /// The call consumes the runtime, even if it is refused. To try again, clone the [`Device::runtime`] of a live device, drop the
+    /// device, and close the clone. A clone that was made before makes the first call fail. If no object is left after a refusal, the
+    /// runtime ends as by a drop.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
         refuse_in_capture("close")?;

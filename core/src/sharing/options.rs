@@ -36,6 +36,8 @@ pub enum Rendezvous {
     Abstract,
     /// A socket in a directory, which every process mounts. The paths may differ between the processes. If all users may
     /// write to the directory, it must be sticky (`chmod +t`).
+    ///
+    /// The path lives as long as the program. Leak a path that the program computes, or set `HIGHWATER_SHARING`.
     Directory(&'static Path),
     /// One end of a pair of Unix sockets of the type `SOCK_SEQPACKET`, by its number. The processes inherit the pair from a
     /// common parent. The exporting process has one end. Any number of importing processes have the other end.

@@ -1,7 +1,7 @@
 //! [`Owner`]: the process that owns opened memory. [`OwnerDeath`]: the effect of its death on an importer.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -101,8 +101,8 @@ impl ImportOptions {
 /// # }
 /// ```
 ///
-/// [`AsFd`] returns the pidfd of the owner. It becomes readable at the owner's death, so `poll`, `epoll` and asynchronous
-/// runtimes can wait for it.
+/// [`AsFd`] and [`AsRawFd`] return the pidfd of the owner. It becomes readable at the owner's death, so `poll`, `epoll` and asynchronous
+/// runtimes can wait for it. The caller must not close it.
 #[derive(Clone)]
 pub struct Owner {
     process: Arc<Process>,
@@ -119,6 +119,12 @@ impl fmt::Debug for Owner {
 impl AsFd for Owner {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+}
+
+impl AsRawFd for Owner {
+    fn as_raw_fd(&self) -> RawFd {
+        self.pidfd.as_raw_fd()
     }
 }
 
@@ -162,8 +168,8 @@ impl Owner {
     }
 
     /// Calls a closure once when the process dies, or at once if it is dead. By then, operations on buffers that were opened with
-    /// [`OwnerDeath::Release`] are refused, and their memory is about to be released. Dropping the result cancels the call,
-    /// unless it has begun.
+    /// [`OwnerDeath::Release`] are refused, and their memory is about to be released. Keep the result: dropping it cancels
+    /// the call, unless it has begun. `let _ =` drops it at once.
     ///
     /// The sharing thread of the runtime makes the call. Until the closure returns, that thread answers no other process and
     /// releases no memory. The closure should only signal another thread. It may drop buffers. The call does not take place if
@@ -186,7 +192,7 @@ impl Owner {
 }
 
 /// A closure that waits for the death of a process: [`Owner::on_death`]. Dropping it cancels the call.
-#[must_use = "dropping the watch cancels the call"]
+#[must_use = "bind it to a name: dropping the watch cancels the call"]
 #[derive(Debug)]
 pub struct DeathWatch {
     number: u64,

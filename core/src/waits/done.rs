@@ -25,6 +25,9 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait ends at most one pause late,
 /// and then the task must wake.
 ///
+/// *Timeouts.* To wait again after a timeout, keep the future: `timeout(limit, &mut done)`. A second `done()` of a stream or
+/// `ready()` of device memory is a new wait, behind all work enqueued meanwhile.
+///
 /// # Errors
 /// The future returns the first of these errors:
 /// - the error of the work, or of the call that asks about it, as [`Event::is_complete`](crate::Event::is_complete) returns it;

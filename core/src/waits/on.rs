@@ -39,6 +39,8 @@ impl Stream {
     /// Returns a future that is ready once everything enqueued before this call has been executed, as [`Stream::synchronize`] waits for
     /// it. Later work does not delay it. The stream may be dropped before.
     ///
+    /// Each call begins a new wait, behind all work enqueued meanwhile. To wait again after a timeout, keep the [future](Done).
+    ///
     /// ```
     /// # use highwater_core::Runtime;
     /// # use highwater_mock::{MockGpu, MockOptions};
@@ -98,6 +100,8 @@ impl<T: Element> SharedPinnedBuffer<T> {
 impl<T: Element> DeviceBuffer<T> {
     /// Returns a future that is ready once every stream that uses the buffer has executed the work enqueued before this call. Work of
     /// other processes is not known.
+    ///
+    /// Each call begins a new wait, behind all work enqueued meanwhile. To wait again after a timeout, keep the [future](Done).
     ///
     /// # Errors
     /// The future has the errors of [`Done`], and `Capture` if an open capture uses the buffer.

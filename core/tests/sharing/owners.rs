@@ -1,6 +1,6 @@
 //! Owners that die: what an importer keeps, what it releases, and how it learns of the death.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -231,6 +231,7 @@ fn a_program_learns_of_the_death_in_each_way() {
     drop(owner.on_death(move || cancelled.send(("cancelled", true)).unwrap()).unwrap());
     let panics = owner.on_death(|| panic!("a panic of the program")).unwrap();
     let readable = |owner: &Owner| {
+        assert_eq!(owner.as_raw_fd(), owner.as_fd().as_raw_fd());
         let mut end = [PollFd::from_borrowed_fd(owner.as_fd(), PollFlags::IN)];
         rustix::event::poll(&mut end, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() > 0
     };
