@@ -10,7 +10,7 @@ use super::Sharing;
 use super::desk::Desk as _;
 use super::heir::Estate;
 use super::held::no_descriptor;
-use super::importer::{Import, Mapper as _};
+use super::importer::{Import, Link, Mapper as _};
 use super::rendezvous::Meeting;
 use super::ticket::Ticket;
 use crate::own_thread::spawn;
@@ -105,14 +105,18 @@ impl Sharing {
         }
     }
 
-    /// Looks once for the heir of an owner, and registers there. Returns whether the search is over.
-    fn look_for_heir(&self, incarnation: &[u8; 16], started: Instant) -> bool {
+    /// Looks once for the heir of an owner, and registers there. Returns whether the search is over. `answering` is the connection to
+    /// the last heir.
+    fn look_for_heir(&self, incarnation: &[u8; 16], answering: &mut Option<Arc<Link>>, started: Instant) -> bool {
         let widowed = self.importer.widowed(incarnation);
         let keeps = widowed.iter().any(|import| import.is_held());
-        if widowed.is_empty() || self.is_stopping() || self.mapper().check().is_err() || self.inherit(incarnation) {
+        if widowed.is_empty() || self.is_stopping() || self.mapper().check().is_err() {
             return true;
         }
-        match self.importer.register(&widowed, &self.mapper(), &self.bell) {
+        if !answering.as_ref().is_some_and(|link| link.may_still_work()) && self.inherit(incarnation) {
+            return true;
+        }
+        match self.importer.register(&widowed, answering, &self.mapper(), &self.bell) {
             Ok(()) => true,
             Err(error) if !keeps && started.elapsed() > APPEARS_WITHIN => {
                 tracing::debug!("a dead owner has no heir: {error}");
@@ -139,9 +143,9 @@ impl Sharing {
 /// Looks for the heir of an owner until the imports of this process are settled.
 fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
     let started = Instant::now();
-    let mut pause = SHORTEST_PAUSE;
+    let (mut answering, mut pause) = (None, SHORTEST_PAUSE);
     while let Some(sharing) = sharing.upgrade() {
-        if sharing.look_for_heir(&incarnation, started) {
+        if sharing.look_for_heir(&incarnation, &mut answering, started) {
             sharing.heirs.searches.lock().remove(&incarnation);
             if sharing.importer.has_lost_heir(&incarnation) && !sharing.is_stopping() {
                 // It died after the search.

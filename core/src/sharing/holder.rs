@@ -341,9 +341,12 @@ impl State {
         }
         let state = Arc::clone(self);
         let search = spawn(("highwater-heir", OPERATION, ""), move || {
-            let mut pause = SHORTEST_PAUSE;
-            while !state.is_stopping.load(Ordering::Acquire) && !state.inherit(&incarnation) {
-                if state.register(&incarnation).is_err() {
+            let (mut answering, mut pause) = (None::<Arc<Link>>, SHORTEST_PAUSE);
+            let inherits = |answering: &Option<Arc<Link>>| {
+                !answering.as_ref().is_some_and(|link| link.may_still_work()) && state.inherit(&incarnation)
+            };
+            while !state.is_stopping.load(Ordering::Acquire) && !inherits(&answering) {
+                if state.register(&incarnation, &mut answering).is_err() {
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
@@ -395,8 +398,8 @@ impl State {
         true
     }
 
-    /// Registers the allocations of a dead owner at its heir.
-    fn register(&self, incarnation: &[u8; 16]) -> Result<()> {
+    /// Registers the allocations of a dead owner at its heir. `answering` becomes the connection to it.
+    fn register(&self, incarnation: &[u8; 16], answering: &mut Option<Arc<Link>>) -> Result<()> {
         let widowed: Vec<_> = {
             let all = self.held.lock();
             let widowed = all.iter().filter(|held| held.ticket.incarnation == *incarnation && held.is_widowed());
@@ -407,6 +410,7 @@ impl State {
         let mut patience = Patience::new(Duration::from_secs(1));
         let link = Arc::new(Link::connect(first, &mapper, patience)?);
         link.check_heir()?;
+        *answering = Some(Arc::clone(&link));
         for (ticket, memory, counted) in widowed {
             patience.renew();
             let numbers = counted.numbers(memory.key);

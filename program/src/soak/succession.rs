@@ -122,10 +122,15 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
         let before = opener.report.kills;
         opener.round(&mut heirs, value, soak.kills - before)?;
         progress.advance(opener.report.kills - before);
-        // After the first round, every object of the first use exists.
-        descriptors_before.get_or_insert(descriptors()?);
-        free_before.get_or_insert(opener.free()?);
+        // After the first round, every object of the first use exists. Each child has memory of its own on a device.
+        if free_before.is_none() {
+            heirs.clear();
+            descriptors_before = Some(descriptors()?);
+            free_before = Some(opener.free()?);
+            heirs = (0..HEIRS).map(|_| opener.start()).collect::<Result<Vec<_>>>()?;
+        }
     }
+    heirs.clear();
     let deadline = Instant::now() + PATIENCE;
     let (mut descriptors_left, mut leaked_bytes) = (usize::MAX, u64::MAX);
     while (descriptors_left > 0 || leaked_bytes > 0) && Instant::now() < deadline {
@@ -133,7 +138,6 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
         leaked_bytes = free_before.unwrap_or_default().saturating_sub(opener.free()?);
         thread::sleep(Duration::from_millis(2));
     }
-    drop(heirs);
     let mut report = opener.end();
     (report.descriptors_left, report.leaked_bytes) = (descriptors_left as u64, leaked_bytes);
     match runtime.close() {

@@ -94,15 +94,23 @@ impl Importer {
         }
     }
 
-    /// Registers imports at the heir of their exporter. Those that the heir does not have stay without one.
+    /// Registers imports at the heir of their exporter. Those that the heir does not have stay without one. `answering` becomes the
+    /// connection to the heir.
     ///
     /// # Errors
     /// Of the connection: the heir may answer later.
-    pub(crate) fn register(&self, imports: &[Arc<Import>], mapper: &dyn Mapper, bell: &Bell) -> Result<()> {
+    pub(crate) fn register(
+        &self,
+        imports: &[Arc<Import>],
+        answering: &mut Option<Arc<Link>>,
+        mapper: &dyn Mapper,
+        bell: &Bell,
+    ) -> Result<()> {
         let Some(first) = imports.first() else { return Ok(()) };
         let mut patience = Patience::new(super::HEIR_ANSWERS_WITHIN);
         let link = Arc::new(Link::connect(&first.ticket, mapper, patience)?);
         link.check_heir()?;
+        *answering = Some(Arc::clone(&link));
         let mut registered = Ok(());
         for import in imports {
             patience.renew();
@@ -180,6 +188,12 @@ impl Link {
     /// imports of such a link would answer for a part of the memory, and return `Expired` for the rest.
     pub(in super::super) fn has_no_process(&self) -> bool {
         self.is_lost() || self.process.has_ended()
+    }
+
+    /// Returns whether the process has cut the connection and not ended. A process that ends loses its sockets, and so the name of a dead
+    /// owner, before its device work has ended. Its pidfd is readable after that.
+    pub(in super::super) fn may_still_work(&self) -> bool {
+        self.is_cut() && !self.has_no_process()
     }
 
     /// Opens an allocation. Returns the handles of all parts, and the count.
