@@ -436,6 +436,31 @@ fn a_waker_that_panics_stops_no_other_wait() {
     block_on(bad).unwrap();
 }
 
+/// Panics when it is dropped, unless its drop is a part of a panic.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        assert!(thread::panicking(), "this drop panics on purpose");
+    }
+}
+
+#[test]
+fn a_payload_whose_drop_panics_stops_no_other_wait() {
+    let (gpu, _runtime, stream) = held();
+    let (sender, results) = channel();
+    for begun_later in [false, true] {
+        stream.on_done(|_| std::panic::panic_any(Bomb));
+        let sender = sender.clone();
+        stream.on_done(move |result| sender.send((begun_later, result)).unwrap());
+        gpu.release_stream(stream.id()).unwrap();
+        let (number, result) = results.recv_timeout(LONG).expect("the thread goes on");
+        assert_eq!(number, begun_later);
+        result.unwrap();
+        enqueue(&stream);
+    }
+}
+
 #[test]
 fn a_task_that_moves_between_wakers_is_woken_by_the_last() {
     let (gpu, _runtime, stream) = held();

@@ -16,7 +16,6 @@
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
 use std::num::NonZeroU64;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -25,6 +24,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::done::{Listener, Wait};
 use crate::own_thread::OwnThread;
+use crate::panics;
 use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 
@@ -391,7 +391,7 @@ impl Drop for Notifier {
 
 /// Asks the backend. A panic of the backend becomes the error of the wait, so the thread goes on.
 fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
-    catch_unwind(AssertUnwindSafe(|| answers.has_passed(event))).unwrap_or_else(|_| {
+    panics::contain(|| answers.has_passed(event)).unwrap_or_else(|| {
         let message = "the backend panicked when it was asked about an event";
         Err(Error::new(ErrorKind::Vendor, "query_event", message)
             .with_hint("report the panic to the backend's authors"))
@@ -401,7 +401,7 @@ fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
 /// Notifies the listener of a wait that is over. A panic of its code stops no other wait.
 pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
     let Some((listener, result)) = over else { return };
-    if catch_unwind(AssertUnwindSafe(|| listener.tell(result))).is_err() {
+    if panics::contain(|| listener.tell(result)).is_none() {
         crate::warnings::warning!("a waker or a closure for the end of device work panicked");
     }
 }
