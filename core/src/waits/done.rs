@@ -291,18 +291,19 @@ impl Wait {
     }
 
     fn poll(&self, waker: &Waker) -> Poll<Result<()>> {
-        let mut state = self.state.lock();
-        if let Some(outcome) = &state.outcome {
-            return Poll::Ready(outcome.clone());
+        {
+            let state = self.state.lock();
+            if let Some(outcome) = &state.outcome {
+                return Poll::Ready(outcome.clone());
+            }
+            // Compares pointers, and runs no code of the executor.
+            if matches!(&state.listener, Listener::Task(known) if known.will_wake(waker)) {
+                return Poll::Pending;
+            }
         }
-        let earlier = match &mut state.listener {
-            Listener::Task(known) if known.will_wake(waker) => Listener::None,
-            listener => std::mem::replace(listener, Listener::Task(waker.clone())),
-        };
-        drop(state);
-        // Without the lock: the drop of a waker is code of the executor.
-        drop(earlier);
-        Poll::Pending
+        // Without the lock: the clone and the drop of a waker are code of the executor. The wait may end meanwhile.
+        let outcome = self.listen(Listener::Task(waker.clone()));
+        outcome.map_or(Poll::Pending, |(_, outcome)| Poll::Ready(outcome))
     }
 
     /// Sets the listener. Returns it if the wait is over.

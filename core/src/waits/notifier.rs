@@ -10,9 +10,11 @@
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
 //! error. A waker that the thread calls may end the runtime, because a task may own its last object. So the thread holds no lock and
-//! no event when it notifies. The end of the runtime does not wait for the thread in which it runs. A forked child has no such
-//! thread, and takes none of its locks. Once the process exits, the thread makes no call.
+//! no event when it notifies. No such thread waits for the end of another one, because that one may wait for its end in turn. It
+//! waits only for the questions of the other one. A forked child has no such thread, and takes none of its locks. Once the process
+//! exits, the thread makes no call.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
 use std::num::NonZeroU64;
@@ -34,6 +36,11 @@ const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_micros(200);
 /// A wait learns of its end late by at most this part of its time.
 const PART: u32 = 1024;
+
+thread_local! {
+    /// True in the thread of a runtime, of this one or of another.
+    static IS_NOTIFIER: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
@@ -208,6 +215,7 @@ impl Notifier {
 
     /// Asks and notifies until the end. The waits that are over go through `over`.
     fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+        IS_NOTIFIER.set(true);
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
@@ -349,16 +357,22 @@ impl Notifier {
         }
     }
 
-    /// Ends the thread and all waits, at the end of the runtime. Waits for the thread if `waits`.
+    /// Ends the thread and all waits, at the end of the runtime. If `waits`, waits for the thread, or in such a thread for the
+    /// questions under way.
     pub(crate) fn end(&self, waits: bool) {
-        let (thread, is_own) = {
+        // The thread-local may be gone at the end of a thread.
+        let is_notifier = IS_NOTIFIER.try_with(Cell::get).unwrap_or(false);
+        let thread = {
             let mut state = self.state.lock();
             state.ended.get_or_insert_with(ended);
-            (state.thread.take(), state.thread_id == Some(thread::current().id()))
+            state.thread.take()
         };
         self.changed.notify_all();
         if let Some(thread) = thread {
-            thread.end(waits && !is_own);
+            thread.end(waits && !is_notifier);
+        }
+        if waits && is_notifier {
+            self.wait_for_answers();
         }
         self.end_waits(ended());
     }
