@@ -255,11 +255,14 @@ fn timed_and_exposed_events_are_waited_for_and_destroyed() {
 fn nothing_in_a_capture_is_waited_for() {
     let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    let buffer = runtime.device(0).unwrap().allocate::<u32>(4).unwrap();
+    let [buffer, unused] = [(); 2].map(|()| runtime.device(0).unwrap().allocate::<u32>(4).unwrap());
     let graph = stream.capture(|stream| {
         stream.fill(&buffer, 1)?;
         assert_eq!(kind_of(block_on(stream.done())), ErrorKind::Capture);
         assert_eq!(kind_of(block_on(buffer.ready())), ErrorKind::Capture);
+        let refused = block_on(unused.ready()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Capture);
+        assert!(refused.to_string().contains("begin the wait before the capture"), "{refused}");
         assert_eq!(kind_of(block_on(stream.record()?.done())), ErrorKind::Capture);
         Ok(())
     });

@@ -209,6 +209,9 @@ impl Drop for Done {
 /// A descriptor that becomes readable when device work is done. [`Done::into_descriptor`] returns it. A drop ends the wait.
 ///
 /// It is an `eventfd`. The caller must not read it, write to it or close it.
+///
+/// In a forked child, no thread serves the waits of the parent. So a descriptor from before the fork does not become readable by itself.
+/// Both processes have the same `eventfd`, so the end of the parent's wait makes it readable in both.
 #[derive(Debug)]
 pub struct DoneDescriptor {
     descriptor: Arc<OwnedFd>,
@@ -216,7 +219,8 @@ pub struct DoneDescriptor {
 }
 
 impl DoneDescriptor {
-    /// Returns the result of the wait. `None` until the descriptor is readable.
+    /// Returns the result of the wait. `None` until the wait is over: a readable descriptor has a result. In a forked child, the result
+    /// is `Forked`, also before the descriptor is readable.
     #[must_use]
     pub fn outcome(&self) -> Option<Result<()>> {
         self.done.outcome()
