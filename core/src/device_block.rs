@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
 
-use crate::capture::thread::refuse_in_capture;
+use crate::capture::thread::{in_capture, no_wait_in_capture, refuse_in_capture};
 use crate::pool::completion_events::{CompletionEvent, never_recorded};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::stream_memory::{Lot, Placed, StreamMemory, Waiting};
@@ -345,8 +345,10 @@ impl DeviceBlock {
     /// Returns the completion events of the work on the block, for a wait that blocks no thread.
     pub(crate) fn work(&self) -> Result<Vec<Arc<CompletionEvent>>> {
         self.services().check("ready")?;
-        refuse_in_capture("ready")?;
         self.refuse_if_recorded("ready")?;
+        if in_capture() {
+            return Err(no_wait_in_capture("ready"));
+        }
         let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
         let running = uses.iter().filter(|use_| !use_.is_over());
         running.map(|use_| use_.try_completion()?.ok_or_else(never_recorded)).collect()

@@ -36,6 +36,7 @@ pub mod numerics;
 #[cfg(test)]
 mod numerics_tests;
 mod own_thread;
+mod panics;
 mod pinned;
 mod pool;
 mod primitive;

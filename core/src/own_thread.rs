@@ -43,7 +43,7 @@ impl OwnThread {
     pub(crate) fn end(&self, waits: bool) {
         let Some(thread) = self.thread.lock().take().filter(|_| waits) else { return };
         let name = thread.thread().name().unwrap_or_default().to_owned();
-        if thread.join().is_err() {
+        if crate::panics::has_panicked(thread) {
             crate::warnings::warning!("the thread `{name}` has panicked");
         }
     }

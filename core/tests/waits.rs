@@ -2,18 +2,19 @@
 
 #![allow(missing_docs, reason = "tests")]
 
+use std::cell::RefCell;
 use std::future::Future;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::{Arc, Barrier, Mutex};
+use std::task::{Context, Poll, RawWaker, RawWakerVTable, Wake, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Done, ErrorKind, Result, Runtime, Stream};
+use highwater_core::{Backend as _, Done, ErrorKind, Result, Runtime, Stream};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 use pollster::block_on;
 use proptest::prelude::*;
@@ -254,11 +255,14 @@ fn timed_and_exposed_events_are_waited_for_and_destroyed() {
 fn nothing_in_a_capture_is_waited_for() {
     let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
-    let buffer = runtime.device(0).unwrap().allocate::<u32>(4).unwrap();
+    let [buffer, unused] = [(); 2].map(|()| runtime.device(0).unwrap().allocate::<u32>(4).unwrap());
     let graph = stream.capture(|stream| {
         stream.fill(&buffer, 1)?;
         assert_eq!(kind_of(block_on(stream.done())), ErrorKind::Capture);
         assert_eq!(kind_of(block_on(buffer.ready())), ErrorKind::Capture);
+        let refused = block_on(unused.ready()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Capture);
+        assert!(refused.to_string().contains("begin the wait before the capture"), "{refused}");
         assert_eq!(kind_of(block_on(stream.record()?.done())), ErrorKind::Capture);
         Ok(())
     });
@@ -419,6 +423,65 @@ fn the_last_object_of_a_runtime_may_end_in_a_closure() {
 }
 
 #[test]
+fn two_runtimes_may_end_in_closures_of_each_other() {
+    let [(one, first_runtime, first), (two, second_runtime, second)] = [held(), held()];
+    let ids = [first.id(), second.id()];
+    let barrier = Arc::new(Barrier::new(2));
+    let (sender, results) = channel();
+    let waits = [first.done(), second.done()];
+    let owned = [(second, second_runtime), (first, first_runtime)];
+    for (done, owned) in waits.into_iter().zip(owned) {
+        let (barrier, sender, owned) = (Arc::clone(&barrier), sender.clone(), Mutex::new(Some(owned)));
+        done.on_done(move |result| {
+            barrier.wait();
+            drop(owned.lock().unwrap().take());
+            sender.send(result).unwrap();
+        });
+    }
+    one.release_stream(ids[0]).unwrap();
+    two.release_stream(ids[1]).unwrap();
+    for _ in 0..2 {
+        results.recv_timeout(LONG).expect("neither thread waits for the other").unwrap();
+    }
+    assert_eq!([one, two].map(|gpu| gpu.live_objects().total()), [0, 0]);
+}
+
+thread_local! {
+    static ON_CLONE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
+}
+
+/// A waker whose clone runs the closure in `ON_CLONE`.
+static CLONED: RawWakerVTable = RawWakerVTable::new(
+    |data| {
+        if let Some(call) = ON_CLONE.take() {
+            call();
+        }
+        RawWaker::new(data, &CLONED)
+    },
+    |_| (),
+    |_| (),
+    |_| (),
+);
+
+#[test]
+fn a_waker_is_cloned_without_a_lock() {
+    let (gpu, _runtime, stream) = held();
+    let mut done = stream.done();
+    let (sender, results) = channel();
+    stream.on_done(move |result| sender.send(result).unwrap());
+    let id = stream.id();
+    ON_CLONE.set(Some(Box::new(move || {
+        gpu.release_stream(id).unwrap();
+        // The thread ends the wait that is polled, and then calls the closure.
+        results.recv_timeout(LONG).expect("the clone holds no lock").unwrap();
+    })));
+    // SAFETY: No function of the table uses the data, and each may be called in any thread.
+    let waker = unsafe { Waker::from_raw(RawWaker::new(std::ptr::null(), &CLONED)) };
+    // The wait has ended during the poll.
+    assert!(matches!(pin!(&mut done).poll(&mut Context::from_waker(&waker)), Poll::Ready(Ok(()))));
+}
+
+#[test]
 fn a_waker_that_panics_stops_no_other_wait() {
     struct Panics;
     impl Wake for Panics {
@@ -434,6 +497,31 @@ fn a_waker_that_panics_stops_no_other_wait() {
     gpu.release_stream(stream.id()).unwrap();
     block_on(good).unwrap();
     block_on(bad).unwrap();
+}
+
+/// Panics when it is dropped, unless its drop is a part of a panic.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        assert!(thread::panicking(), "this drop panics on purpose");
+    }
+}
+
+#[test]
+fn a_payload_whose_drop_panics_stops_no_other_wait() {
+    let (gpu, _runtime, stream) = held();
+    let (sender, results) = channel();
+    for begun_later in [false, true] {
+        stream.on_done(|_| std::panic::panic_any(Bomb));
+        let sender = sender.clone();
+        stream.on_done(move |result| sender.send((begun_later, result)).unwrap());
+        gpu.release_stream(stream.id()).unwrap();
+        let (number, result) = results.recv_timeout(LONG).expect("the thread goes on");
+        assert_eq!(number, begun_later);
+        result.unwrap();
+        enqueue(&stream);
+    }
 }
 
 #[test]

@@ -53,6 +53,17 @@ fn not_in_capture(operation: &'static str) -> Error {
         .with_hint("allocate and create before the capture, and free after it")
 }
 
+/// Returns the error of a wait that begins inside a capture.
+#[cold]
+pub(crate) fn no_wait_in_capture(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::Capture,
+        operation,
+        "this thread is inside a capture, where no wait for device work can begin",
+    )
+    .with_hint("begin the wait before the capture or after it; the capture goes on")
+}
+
 /// Returns the error of a query of a stream that takes part in a capture.
 #[cold]
 pub(crate) fn nothing_is_executed(operation: &'static str) -> Error {

@@ -1,7 +1,6 @@
 //! The object that keeps adopted memory allocated.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use parking_lot::Mutex;
 
@@ -17,7 +16,7 @@ impl KeepAlive {
     pub(crate) fn end(&self) {
         let kept = self.0.lock().take();
         // It may end in a thread that serves other processes too.
-        if catch_unwind(AssertUnwindSafe(|| drop(kept))).is_err() {
+        if crate::panics::contain(|| drop(kept)).is_none() {
             crate::warnings::warning!("the object that kept adopted memory panicked when it was dropped");
         }
     }

@@ -235,7 +235,7 @@ impl Drop for Holder {
     fn drop(&mut self) {
         self.state.is_stopping.store(true, Ordering::Release);
         self.state.bell.ring();
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+        if self.thread.take().is_some_and(crate::panics::has_panicked) {
             crate::warnings::warning!("the thread of a holder has panicked");
         }
     }

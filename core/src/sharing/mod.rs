@@ -354,7 +354,7 @@ impl Sharing {
         self.bell.ring();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
-            && thread.join().is_err()
+            && crate::panics::has_panicked(thread)
         {
             crate::warnings::warning!("the sharing thread has panicked");
         }

@@ -276,7 +276,7 @@ impl Deaths {
             at.map(|at| list.swap_remove(at))
         };
         for (_, call) in watched.into_iter().flat_map(|watched| watched.calls) {
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err() {
+            if crate::panics::contain(call).is_none() {
                 crate::warnings::warning!("a closure for the death of {process} has panicked");
             }
         }

@@ -212,6 +212,9 @@ impl Drop for Done {
 /// A descriptor that becomes readable when device work is done. [`Done::into_descriptor`] returns it. A drop ends the wait.
 ///
 /// It is an `eventfd`. The caller must not read it, write to it or close it.
+///
+/// In a forked child, no thread serves the waits of the parent. So a descriptor from before the fork does not become readable by itself.
+/// Both processes have the same `eventfd`, so the end of the parent's wait makes it readable in both.
 #[derive(Debug)]
 pub struct DoneDescriptor {
     descriptor: Arc<OwnedFd>,
@@ -219,7 +222,8 @@ pub struct DoneDescriptor {
 }
 
 impl DoneDescriptor {
-    /// Returns the result of the wait. `None` until the descriptor is readable.
+    /// Returns the result of the wait. `None` until the wait is over: a readable descriptor has a result. In a forked child, the result
+    /// is `Forked`, also before the descriptor is readable.
     #[must_use]
     pub fn outcome(&self) -> Option<Result<()>> {
         self.done.outcome()
@@ -294,18 +298,19 @@ impl Wait {
     }
 
     fn poll(&self, waker: &Waker) -> Poll<Result<()>> {
-        let mut state = self.state.lock();
-        if let Some(outcome) = &state.outcome {
-            return Poll::Ready(outcome.clone());
+        {
+            let state = self.state.lock();
+            if let Some(outcome) = &state.outcome {
+                return Poll::Ready(outcome.clone());
+            }
+            // Compares pointers, and runs no code of the executor.
+            if matches!(&state.listener, Listener::Task(known) if known.will_wake(waker)) {
+                return Poll::Pending;
+            }
         }
-        let earlier = match &mut state.listener {
-            Listener::Task(known) if known.will_wake(waker) => Listener::None,
-            listener => std::mem::replace(listener, Listener::Task(waker.clone())),
-        };
-        drop(state);
-        // Without the lock: the drop of a waker is code of the executor.
-        drop(earlier);
-        Poll::Pending
+        // Without the lock: the clone and the drop of a waker are code of the executor. The wait may end meanwhile.
+        let outcome = self.listen(Listener::Task(waker.clone()));
+        outcome.map_or(Poll::Pending, |(_, outcome)| Poll::Ready(outcome))
     }
 
     /// Sets the listener. Returns it if the wait is over.

@@ -10,13 +10,14 @@
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
 //! error. A waker that the thread calls may end the runtime, because a task may own its last object. So the thread holds no lock and
-//! no event when it notifies. The end of the runtime does not wait for the thread in which it runs. A forked child has no such
-//! thread, and takes none of its locks. Once the process exits, the thread makes no call.
+//! no event when it notifies. No such thread waits for the end of another one, because that one may wait for its end in turn. It
+//! waits only for the questions of the other one. A forked child has no such thread, and takes none of its locks. Once the process
+//! exits, the thread makes no call.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
 use std::num::NonZeroU64;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -25,6 +26,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::done::{Listener, Wait};
 use crate::own_thread::OwnThread;
+use crate::panics;
 use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 
@@ -34,6 +36,11 @@ const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_micros(200);
 /// A wait learns of its end late by at most this part of its time.
 const PART: u32 = 1024;
+
+thread_local! {
+    /// True in the thread of a runtime, of this one or of another.
+    static IS_NOTIFIER: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
@@ -196,6 +203,19 @@ impl Notifier {
     // ---------------------------------------------------------------- the thread
 
     fn run(&self, answers: &dyn Answers) {
+        let mut over = VecDeque::new();
+        if panics::contain(|| self.serve(answers, &mut over)).is_none() {
+            // No wait hangs: those that were taken, those in the queues, and later ones have an error.
+            crate::warnings::warning!("the thread that serves the waits of a runtime panicked, so all of them end");
+            self.set_asking(false);
+            over.drain(..).for_each(|(wait, _)| settle(wait, Err(broken())));
+            self.end_waits(broken());
+        }
+    }
+
+    /// Asks and notifies until the end. The waits that are over go through `over`.
+    fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+        IS_NOTIFIER.set(true);
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
@@ -207,7 +227,6 @@ impl Notifier {
                 self.end_waits(error);
                 return;
             }
-            let mut over = Vec::new();
             let mut in_vain = true;
             for (queue, key, event) in due.drain(..) {
                 match ask(answers, &event) {
@@ -215,18 +234,20 @@ impl Notifier {
                     Ok(true) => {
                         drop(event);
                         let through = self.find_last_passed(answers, queue, key);
-                        self.take_passed(queue, through, &mut over);
+                        self.take_passed(queue, through, over);
                         in_vain = false;
                     }
                     Err(error) => {
                         drop(event);
-                        self.take_failed(queue, key, &error, &mut over);
+                        self.take_failed(queue, key, &error, over);
                         in_vain = false;
                     }
                 }
             }
             self.set_asking(false);
-            over.drain(..).for_each(|(wait, result)| tell(wait.settle(result)));
+            while let Some((wait, result)) = over.pop_front() {
+                settle(wait, result);
+            }
             if in_vain {
                 thread::yield_now();
             }
@@ -293,7 +314,7 @@ impl Notifier {
     }
 
     /// Takes the waits for events that have passed.
-    fn take_passed(&self, queue: QueueKey, through: EntryKey, over: &mut Vec<(Arc<Wait>, Result<()>)>) {
+    fn take_passed(&self, queue: QueueKey, through: EntryKey, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
         let mut events = Vec::new();
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
@@ -301,7 +322,7 @@ impl Notifier {
         // Waits that began meanwhile may be for the same event.
         while let Some(entry) = waits.entries.pop_front_if(|entry| entry.key.event <= through.event) {
             events.push(entry.event);
-            over.push((entry.wait, Ok(())));
+            over.push_back((entry.wait, Ok(())));
         }
         waits.since = Instant::now();
         waits.due = waits.since;
@@ -313,7 +334,7 @@ impl Notifier {
     }
 
     /// Takes the wait for an event about which the backend has an error.
-    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut Vec<(Arc<Wait>, Result<()>)>) {
+    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
@@ -336,16 +357,22 @@ impl Notifier {
         }
     }
 
-    /// Ends the thread and all waits, at the end of the runtime. Waits for the thread if `waits`.
+    /// Ends the thread and all waits, at the end of the runtime. If `waits`, waits for the thread, or in such a thread for the
+    /// questions under way.
     pub(crate) fn end(&self, waits: bool) {
-        let (thread, is_own) = {
+        // The thread-local may be gone at the end of a thread.
+        let is_notifier = IS_NOTIFIER.try_with(Cell::get).unwrap_or(false);
+        let thread = {
             let mut state = self.state.lock();
             state.ended.get_or_insert_with(ended);
-            (state.thread.take(), state.thread_id == Some(thread::current().id()))
+            state.thread.take()
         };
         self.changed.notify_all();
         if let Some(thread) = thread {
-            thread.end(waits && !is_own);
+            thread.end(waits && !is_notifier);
+        }
+        if waits && is_notifier {
+            self.wait_for_answers();
         }
         self.end_waits(ended());
     }
@@ -357,9 +384,10 @@ impl Notifier {
         let queues = std::mem::take(&mut state.queues);
         drop(state);
         let entries = queues.into_values().flat_map(|queue| queue.entries);
+        let (events, waits): (Vec<_>, Vec<_>) = entries.map(|entry| (entry.event, entry.wait)).unzip();
         // All events are back before the first waker runs.
-        let waits: Vec<Arc<Wait>> = entries.map(|entry| entry.wait).collect();
-        waits.iter().for_each(|wait| tell(wait.settle(Err(error.clone()))));
+        drop(events);
+        waits.into_iter().for_each(|wait| settle(wait, Err(error.clone())));
     }
 }
 
@@ -367,6 +395,12 @@ impl Notifier {
 fn ended() -> Error {
     Error::new(ErrorKind::InvalidState, "done", "the runtime ended before the work was known to be done")
         .with_hint("keep an object of the runtime, such as the stream, until its futures are ready")
+}
+
+#[cold]
+fn broken() -> Error {
+    Error::new(ErrorKind::InvalidState, "done", "the thread that serves the waits of the runtime panicked")
+        .with_hint("report the panic, and wait with `synchronize`")
 }
 
 #[cfg(test)]
@@ -391,17 +425,141 @@ impl Drop for Notifier {
 
 /// Asks the backend. A panic of the backend becomes the error of the wait, so the thread goes on.
 fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
-    catch_unwind(AssertUnwindSafe(|| answers.has_passed(event))).unwrap_or_else(|_| {
+    panics::contain(|| answers.has_passed(event)).unwrap_or_else(|| {
         let message = "the backend panicked when it was asked about an event";
         Err(Error::new(ErrorKind::Vendor, "query_event", message)
             .with_hint("report the panic to the backend's authors"))
     })
 }
 
+/// Tells a wait that one of its events has passed or failed. The drop of a wait may drop a waker, which is code of an executor.
+fn settle(wait: Arc<Wait>, result: Result<()>) {
+    tell(wait.settle(result));
+    if panics::contain(|| drop(wait)).is_none() {
+        crate::warnings::warning!("the drop of a waker panicked");
+    }
+}
+
 /// Notifies the listener of a wait that is over. A panic of its code stops no other wait.
 pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
     let Some((listener, result)) = over else { return };
-    if catch_unwind(AssertUnwindSafe(|| listener.tell(result))).is_err() {
+    if panics::contain(|| listener.tell(result)).is_none() {
         crate::warnings::warning!("a waker or a closure for the end of device work panicked");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::sync::mpsc::{Receiver, channel};
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+    use crate::Runtime;
+    use crate::testing::ManualBackend;
+    use crate::waits::Done;
+
+    /// Knows of no event that has passed. Panics outside every catch, once the test says so.
+    struct Breaks(Mutex<Receiver<()>>);
+
+    impl Answers for Breaks {
+        fn has_passed(&self, _: &CompletionEvent) -> Result<bool> {
+            Ok(false)
+        }
+
+        fn may_ask(&self) -> Result<()> {
+            let _ = self.0.lock().recv();
+            panic!("the thread breaks on purpose");
+        }
+    }
+
+    #[test]
+    fn a_broken_thread_ends_all_waits_and_refuses_later_ones() {
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let notifier = Notifier::new(Generation::current());
+        let (go, wait) = channel();
+        let answers: Arc<dyn Answers> = Arc::new(Breaks(Mutex::new(wait)));
+        let begin = || Done::begin(&notifier, &answers, Ok(vec![stream.completion_outside("done").unwrap()]));
+        let (future, closure, descriptor) = (begin(), begin(), begin().into_descriptor().unwrap());
+        let (sender, results) = channel();
+        closure.on_done(move |result| sender.send(result).unwrap());
+        assert!(descriptor.outcome().is_none());
+        go.send(()).unwrap();
+        let is_broken = |result: Result<()>| result.is_err_and(|error| error.to_string().contains("panicked"));
+        assert!(is_broken(results.recv_timeout(Duration::from_secs(30)).unwrap()));
+        // Joins the thread, which has told all of them.
+        notifier.end(true);
+        for done in [future, begin()] {
+            let Poll::Ready(result) = pin!(done).poll(&mut Context::from_waker(Waker::noop())) else {
+                panic!("the future would hang")
+            };
+            assert!(is_broken(result));
+        }
+        assert!(is_broken(descriptor.outcome().unwrap()));
+        drop(stream);
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+
+    /// Says which streams have passed all of their events.
+    #[derive(Default)]
+    struct Passed(Mutex<Vec<u64>>);
+
+    impl Answers for Passed {
+        fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
+            Ok(self.0.lock().contains(&event.point().stream))
+        }
+
+        fn may_ask(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A waker whose drop panics.
+    struct Armed;
+
+    impl std::task::Wake for Armed {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    impl Drop for Armed {
+        fn drop(&mut self) {
+            panic!("this drop panics on purpose");
+        }
+    }
+
+    #[test]
+    fn a_waker_whose_drop_panics_in_the_thread_stops_no_other_wait() {
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let device = runtime.device(0).unwrap();
+        let streams = [(); 2].map(|()| device.create_stream().unwrap());
+        let notifier = Notifier::new(Generation::current());
+        let passed = Arc::<Passed>::default();
+        let answers: Arc<dyn Answers> = Arc::<Passed>::clone(&passed);
+        let event = |stream: usize| streams[stream].completion_outside("done").unwrap();
+        let numbers = [0, 1].map(|stream| event(stream).point().stream);
+        let begin = |events| Done::begin(&notifier, &answers, Ok(events));
+        let slot = Arc::new(Mutex::new(None::<Done>));
+        let taken = Arc::clone(&slot);
+        begin(vec![event(0)]).on_done(move |_| drop(taken.lock().take()));
+        // The thread takes this wait together with the closure, which drops it. So the thread drops the waker.
+        let mut done = begin(vec![event(0), event(1)]);
+        let waker = Waker::from(Arc::new(Armed));
+        assert!(pin!(&mut done).poll(&mut Context::from_waker(&waker)).is_pending());
+        drop(waker);
+        *slot.lock() = Some(done);
+        let (sender, results) = channel();
+        begin(vec![event(1)]).on_done(move |result| sender.send(result).unwrap());
+        for number in numbers {
+            passed.0.lock().push(number);
+            while number == numbers[0] && slot.lock().is_some() {
+                thread::yield_now();
+            }
+        }
+        results.recv_timeout(Duration::from_secs(30)).expect("the thread goes on").unwrap();
+        notifier.end(true);
+        drop((streams, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
     }
 }

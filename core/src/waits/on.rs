@@ -104,7 +104,8 @@ impl<T: Element> DeviceBuffer<T> {
     /// Each call begins a new wait, behind all work enqueued meanwhile. To wait again after a timeout, keep the [future](Done).
     ///
     /// # Errors
-    /// The future has the errors of [`Done`], and `Capture` if an open capture uses the buffer.
+    /// The future has the errors of [`Done`]. It has `Capture` if an open capture uses the buffer. It also has `Capture`, for any buffer,
+    /// if the calling thread is inside a capture.
     pub fn ready(&self) -> Done {
         begin(self.block().services_of(), self.block().work())
     }
