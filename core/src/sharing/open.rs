@@ -12,13 +12,13 @@ use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
 use crate::runtime::Runtime;
-use crate::services::DeviceState;
+use crate::services::{DeviceState, lacks_transport};
 use highwater_hal::{Element, Error, ErrorKind, Result};
 
 /// Returns the ordinal of a device that supports the ticket's transport.
 fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: &Ticket) -> Result<u32> {
     if !device.capabilities.ipc_transports.contains(ticket.transport) {
-        return Err(Error::lacks(operation, "ipc_transports"));
+        return Err(lacks_transport(operation, ticket.transport));
     }
     Ok(device.info.ordinal)
 }
@@ -296,7 +296,7 @@ impl Runtime {
     }
 
     /// Returns the memory that this runtime shares and has open, as [`ipc::processes`](crate::ipc::processes) lists it for other
-    /// programs. Waits for no process.
+    /// programs. Waits for no process. In a forked child the lists are empty.
     ///
     /// ```
     /// # use highwater_core::Runtime;
