@@ -191,11 +191,8 @@ impl Holder {
             if held.iter().any(|held| is_same(held) && !matches!(held.place, Place::Released)) {
                 return Ok(());
             }
-            let links = held.iter().filter_map(Held::link);
-            links
-                .filter(|link| *link.incarnation() == whole.incarnation && !link.is_lost() && !link.is_cut())
-                .cloned()
-                .next()
+            let mut links = held.iter().filter_map(Held::link);
+            links.find(|link| *link.incarnation() == whole.incarnation && !link.is_lost() && !link.is_cut()).cloned()
         };
         let mapper = NoMapper(state);
         let mut patience = Patience::new(ANSWER_WITHIN);
