@@ -312,7 +312,12 @@ impl Runtime {
     #[must_use]
     pub fn shared_memory(&self) -> SharingProcess {
         let mut process = SharingProcess::new(std::process::id());
-        self.inner.sharing.get().into_iter().for_each(|sharing| process.add(sharing.listing()));
+        // In a forked child, a thread that does not exist may hold a lock.
+        if self.inner.generation.is_current()
+            && let Some(sharing) = self.inner.sharing.get()
+        {
+            process.add(sharing.listing());
+        }
         process
     }
 
