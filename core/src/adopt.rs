@@ -19,10 +19,11 @@ use crate::device_block::{DeviceBlock, Origin, SharedMemory};
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::keep_alive::KeepAlive;
 use crate::runtime::Runtime;
+use crate::services::{Services, lacks_transport};
 use crate::sharing::{ExportKey, MemoryPart, Ticket, WeakMemory};
 use highwater_hal::{
-    AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result,
-    Transport, Transports,
+    AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result, Transport,
+    Transports,
 };
 
 const OPERATION: &str = "adopt";
@@ -139,15 +140,16 @@ impl SharedMemory for Adopted {
     }
 }
 
-fn invalid(message: String, hint: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, OPERATION, message).with_hint(hint)
+fn invalid(operation: &'static str, message: String, hint: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint(hint)
 }
 
 /// Checks an address and a length, which the backend does not see.
-fn check_arguments<T: Element>(ptr: DevicePtr, bytes: usize) -> Result<()> {
+fn check_arguments<T: Element>(operation: &'static str, ptr: DevicePtr, bytes: usize) -> Result<()> {
+    let invalid = |message, hint| invalid(operation, message, hint);
     let (name, size, alignment) = (std::any::type_name::<T>(), size_of::<T>(), align_of::<T>());
     if ptr.get() == 0 {
-        return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, "the address is null")
+        return Err(Error::new(ErrorKind::InvalidPointer, operation, "the address is null")
             .with_hint("pass the address of the first byte"));
     }
     if bytes == 0 {
@@ -168,7 +170,8 @@ fn check_arguments<T: Element>(ptr: DevicePtr, bytes: usize) -> Result<()> {
 }
 
 /// Refuses memory whose place or contents the caller cannot keep.
-fn check_kind(range: &MemoryRange) -> Result<()> {
+fn check_kind(operation: &'static str, range: &MemoryRange) -> Result<()> {
+    let invalid = |message, hint| invalid(operation, message, hint);
     let at = range.base;
     match range.kind {
         RangeKind::StreamOrdered => Err(invalid(
@@ -189,7 +192,7 @@ fn check_kind(range: &MemoryRange) -> Result<()> {
 
 impl Device {
     /// Returns the block that contains the range, or the mappings that contain it, in the order of their addresses.
-    fn describe(&self, ptr: DevicePtr, bytes: usize) -> Result<Box<[MemoryRange]>> {
+    fn describe(&self, operation: &'static str, ptr: DevicePtr, bytes: usize) -> Result<Box<[MemoryRange]>> {
         let inner = &self.runtime().inner;
         let end = ptr.get() + bytes as u64;
         let leaves = |reached: u64| {
@@ -197,7 +200,7 @@ impl Device {
                 "{bytes} bytes at {ptr:?} leave their allocation, which ends after {}",
                 reached.saturating_sub(ptr.get())
             );
-            Error::new(ErrorKind::InvalidPointer, OPERATION, message)
+            Error::new(ErrorKind::InvalidPointer, operation, message)
                 .with_hint("pass no more bytes than the allocation has from this address on")
         };
         let mut pieces: Vec<MemoryRange> = Vec::new();
@@ -210,7 +213,7 @@ impl Device {
                     return Err(leaves(next.get()));
                 }
                 Err(error) => {
-                    let known = Error::new(error.kind(), OPERATION, error.message()).with_hint(error.hint());
+                    let known = Error::new(error.kind(), operation, error.message()).with_hint(error.hint());
                     return Err(error.code().into_iter().fold(known, Error::with_code));
                 }
             };
@@ -219,7 +222,7 @@ impl Device {
             if !piece.contains(next) || !is_next {
                 return Err(leaves(next.get()));
             }
-            check_kind(&piece)?;
+            check_kind(operation, &piece)?;
             next = piece.base.offset(piece.bytes);
             pieces.push(piece);
             if next.get() < end && piece.kind != RangeKind::Mapped {
@@ -293,18 +296,33 @@ impl Device {
         bytes: usize,
         keep_alive: impl Send + 'static,
     ) -> Result<DeviceBuffer<T>> {
+        // SAFETY: The caller keeps the contract, which is the same.
+        unsafe { self.adopt_for(OPERATION, pointer, bytes, keep_alive) }
+    }
+
+    /// As [`Device::adopt`]. The errors carry `operation`.
+    ///
+    /// # Safety
+    /// As for [`Device::adopt`].
+    unsafe fn adopt_for<T: Element>(
+        &self,
+        operation: &'static str,
+        pointer: DevicePtr,
+        bytes: usize,
+        keep_alive: impl Send + 'static,
+    ) -> Result<DeviceBuffer<T>> {
         let inner = &self.runtime().inner;
-        if let Err(error) = inner.check(OPERATION) {
+        if let Err(error) = inner.check(operation) {
             // Its drop may call the driver.
             std::mem::forget(keep_alive);
             return Err(error);
         }
-        refuse_in_capture(OPERATION)?;
+        refuse_in_capture(operation)?;
         if !self.capabilities().foreign_memory {
-            return Err(Error::lacks(OPERATION, "foreign_memory"));
+            return Err(Error::lacks(operation, "foreign_memory"));
         }
-        check_arguments::<T>(pointer, bytes)?;
-        let pieces = self.describe(pointer, bytes)?;
+        check_arguments::<T>(operation, pointer, bytes)?;
+        let pieces = self.describe(operation, pointer, bytes)?;
         let start = pointer.get() - pieces[0].base.get();
         let adopted = Adopted {
             runtime: self.runtime().clone(),
@@ -321,7 +339,7 @@ impl Device {
 
 /// Memory that this process allocated past the pools.
 struct Outside {
-    backend: Arc<dyn Backend>,
+    services: Arc<Services>,
     device: u32,
     ptr: DevicePtr,
 }
@@ -329,9 +347,9 @@ struct Outside {
 impl Drop for Outside {
     fn drop(&mut self) {
         // SAFETY: `adopt` drops it once the last use has ended, and nothing else has the address.
-        if let Err(error) = unsafe { self.backend.free(self.device, self.ptr, None) } {
-            crate::warnings::warning!("adopted memory could not be freed: {error}");
-        }
+        let freed = unsafe { self.services.backend.free(self.device, self.ptr, None) };
+        // A refusal is counted. A destructor cannot report it.
+        let _ = self.services.note(freed);
     }
 }
 
@@ -355,22 +373,27 @@ impl Device {
     /// As [`Device::adopt`]. `InvalidArgument` for no values. `Unsupported` if the device lacks the transport. Otherwise the backend's
     /// error.
     pub fn adopt_allocated<T: Element>(&self, len: usize, transport: Transport) -> Result<DeviceBuffer<T>> {
+        const OPERATION: &str = "adopt_allocated";
         let inner = &self.runtime().inner;
         inner.check(OPERATION)?;
         refuse_in_capture(OPERATION)?;
         if !self.capabilities().ipc_transports.contains(transport) {
-            return Err(Error::lacks(OPERATION, "ipc_transports"));
+            return Err(lacks_transport(OPERATION, transport));
         }
         if len == 0 {
-            return Err(invalid("0 values cannot be adopted".to_owned(), "pass the number of values, at least one"));
+            return Err(invalid(
+                OPERATION,
+                "0 values cannot be adopted".to_owned(),
+                "pass the number of values, at least one",
+            ));
         }
         let bytes = size_in_bytes::<T>(OPERATION, len)?;
         let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(transport));
-        let (backend, device) = (Arc::clone(&inner.backend), self.ordinal());
-        let ptr = backend.allocate(device, &options)?;
+        let (services, device) = (Arc::clone(&inner.services), self.ordinal());
+        let ptr = services.backend.allocate(device, &options)?;
         // SAFETY: The memory stays until the last argument is dropped, and no other code has its address. The backend may be called
         // in any thread.
-        unsafe { self.adopt(ptr, bytes, Outside { backend, device, ptr }) }
+        unsafe { self.adopt_for(OPERATION, ptr, bytes, Outside { services, device, ptr }) }
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use crate::buffer::DeviceBuffer;
 use crate::capture::thread::refuse_in_capture;
 use crate::runtime::Runtime;
+use crate::services::lacks_transport;
 use crate::stream::Stream;
 use highwater_hal::{
     BlasKind, Capabilities, DeviceInfo, DeviceMemoryKind, Element, Error, ErrorKind, MemoryInfo, Result, StreamId,
@@ -239,7 +240,7 @@ impl Device {
             return Err(Error::lacks("allocate_shared", "shareable_memory"));
         }
         if !capabilities.ipc_transports.contains(transport) {
-            return Err(Error::lacks("allocate_shared", "ipc_transports"));
+            return Err(lacks_transport("allocate_shared", transport));
         }
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Shareable(transport))
     }

@@ -50,6 +50,8 @@ fn poll(done: &mut Pin<&mut impl Future<Output = Result<()>>>) -> Result<()> {
 fn a_child_exits_at_once_although_every_lock_was_held() {
     let backend = ManualBackend::new();
     let runtime = Runtime::new(backend).unwrap();
+    // Shared memory has locks of its own.
+    runtime.inner.sharing_unstarted("share").unwrap();
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
     let pool = HandlePool::new();
@@ -101,6 +103,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(pool.lease(PoolKey::device(0), || Ok(3)).map(|_| ()))
                 && forked(runtime.trim())
                 && runtime.statistics() == crate::Statistics::default()
+                && runtime.shared_memory().shared.is_empty()
+                && forked(runtime.trim_shared().map(|_| ()))
                 && pool.take_idle().is_empty()
                 // A child can open and use a backend of its own.
                 && Runtime::new(ManualBackend::new()).is_ok_and(|own| own.close().is_ok());

@@ -18,7 +18,7 @@ use crate::pool::completion_events::{CompletionEvent, EventPool};
 use crate::waits::notifier::{Answers, Notifier};
 use highwater_hal::{
     AnyId, Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
-    HostObserver, HostPtr, IpcSharing, Result, StreamId, fork::Generation,
+    HostObserver, HostPtr, IpcSharing, Result, StreamId, Transport, fork::Generation,
 };
 
 /// The runtime, as seen from the pools. Each method concerns pools that the caller does not know.
@@ -99,6 +99,14 @@ impl DeviceState {
             || (kind == BlasKind::Lt && can.lt_handle_per_stream)
             || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
     }
+}
+
+/// Returns the error of a transport that the device does not offer.
+#[cold]
+pub(crate) fn lacks_transport(operation: &'static str, transport: Transport) -> Error {
+    let message = format!("the device's capability `ipc_transports` lacks {transport:?}");
+    Error::new(ErrorKind::Unsupported, operation, message)
+        .with_hint("ask `capabilities()` before, or use another transport, device or backend")
 }
 
 impl Services {

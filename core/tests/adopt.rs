@@ -160,6 +160,24 @@ fn memory_allocated_past_the_pools_is_freed_after_its_last_use() {
     assert_eq!(none.kind(), ErrorKind::InvalidArgument, "{none}");
     let lacks = rig.device.adopt_allocated::<u32>(8, Transport::Legacy).map(drop).unwrap_err();
     assert_eq!(lacks.kind(), ErrorKind::Unsupported, "{lacks}");
+    assert!(lacks.message().contains("`ipc_transports` lacks Legacy"), "{lacks}");
+    // The error of a step inside carries the name of the call too.
+    rig.gpu.fail_call(Operation::DescribeMemory, 1, ErrorKind::Vendor).unwrap();
+    let undescribed = rig.device.adopt_allocated::<u32>(8, Transport::Descriptor).map(drop).unwrap_err();
+    assert_eq!(undescribed.kind(), ErrorKind::Vendor, "{undescribed}");
+    for error in [none, lacks, undescribed] {
+        assert_eq!(error.operation(), "adopt_allocated", "{error}");
+    }
+    rig.end();
+}
+
+#[test]
+fn a_refused_free_of_memory_allocated_past_the_pools_is_counted() {
+    let rig = Rig::new();
+    let buffer = rig.device.adopt_allocated::<u32>(1000, Transport::Descriptor).unwrap();
+    rig.gpu.fail_call(Operation::Free, 1, ErrorKind::Vendor).unwrap();
+    drop(buffer);
+    until("the refusal is counted", || rig.runtime.statistics().failed_releases == 1);
 }
 
 #[test]

@@ -575,6 +575,52 @@ fn a_soak_that_cannot_be_done_says_why() {
     highwater_on("shareable-memory=off", &["soak", "ipc", "--kills", "3"]).assert_error(&["shareable_memory"]);
 }
 
+/// Starts a soak that does not end by itself, and waits until it has a directory in `folder`.
+fn start_soak(folder: &Path) -> Child {
+    // A signal that this process ignores would be ignored there too.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP,INT,TERM", env!("CARGO_BIN_EXE_highwater")]);
+    command.args(["soak", "ipc", "--kills", "1000000", "--processes", "2"]).env("TMPDIR", folder);
+    command.env_remove("HIGHWATER_MOCK").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let name = format!("hw-soak-{}-", child.id());
+    let deadline = Instant::now() + PATIENCE;
+    while !names_in(folder).iter().any(|found| found.starts_with(&name)) || Process(child.id()).children().is_empty() {
+        assert!(Instant::now() < deadline, "the soak does not start its processes");
+        thread::sleep(Duration::from_millis(2));
+    }
+    child
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn a_soak_that_a_signal_ends_leaves_no_directory() {
+    let folder = scratch_folder("signalled");
+    for signal in [Signal::INT, Signal::TERM] {
+        let child = start_soak(&folder);
+        Process(child.id()).send(signal);
+        run_to_its_end(child, &["soak", "ipc"], "with a signal").assert_error(&["a signal ended the soak"]);
+        assert_eq!(names_in(&folder), Vec::<String>::new(), "{signal:?}");
+    }
+    // Nothing removes it after SIGKILL but the next soak, which leaves that of a living one alone.
+    let mut killed = start_soak(&folder);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert!(names_in(&folder)[0].starts_with(&format!("hw-soak-{}-", killed.id())), "{:?}", names_in(&folder));
+    let (first, second) = (start_soak(&folder), start_soak(&folder));
+    let names = names_in(&folder);
+    for child in [first, second] {
+        let own = format!("hw-soak-{}-", child.id());
+        assert!(names.len() == 2 && names.iter().any(|name| name.starts_with(&own)), "{names:?}");
+        Process(child.id()).send(Signal::TERM);
+        run_to_its_end(child, &["soak", "ipc"], "beside another").assert_error(&["a signal ended the soak"]);
+    }
+    fs::remove_dir(&folder).unwrap();
+}
+
 // ---------------------------------------------------------------- bad input
 
 #[test]

@@ -12,13 +12,13 @@ use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin};
 use crate::runtime::Runtime;
-use crate::services::DeviceState;
+use crate::services::{DeviceState, lacks_transport};
 use highwater_hal::{Element, Error, ErrorKind, Result};
 
 /// Returns the ordinal of a device that supports the ticket's transport.
 fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: &Ticket) -> Result<u32> {
     if !device.capabilities.ipc_transports.contains(ticket.transport) {
-        return Err(Error::lacks(operation, "ipc_transports"));
+        return Err(lacks_transport(operation, ticket.transport));
     }
     Ok(device.info.ordinal)
 }
@@ -296,7 +296,7 @@ impl Runtime {
     }
 
     /// Returns the memory that this runtime shares and has open, as [`ipc::processes`](crate::ipc::processes) lists it for other
-    /// programs. Waits for no process.
+    /// programs. Waits for no process. In a forked child the lists are empty.
     ///
     /// ```
     /// # use highwater_core::Runtime;
@@ -312,7 +312,12 @@ impl Runtime {
     #[must_use]
     pub fn shared_memory(&self) -> SharingProcess {
         let mut process = SharingProcess::new(std::process::id());
-        self.inner.sharing.get().into_iter().for_each(|sharing| process.add(sharing.listing()));
+        // In a forked child, a thread that does not exist may hold a lock.
+        if self.inner.generation.is_current()
+            && let Some(sharing) = self.inner.sharing.get()
+        {
+            process.add(sharing.listing());
+        }
         process
     }
 

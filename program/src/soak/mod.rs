@@ -11,7 +11,9 @@
 
 mod books;
 mod descriptors;
+mod directory;
 pub(super) mod heir;
+mod interruption;
 mod message;
 mod operation;
 pub(super) mod owners;

@@ -35,7 +35,7 @@ pub(super) struct Report {
     pub(super) killed_while_stopped: u64,
     pub(super) killed_after_fork: u64,
     pub(super) killed_after_cut: u64,
-    /// The descriptors of those children.
+    /// The descriptors of all children of workers, also of those that were not killed.
     pub(super) inherited_descriptors: u64,
     pub(super) stops: u64,
     /// The longest stop that was ended.
@@ -227,7 +227,7 @@ impl Report {
             "kills",
             &format!(
                 "{kills} of {processes} processes in {:.1} s; {killed_while_stopped} while stopped, {killed_after_fork} after a \
-                 fork (the children held {inherited_descriptors} descriptors), {killed_after_cut} after they had cut their sockets",
+                 fork, {killed_after_cut} after they had cut their sockets; children of workers held {inherited_descriptors} descriptors",
                 self.elapsed.as_secs_f64()
             ),
         ]);

@@ -5,10 +5,9 @@
 use std::collections::VecDeque;
 use std::fs;
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,6 +26,8 @@ use super::super::frame::Message as _;
 use super::super::progress::Progress;
 use super::super::{backends, output};
 use super::books::Books;
+use super::directory::Directory;
+use super::interruption;
 use super::message::{Notice, Offer, Order, Refusal, Remains, Slow};
 use super::random::Random;
 use super::reclaim::Reclaims;
@@ -70,34 +71,6 @@ impl Pace {
     const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300) };
 }
 
-/// The directory in which half of the workers rendezvous. It is removed at the end.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn make(seed: u64) -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("hw-soak-{}-{}", getpid(), seed % 1_000_000));
-        fs::DirBuilder::new().mode(0o700).create(&path).map_err(|error| {
-            let what = format!("the directory {} could not be made", path.display());
-            Failure::new(ErrorKind::OperatingSystem, what, "set TMPDIR to a directory that can be written")
-                .because_of(error)
-        })?;
-        Ok(Self(path))
-    }
-
-    /// Returns the number of files in it.
-    fn files(&self) -> Result<u64> {
-        Ok(fs::read_dir(&self.0)?.count() as u64)
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            tracing::warn!("{} could not be removed: {error}", self.0.display());
-        }
-    }
-}
-
 /// Returns the number of shared files of this project, and of the files in memory that this process has open.
 fn shared_files() -> u64 {
     let named = fs::read_dir("/dev/shm").into_iter().flatten().filter_map(io::Result::ok);
@@ -129,21 +102,26 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     let started = Instant::now();
     let opened = super::open(soak.backend, Duration::ZERO)?;
     output::line(format_args!("backend {}", opened.backend.identity().name));
+    // Before the directory exists.
+    interruption::catch();
     let directory = Directory::make(soak.seed)?;
     // Once without workers, so that all objects of the first use exist.
-    share_once(&opened, &directory.0)?;
+    share_once(&opened, &directory.path)?;
     let (descriptors_before, files_before) = (descriptors()?, shared_files());
     let free_before = opened.backend.memory_info(0)?.free;
 
-    let mut supervisor = Supervisor::new(soak, progress, &opened, &directory.0);
-    supervisor.work(pulse)?;
-    supervisor.end(pulse)?;
+    let mut supervisor = Supervisor::new(soak, progress, &opened, &directory.path);
+    // A signal ends workers too, and then a step may fail for that reason.
+    supervisor
+        .work(pulse)
+        .and_then(|()| supervisor.end(pulse))
+        .map_err(|error| interruption::check().err().map_or(error, Into::into))?;
     let Supervisor { mut report, reclaims, .. } = supervisor;
     (report.reclaims, report.deaths, report.unmeasured) = (reclaims.times, reclaims.deaths, reclaims.unmeasured);
     reclaims.leaks.into_iter().for_each(|leak| report.leaks.add(format!("{leak} (seed {})", soak.seed)));
 
     report.processes_left = eventually(pulse, || Ok(u64::from(children_are_left()?)), 0)?;
-    report.leaked_objects += share_once(&opened, &directory.0)?;
+    report.leaked_objects += share_once(&opened, &directory.path)?;
     report.files_left += directory.files()?;
     report.files_left += eventually(pulse, || Ok(shared_files().saturating_sub(files_before)), 0)?;
     let descriptors_left = || Ok(descriptors()?.saturating_sub(descriptors_before) as u64);
@@ -160,6 +138,16 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     Ok(report)
 }
 
+/// Counts a step of the supervisor.
+///
+/// # Errors
+/// After a signal that ends this process.
+fn go_on(pulse: &AtomicU64) -> Result<()> {
+    // Relaxed: a counter that orders nothing.
+    pulse.fetch_add(1, Ordering::Relaxed);
+    Ok(interruption::check()?)
+}
+
 /// Repeats a question until the answer is right or the time is over. Returns the last answer.
 fn eventually(pulse: &AtomicU64, mut ask: impl FnMut() -> Result<u64>, right: u64) -> Result<u64> {
     let deadline = Instant::now() + PATIENCE;
@@ -168,7 +156,7 @@ fn eventually(pulse: &AtomicU64, mut ask: impl FnMut() -> Result<u64>, right: u6
         if answer == right || Instant::now() > deadline {
             return Ok(answer);
         }
-        pulse.fetch_add(1, Ordering::Relaxed);
+        go_on(pulse)?;
         thread::sleep(Duration::from_millis(2));
     }
 }
@@ -261,7 +249,7 @@ impl<'a> Supervisor<'a> {
     /// Runs until the given number of workers was killed.
     fn work(&mut self, pulse: &AtomicU64) -> Result<()> {
         while self.report.kills < self.soak.kills && self.faults() < MOST_FAULTS {
-            pulse.fetch_add(1, Ordering::Relaxed);
+            go_on(pulse)?;
             while self.workers.len() < self.soak.processes {
                 self.start_worker()?;
             }
@@ -561,7 +549,7 @@ impl<'a> Supervisor<'a> {
         // Memory of dead workers is reclaimed while the others live.
         let deadline = Instant::now() + PATIENCE * 2;
         while self.reclaims.is_waiting() && Instant::now() < deadline {
-            pulse.fetch_add(1, Ordering::Relaxed);
+            go_on(pulse)?;
             self.round()?;
         }
         for worker in &self.workers {
@@ -572,7 +560,7 @@ impl<'a> Supervisor<'a> {
         }
         let deadline = Instant::now() + PATIENCE * 2;
         while !self.workers.is_empty() && Instant::now() < deadline {
-            pulse.fetch_add(1, Ordering::Relaxed);
+            go_on(pulse)?;
             self.round()?;
         }
         for index in 0..self.workers.len() {
