@@ -1,10 +1,28 @@
 //! The threads that core starts for a runtime.
 
+use std::cell::Cell;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::Mutex;
 
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+
+thread_local! {
+    /// True in the threads that call closures and wakers of the program: the notifiers and the sharing threads of all runtimes.
+    static CALLS_THE_PROGRAM: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Records that this thread calls closures or wakers of the program.
+pub(crate) fn become_caller() {
+    CALLS_THE_PROGRAM.set(true);
+}
+
+/// Returns whether this thread calls closures or wakers of the program, which may end any runtime. It must not wait for the end of a
+/// notifier, which may wait for this thread.
+pub(crate) fn is_caller() -> bool {
+    // The thread-local may be gone at the end of the thread.
+    CALLS_THE_PROGRAM.try_with(Cell::get).unwrap_or(false)
+}
 
 /// Starts a thread.
 ///

@@ -246,9 +246,9 @@ impl Runtime {
     /// A refusal with `InvalidState` takes nothing that is in use. If objects of this runtime are alive, it frees idle handles,
     /// workspaces and blocks, as [`Runtime::trim`] does.
     ///
-    /// The call consumes the runtime, even if it is refused. To try again, clone the [`Device::runtime`](crate::Device::runtime) of a live device, drop the
-    /// device, and close the clone. A clone that was made before makes the first call fail. If no object is left after a refusal, the
-    /// runtime ends as by a drop.
+    /// The call consumes the runtime, even if it is refused. To try again, clone the [`Device::runtime`](crate::Device::runtime) of a live
+    /// device, drop the device, and close the clone. A clone that was made before makes the first call fail. If no object is left after
+    /// a refusal, the runtime ends as by a drop.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
         refuse_in_capture("close")?;

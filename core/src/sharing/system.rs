@@ -22,6 +22,7 @@ thread_local! {
 /// Notes that this is a sharing thread.
 pub(super) fn become_service() {
     IS_SERVICE.set(true);
+    crate::own_thread::become_caller();
 }
 
 /// Returns whether this is a sharing thread. It must not wait for one.

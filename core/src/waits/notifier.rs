@@ -14,7 +14,6 @@
 //! waits only for the questions of the other one. A forked child has no such thread, and takes none of its locks. Once the process
 //! exits, the thread makes no call.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
 use std::num::NonZeroU64;
@@ -25,7 +24,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::done::{Listener, Wait};
-use crate::own_thread::OwnThread;
+use crate::own_thread::{self, OwnThread};
 use crate::panics;
 use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
@@ -36,11 +35,6 @@ const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_micros(200);
 /// A wait learns of its end late by at most this part of its time.
 const PART: u32 = 1024;
-
-thread_local! {
-    /// True in the thread of a runtime, of this one or of another.
-    static IS_NOTIFIER: Cell<bool> = const { Cell::new(false) };
-}
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
@@ -215,7 +209,7 @@ impl Notifier {
 
     /// Asks and notifies until the end. The waits that are over go through `over`.
     fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
-        IS_NOTIFIER.set(true);
+        own_thread::become_caller();
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
@@ -357,11 +351,10 @@ impl Notifier {
         }
     }
 
-    /// Ends the thread and all waits, at the end of the runtime. If `waits`, waits for the thread, or in such a thread for the
-    /// questions under way.
+    /// Ends the thread and all waits, at the end of the runtime. If `waits`, waits for the thread, or in a thread that calls the program's
+    /// code for the questions under way.
     pub(crate) fn end(&self, waits: bool) {
-        // The thread-local may be gone at the end of a thread.
-        let is_notifier = IS_NOTIFIER.try_with(Cell::get).unwrap_or(false);
+        let is_caller = own_thread::is_caller();
         let thread = {
             let mut state = self.state.lock();
             state.ended.get_or_insert_with(ended);
@@ -369,9 +362,9 @@ impl Notifier {
         };
         self.changed.notify_all();
         if let Some(thread) = thread {
-            thread.end(waits && !is_notifier);
+            thread.end(waits && !is_caller);
         }
-        if waits && is_notifier {
+        if waits && is_caller {
             self.wait_for_answers();
         }
         self.end_waits(ended());

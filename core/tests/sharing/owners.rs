@@ -1,8 +1,10 @@
 //! Owners that die: what an importer keeps, what it releases, and how it learns of the death.
 
+use std::any::Any;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
@@ -406,4 +408,36 @@ fn a_call_that_waited_for_its_stream_finds_the_memory_revoked_and_delays_no_othe
     assert!(other.quit().success());
     drop((own, buffer, elsewhere, scratch, device));
     importer.end_once_all_is_back();
+}
+
+/// The sharing thread of one runtime ends the other one, whose notifier ends the first.
+#[test]
+fn a_closure_of_a_death_and_one_of_a_wait_may_end_the_runtimes_of_each_other() {
+    let (importer, other) =
+        (Exporter::new(), Exporter::with(MockOptions::new().with_latency(Duration::from_millis(5))));
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 1000 7").parse().unwrap();
+    let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
+    let (owner, buffer) = (opened.owner().unwrap(), other.make(1000, 1));
+    let done = other.stream.done();
+    let gpus = [&importer, &other].map(|end| end.gpu.clone());
+    let barrier = Arc::new(Barrier::new(2));
+    let (sender, ended) = channel();
+    let call = |owned: Box<dyn Any + Send>| {
+        let (barrier, sender) = (Arc::clone(&barrier), sender.clone());
+        move || {
+            barrier.wait();
+            drop(owned);
+            sender.send(()).unwrap();
+        }
+    };
+    let of_wait = call(Box::new((opened, importer)));
+    let watch = owner.on_death(call(Box::new((buffer, other)))).unwrap();
+    done.on_done(move |_| of_wait());
+    peer.kill();
+    for _ in 0..2 {
+        ended.recv_timeout(Duration::from_secs(30)).expect("neither thread waits for the other");
+    }
+    drop(watch);
+    until("nothing is alive", || gpus.iter().all(|gpu| gpu.live_objects().total() == 0));
 }
