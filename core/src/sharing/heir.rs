@@ -15,6 +15,7 @@
 //! new importers while any of its heirs keeps it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::desk::Desk;
 use super::exporter::{Exporter, Grant, Memory};
@@ -26,6 +27,23 @@ use super::rendezvous::{Listener, Meeting};
 use super::system::Bell;
 use crate::pool::deferred::DeferredFree;
 use highwater_hal::{Error, MemoryHandle, Result};
+
+/// The time between two looks for an heir, which doubles.
+pub(super) struct Pause(Duration);
+
+impl Pause {
+    const SHORTEST: Duration = Duration::from_micros(500);
+    pub(super) const LONGEST: Duration = Duration::from_millis(100);
+
+    pub(super) fn new() -> Self {
+        Self(Self::SHORTEST)
+    }
+
+    pub(super) fn sleep(&mut self) {
+        std::thread::sleep(self.0);
+        self.0 = (self.0 * 2).min(Self::LONGEST);
+    }
+}
 
 /// The name of a dead owner, and the allocations that this process answers for.
 #[derive(Debug)]

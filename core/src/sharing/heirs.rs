@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::Sharing;
 use super::desk::Desk as _;
-use super::heir::Estate;
+use super::heir::{Estate, Pause};
 use super::held::no_descriptor;
 use super::importer::{Import, Link, Mapper as _};
 use super::rendezvous::Meeting;
@@ -16,9 +16,6 @@ use super::ticket::Ticket;
 use crate::own_thread::spawn;
 use highwater_hal::{Result, Transport};
 
-/// Interval between two looks for an heir: shortest and longest.
-const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
-const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
 
@@ -143,7 +140,7 @@ impl Sharing {
 /// Looks for the heir of an owner until the imports of this process are settled.
 fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
     let started = Instant::now();
-    let (mut answering, mut pause) = (None, SHORTEST_PAUSE);
+    let (mut answering, mut pause) = (None, Pause::new());
     while let Some(sharing) = sharing.upgrade() {
         if sharing.look_for_heir(&incarnation, &mut answering, started) {
             sharing.heirs.searches.lock().remove(&incarnation);
@@ -154,8 +151,7 @@ fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
             return;
         }
         drop(sharing);
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause.sleep();
     }
 }
 

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::desk::{Desk, LOOK_EVERY, Reception, Visit, Visitors};
-use super::heir::{Estate, Kept};
+use super::heir::{Estate, Kept, Pause};
 use super::held::{HeldMemory, no_descriptor};
 use super::importer::{CountedAt, Link, Mapper, Pieces};
 use super::message::ExportKey;
@@ -29,9 +29,6 @@ use crate::own_thread::spawn;
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
 const OPERATION: &str = "hold";
-/// Interval between two looks for an heir: shortest and longest.
-const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
-const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Time limit for the answers of an owner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
@@ -289,7 +286,7 @@ impl State {
             Err(Errno::INTR) => return,
             Err(errno) => {
                 crate::warnings::warning!("a holder cannot wait for processes: {errno}");
-                return std::thread::sleep(LONGEST_PAUSE);
+                return std::thread::sleep(Pause::LONGEST);
             }
         }
         let events: Vec<PollFlags> = ends.iter().map(PollFd::revents).collect();
@@ -341,14 +338,13 @@ impl State {
         }
         let state = Arc::clone(self);
         let search = spawn(("highwater-heir", OPERATION, ""), move || {
-            let (mut answering, mut pause) = (None::<Arc<Link>>, SHORTEST_PAUSE);
+            let (mut answering, mut pause) = (None::<Arc<Link>>, Pause::new());
             let inherits = |answering: &Option<Arc<Link>>| {
                 !answering.as_ref().is_some_and(|link| link.may_still_work()) && state.inherit(&incarnation)
             };
             while !state.is_stopping.load(Ordering::Acquire) && !inherits(&answering) {
                 if state.register(&incarnation, &mut answering).is_err() {
-                    std::thread::sleep(pause);
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pause.sleep();
                 }
             }
             state.searches.lock().remove(&incarnation);

@@ -8,10 +8,12 @@ use highwater_core::{
     SharingOptions, Ticket, TicketBatch,
 };
 use highwater_mock::{MockGpu, MockOptions};
+use rustix::event::Timespec;
+use rustix::net::{RecvFlags, SendFlags};
 use rustix::process::Signal;
 
 use crate::Exporter;
-use crate::hostile::forged;
+use crate::hostile::{forged, listen};
 use crate::peer::{Peer, until};
 
 impl Exporter {
@@ -145,8 +147,7 @@ fn an_owner_without_sockets_is_alive_and_has_no_heir() {
         let ticket: Ticket = owner.tell("make a 1000 7").parse().unwrap();
         let kept = heir.open_as_heir(&ticket).unwrap();
         owner.tell(how);
-        let connections =
-            rustix::event::poll(&mut [], Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+        let connections = rustix::event::poll(&mut [], Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
         assert_eq!(connections, Ok(0));
         // It works on the memory meanwhile.
         owner.tell("fill a 8 1000");
@@ -163,6 +164,39 @@ fn an_owner_without_sockets_is_alive_and_has_no_heir() {
         until("it is released", || heir.exports() == (0, 0, 0));
     }
     heir.end();
+    third.end();
+}
+
+/// Catches an heir that follows another one as soon as the name is free. A process that ends loses its sockets before its device work has
+/// ended, so this process only looks as if it ended.
+#[test]
+fn the_next_heir_waits_until_the_process_of_the_first_has_ended() {
+    let third = Exporter::new();
+    let (owner, ticket) = owner(7);
+    let mut heir = Peer::start();
+    heir.tell(&format!("open-heir a {ticket}"));
+    heir.signal(Signal::STOP);
+    owner.kill();
+    // This process is the first heir.
+    let answer_as_heir = || {
+        let listener = listen(&ticket);
+        heir.signal(Signal::CONT);
+        let connection = rustix::net::accept(&listener).unwrap();
+        let mut message = [0; 2000];
+        let mut hear = || rustix::net::recv(&connection, &mut message[..], RecvFlags::empty()).unwrap().1;
+        assert!(hear() > 0, "it greets");
+        let welcome = [&b"HWSH\x02\0\0\0\x04\0\x02\0"[..], &ticket.to_bytes()[32..48], &[1, 0, 0, 0], &[0; 8]].concat();
+        rustix::net::send(&connection, &welcome, SendFlags::NOSIGNAL).unwrap();
+        assert!(hear() > 0, "it registers");
+    };
+    for _ in 0..2 {
+        // The second time, the name must be free: the heir has not taken it, and looks for the one that answers.
+        answer_as_heir();
+        let nothing = rustix::event::poll(&mut [], Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+        assert_eq!((nothing, third.refusal(&ticket)), (Ok(0), ErrorKind::Expired));
+    }
+    assert_eq!(heir.tell("exports"), "0 0 0");
+    heir.kill();
     third.end();
 }
 
