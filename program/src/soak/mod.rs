@@ -14,6 +14,7 @@ mod descriptors;
 mod directory;
 pub(super) mod heir;
 mod interruption;
+mod leftovers;
 mod message;
 mod operation;
 pub(super) mod owners;
@@ -49,6 +50,14 @@ use super::{Verdict, output};
 const COMMAND: &str = "highwater soak ipc";
 /// The time limit of a step. A step that takes longer hangs, which is a defect.
 const STUCK: Duration = Duration::from_secs(60);
+/// The time in which a child opens its device.
+const START: Duration = Duration::from_secs(120);
+/// Bytes of a ticket.
+const TICKET: usize = 136;
+/// The duration of an operation on the mock, in the soaks of owners and heirs.
+const LATENCY: Duration = Duration::from_micros(20);
+/// The interval between attempts of those soaks.
+const LOOK: Duration = Duration::from_micros(50);
 /// The time limit of operations that take milliseconds, for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 

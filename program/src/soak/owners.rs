@@ -21,22 +21,15 @@ use super::super::frame::{Message as _, messages};
 use super::super::progress::Progress;
 use super::super::table::Table;
 use super::super::{Verdict, output};
+use super::leftovers::{Baseline, Left, close};
 use super::random::Random;
 use super::report::{BAR, Reasons, is_bar_met, times_to_json, times_to_text};
-use super::{Opened, PATIENCE, descriptors};
+use super::{LATENCY, LOOK, Opened, PATIENCE, START, TICKET};
 
-/// The time in which an owner opens its device and shares.
-const START: Duration = Duration::from_secs(120);
-/// Bytes of a ticket.
-const TICKET: usize = 136;
 /// The longest queue of work on a buffer, in pairs of operations, and the most values of an operation. The memory stays until the
 /// work has ended, so the whole queue takes a few milliseconds.
 const MOST_WORK: u64 = 8;
 const MOST_WORK_LEN: usize = 1 << 13;
-/// The duration of an operation on the mock.
-const LATENCY: Duration = Duration::from_micros(20);
-/// The interval between checks of memory and processes.
-const LOOK: Duration = Duration::from_micros(50);
 
 messages! {
     /// A message to an owner.
@@ -94,9 +87,7 @@ pub(super) struct Report {
     /// Number of buffers that were kept after the death, with the right contents.
     kept: u64,
     times: Times,
-    leaked_objects: u64,
-    leaked_bytes: u64,
-    descriptors_left: u64,
+    left: Left,
     unexpected: Reasons,
     elapsed: Duration,
 }
@@ -122,32 +113,19 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
         report,
     };
     importer.settle()?;
-    let mut descriptors_before = None;
-    let mut free_before = None;
+    let mut baseline = None;
     while importer.report.kills < soak.kills && importer.report.unexpected.count() < 20 {
         importer.wave(progress, pulse)?;
         // After the first wave, every object of the first use exists.
         importer.settle()?;
-        descriptors_before.get_or_insert(descriptors()?);
-        free_before.get_or_insert(importer.device.memory_info()?.free);
+        if baseline.is_none() {
+            baseline = Some(Baseline::new(importer.free()?)?);
+        }
     }
-    let deadline = Instant::now() + PATIENCE;
-    let mut descriptors_left = usize::MAX;
-    let mut leaked_bytes = u64::MAX;
-    while (descriptors_left > 0 || leaked_bytes > 0) && Instant::now() < deadline {
-        descriptors_left = descriptors()?.saturating_sub(descriptors_before.unwrap_or_default());
-        leaked_bytes = free_before.unwrap_or_default().saturating_sub(importer.device.memory_info()?.free);
-        thread::sleep(Duration::from_millis(2));
-    }
+    let left = baseline.map(|baseline| baseline.left(|| importer.free())).transpose()?;
     let mut report = importer.end();
-    (report.descriptors_left, report.leaked_bytes) = (descriptors_left as u64, leaked_bytes);
-    match runtime.close() {
-        Ok(alive) => report.leaked_objects = alive.total(),
-        Err(error) => report.unexpected.add(error.to_string()),
-    }
-    for violation in mock.iter().flat_map(|gpu| gpu.violations()) {
-        report.unexpected.add(format!("found by the mock: {violation}"));
-    }
+    report.left = left.unwrap_or_default();
+    report.left.objects = close(runtime, mock, &mut report.unexpected);
     report.elapsed = started.elapsed();
     Ok(report)
 }
@@ -182,6 +160,10 @@ struct Importer<'s> {
 impl Importer<'_> {
     fn end(self) -> Report {
         self.report
+    }
+
+    fn free(&self) -> Result<u64> {
+        Ok(self.device.memory_info()?.free)
     }
 
     /// Waits for all work, and gives idle memory back.
@@ -484,12 +466,12 @@ impl Report {
     pub(super) fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         // The libraries of a real device open files of their own.
-        let descriptors = if self.is_real { 0 } else { self.descriptors_left };
+        let descriptors = if self.is_real { 0 } else { self.left.descriptors };
         // Other processes may use a real device.
-        let bytes = if self.is_real { 0 } else { self.leaked_bytes };
+        let bytes = if self.is_real { 0 } else { self.left.bytes };
         let counts = [
             ("bytes leaked", bytes),
-            ("objects still alive at the end", self.leaked_objects),
+            ("objects still alive at the end", self.left.objects),
             ("unexpected", self.unexpected.count()),
             ("descriptors left", descriptors),
         ];
@@ -503,7 +485,7 @@ impl Report {
 
     /// Returns whether the bar is met. `None` for too few kills.
     fn is_bar_met(&self) -> Option<bool> {
-        is_bar_met(&self.times.total)
+        is_bar_met(&self.times.total, BAR)
     }
 
     pub(super) fn to_json(&self) -> Value {
@@ -524,9 +506,9 @@ impl Report {
             "release_ms": times(&self.times.release),
             "total_ms": times(&self.times.total),
             "bar_met": self.is_bar_met(),
-            "leaked_bytes": self.leaked_bytes,
-            "leaked_objects": self.leaked_objects,
-            "descriptors_left": self.descriptors_left,
+            "leaked_bytes": self.left.bytes,
+            "leaked_objects": self.left.objects,
+            "descriptors_left": self.left.descriptors,
             "unexpected": self.unexpected.count(),
             "seconds": self.elapsed.as_secs_f64(),
         })
@@ -548,10 +530,7 @@ impl Report {
         table.add_row(["kill to free", &times(&self.times.total)]);
         table.add_row([
             "left",
-            &format!(
-                "{} bytes, {} objects, {} descriptors",
-                self.leaked_bytes, self.leaked_objects, self.descriptors_left
-            ),
+            &format!("{} bytes, {} objects, {} descriptors", self.left.bytes, self.left.objects, self.left.descriptors),
         ]);
         table
     }
@@ -582,7 +561,7 @@ mod tests {
             report.faults().len()
         };
         assert_eq!((slow(1000, 9), slow(1000, 11), slow(99, 99)), (0, 1, 0));
-        let left = Report { leaked_bytes: 1, descriptors_left: 2, ..Report::default() };
+        let left = Report { left: Left { bytes: 1, descriptors: 2, objects: 0 }, ..Report::default() };
         assert_eq!(left.faults(), ["bytes leaked: 1", "descriptors left: 2"]);
     }
 }

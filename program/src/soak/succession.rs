@@ -21,22 +21,13 @@ use super::super::frame::{Message as _, messages};
 use super::super::progress::Progress;
 use super::super::table::Table;
 use super::super::{Verdict, output};
+use super::leftovers::{Baseline, Left, close};
 use super::random::Random;
-use super::report::{Reasons, quantile, times_to_json, times_to_text};
-use super::{Opened, PATIENCE, descriptors};
+use super::report::{Reasons, is_bar_met, times_to_json, times_to_text};
+use super::{LATENCY, LOOK, Opened, PATIENCE, START, TICKET};
 
 /// The bar: after 99 kills in 100, an old ticket opens within this time.
 const BAR: Duration = Duration::from_millis(150);
-/// The number of kills from which the bar applies.
-const FEWEST_FOR_BAR: usize = 100;
-/// The time in which a child opens its device.
-const START: Duration = Duration::from_secs(120);
-/// Bytes of a ticket.
-const TICKET: usize = 136;
-/// The duration of an operation on the mock.
-const LATENCY: Duration = Duration::from_micros(20);
-/// The interval between attempts.
-const LOOK: Duration = Duration::from_micros(50);
 /// The heirs of each owner.
 const HEIRS: usize = 3;
 
@@ -91,9 +82,7 @@ pub(super) struct Report {
     early_frees: u64,
     /// Deaths after which not exactly one heir answered.
     double_owners: u64,
-    leaked_objects: u64,
-    leaked_bytes: u64,
-    descriptors_left: u64,
+    left: Left,
     unexpected: Reasons,
     elapsed: Duration,
 }
@@ -114,7 +103,7 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     let mut opener =
         Opener { address, runtime: runtime.clone(), device, stream, random: Random::new(soak.seed), report };
     let mut heirs = (0..HEIRS).map(|_| opener.start()).collect::<Result<Vec<_>>>()?;
-    let (mut descriptors_before, mut free_before) = (None, None);
+    let mut baseline = None;
     let mut value = 0;
     while opener.report.kills < soak.kills && opener.report.unexpected.count() < 20 {
         pulse.fetch_add(1, Ordering::Relaxed);
@@ -123,30 +112,17 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
         opener.round(&mut heirs, value, soak.kills - before)?;
         progress.advance(opener.report.kills - before);
         // After the first round, every object of the first use exists. Each child has memory of its own on a device.
-        if free_before.is_none() {
+        if baseline.is_none() {
             heirs.clear();
-            descriptors_before = Some(descriptors()?);
-            free_before = Some(opener.free()?);
+            baseline = Some(Baseline::new(opener.free()?)?);
             heirs = (0..HEIRS).map(|_| opener.start()).collect::<Result<Vec<_>>>()?;
         }
     }
     heirs.clear();
-    let deadline = Instant::now() + PATIENCE;
-    let (mut descriptors_left, mut leaked_bytes) = (usize::MAX, u64::MAX);
-    while (descriptors_left > 0 || leaked_bytes > 0) && Instant::now() < deadline {
-        descriptors_left = descriptors()?.saturating_sub(descriptors_before.unwrap_or_default());
-        leaked_bytes = free_before.unwrap_or_default().saturating_sub(opener.free()?);
-        thread::sleep(Duration::from_millis(2));
-    }
+    let left = baseline.map(|baseline| baseline.left(|| opener.free())).transpose()?;
     let mut report = opener.end();
-    (report.descriptors_left, report.leaked_bytes) = (descriptors_left as u64, leaked_bytes);
-    match runtime.close() {
-        Ok(alive) => report.leaked_objects = alive.total(),
-        Err(error) => report.unexpected.add(error.to_string()),
-    }
-    for violation in mock.iter().flat_map(|gpu| gpu.violations()) {
-        report.unexpected.add(format!("found by the mock: {violation}"));
-    }
+    report.left = left.unwrap_or_default();
+    report.left.objects = close(runtime, mock, &mut report.unexpected);
     report.elapsed = started.elapsed();
     Ok(report)
 }
@@ -419,9 +395,9 @@ impl Report {
         let counts = [
             ("early frees", self.early_frees),
             ("deaths without exactly one heir", self.double_owners),
-            ("bytes leaked", of_process(self.leaked_bytes)),
-            ("objects still alive at the end", self.leaked_objects),
-            ("descriptors left", of_process(self.descriptors_left)),
+            ("bytes leaked", of_process(self.left.bytes)),
+            ("objects still alive at the end", self.left.objects),
+            ("descriptors left", of_process(self.left.descriptors)),
             ("unexpected", self.unexpected.count()),
         ];
         let mut faults: Vec<_> =
@@ -435,8 +411,7 @@ impl Report {
 
     /// Returns whether the bar is met. `None` for too few kills.
     fn is_bar_met(&self) -> Option<bool> {
-        let p99 = quantile(&self.times, 0.99).filter(|_| self.times.len() >= FEWEST_FOR_BAR);
-        p99.map(|p99| p99 <= BAR.as_secs_f64() * 1e3)
+        is_bar_met(&self.times, BAR)
     }
 
     pub(super) fn to_json(&self) -> Value {
@@ -452,9 +427,9 @@ impl Report {
             "bar_met": self.is_bar_met(),
             "early_frees": self.early_frees,
             "double_owners": self.double_owners,
-            "leaked_bytes": self.leaked_bytes,
-            "leaked_objects": self.leaked_objects,
-            "descriptors_left": self.descriptors_left,
+            "leaked_bytes": self.left.bytes,
+            "leaked_objects": self.left.objects,
+            "descriptors_left": self.left.descriptors,
             "unexpected": self.unexpected.count(),
             "seconds": self.elapsed.as_secs_f64(),
         })
@@ -463,10 +438,8 @@ impl Report {
     pub(super) fn to_table(&self) -> Table {
         let Self { kills, heir_kills, buffers, bytes, early_frees, double_owners, .. } = self;
         let seconds = self.elapsed.as_secs_f64();
-        let left = format!(
-            "{} bytes, {} objects, {} descriptors",
-            self.leaked_bytes, self.leaked_objects, self.descriptors_left
-        );
+        let left =
+            format!("{} bytes, {} objects, {} descriptors", self.left.bytes, self.left.objects, self.left.descriptors);
         let mut table = Table::default();
         table.add_row(["kills", &format!("{kills} in {seconds:.1} s; {heir_kills} of them heirs that answered")]);
         table.add_row(["memory", &format!("{buffers} buffers, {bytes} bytes, {HEIRS} heirs")]);
@@ -506,7 +479,8 @@ mod tests {
             report.faults().len()
         };
         assert_eq!((slow(9), slow(11)), (0, 1));
-        let bad = Report { early_frees: 1, double_owners: 2, descriptors_left: 3, ..Report::default() };
+        let left = Left { descriptors: 3, ..Left::default() };
+        let bad = Report { early_frees: 1, double_owners: 2, left, ..Report::default() };
         assert_eq!(bad.faults(), ["early frees: 1", "deaths without exactly one heir: 2", "descriptors left: 3"]);
     }
 }

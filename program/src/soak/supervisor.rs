@@ -32,7 +32,7 @@ use super::message::{Notice, Offer, Order, Refusal, Remains, Slow};
 use super::random::Random;
 use super::reclaim::Reclaims;
 use super::report::Report;
-use super::{Opened, PATIENCE, descriptors, now};
+use super::{Opened, PATIENCE, START, descriptors, now};
 
 /// The pause between two steps.
 const PAUSE: Duration = Duration::from_micros(500);
@@ -42,8 +42,6 @@ const MOST_OFFERS: usize = 48;
 const MOST_TAKEN: u64 = 4;
 /// The maximum number of living children of dead workers.
 const MOST_HEIRS: usize = 16;
-/// The time in which a worker opens its device.
-const START: Duration = Duration::from_secs(120);
 /// The number of faults that ends the run: more give no more insight.
 const MOST_FAULTS: u64 = 50;
 
