@@ -1,7 +1,7 @@
 //! The thread of a runtime that asks whether completion events have passed, and notifies the waits.
 //!
 //! *Queues.* The events of one stream pass in the order of their numbers. So each stream has a queue, and the thread asks about the
-//! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... places behind, until one has not. Every wait up
+//! first event only. If it has passed, the thread asks about the event 1, 2, 4, 8, ... numbers behind, until one has not. Every wait up
 //! to the last event that has passed is over. So thousands of waits cost few questions. An event without a number has a queue of its
 //! own.
 //!
@@ -14,8 +14,8 @@
 //! waits only for the questions of the other one. A forked child has no such thread, and takes none of its locks. Once the process
 //! exits, the thread makes no call.
 
-use std::collections::VecDeque;
 use std::collections::hash_map::{Entry as MapEntry, HashMap};
+use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -78,7 +78,7 @@ enum QueueKey {
 /// Waits for the events of one stream, by number.
 #[derive(Debug)]
 struct Queue {
-    entries: VecDeque<Entry>,
+    entries: BTreeMap<EntryKey, Entry>,
     /// The time of the last progress, or of the start of the first wait.
     since: Instant,
     /// The time of the next question.
@@ -87,7 +87,6 @@ struct Queue {
 
 #[derive(Debug)]
 struct Entry {
-    key: EntryKey,
     event: Arc<CompletionEvent>,
     wait: Arc<Wait>,
 }
@@ -107,10 +106,6 @@ pub(super) struct Place {
 }
 
 impl Queue {
-    fn find(&self, key: EntryKey) -> std::result::Result<usize, usize> {
-        self.entries.binary_search_by_key(&key, |entry| entry.key)
-    }
-
     /// Sets the time of the next question after an answer that shows no progress.
     fn postpone(&mut self, now: Instant) {
         let waited = now.saturating_duration_since(self.since);
@@ -152,11 +147,10 @@ impl Notifier {
                 MapEntry::Occupied(waits) => waits.into_mut(),
                 MapEntry::Vacant(place) => {
                     is_new = true;
-                    place.insert(Queue { entries: VecDeque::new(), since: now, due: now })
+                    place.insert(Queue { entries: BTreeMap::new(), since: now, due: now })
                 }
             };
-            let at = waits.find(key).unwrap_or_else(|at| at);
-            waits.entries.insert(at, Entry { key, event, wait: Arc::clone(wait) });
+            waits.entries.insert(key, Entry { event, wait: Arc::clone(wait) });
             Place { queue, key }
         };
         let places = events.into_iter().map(&mut begin).collect();
@@ -182,9 +176,7 @@ impl Notifier {
         let mut state = self.state.lock();
         for place in places {
             let MapEntry::Occupied(mut queue) = state.queues.entry(place.queue) else { continue };
-            if let Ok(at) = queue.get().find(place.key) {
-                removed.extend(queue.get_mut().entries.remove(at));
-            }
+            removed.extend(queue.get_mut().entries.remove(&place.key));
             if queue.get().entries.is_empty() {
                 queue.remove();
             }
@@ -261,8 +253,8 @@ impl Notifier {
             for (&key, queue) in &mut state.queues {
                 if queue.due > now {
                     next = Some(next.map_or(queue.due, |next| next.min(queue.due)));
-                } else if let Some(first) = queue.entries.front() {
-                    due.push((key, first.key, Arc::clone(&first.event)));
+                } else if let Some((first, entry)) = queue.entries.first_key_value() {
+                    due.push((key, *first, Arc::clone(&entry.event)));
                     queue.postpone(now);
                 }
             }
@@ -290,13 +282,9 @@ impl Notifier {
             let further = {
                 let state = self.state.lock();
                 let Some(queue) = state.queues.get(&queue) else { return passed };
-                let at = queue.find(passed).unwrap_or_else(|at| at);
-                let at = (at + step).min(queue.entries.len().saturating_sub(1));
-                queue
-                    .entries
-                    .get(at)
-                    .filter(|entry| entry.key > passed)
-                    .map(|entry| (entry.key, Arc::clone(&entry.event)))
+                let beyond = EntryKey { event: passed.event.saturating_add(step), own: 0 };
+                let found = queue.entries.range(beyond..).next().or_else(|| queue.entries.last_key_value());
+                found.filter(|(key, _)| **key > passed).map(|(key, entry)| (*key, Arc::clone(&entry.event)))
             };
             match further {
                 // An error belongs to its own event. The thread asks about that event when it is the first.
@@ -314,7 +302,8 @@ impl Notifier {
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
         // Waits that began meanwhile may be for the same event.
-        while let Some(entry) = waits.entries.pop_front_if(|entry| entry.key.event <= through.event) {
+        while let Some(first) = waits.entries.first_entry().filter(|first| first.key().event <= through.event) {
+            let entry = first.remove();
             events.push(entry.event);
             over.push_back((entry.wait, Ok(())));
         }
@@ -332,7 +321,7 @@ impl Notifier {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
-        let failed = waits.find(key).ok().and_then(|at| waits.entries.remove(at));
+        let failed = waits.entries.remove(&key);
         waits.due = Instant::now();
         if waits.entries.is_empty() {
             found.remove();
@@ -376,7 +365,7 @@ impl Notifier {
         let error = state.ended.get_or_insert(error).clone();
         let queues = std::mem::take(&mut state.queues);
         drop(state);
-        let entries = queues.into_values().flat_map(|queue| queue.entries);
+        let entries = queues.into_values().flat_map(|queue| queue.entries.into_values());
         let (events, waits): (Vec<_>, Vec<_>) = entries.map(|entry| (entry.event, entry.wait)).unzip();
         // All events are back before the first waker runs.
         drop(events);
