@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = 5
 CRATES = [
     "core", "core/hal", "backend-driver", "backend-cuda", "backend-rocm", "backend-mock", "plugin", "conformance", "program", ".",
-    "conformance/example-backend", *(f"simulated/{name}" for name in ("engine", "blas", "cuda", "cublas", "cublaslt", "hip", "hipblas", "hipblaslt", "harness")),
+    "conformance/example-backend", "examples/server", *(f"simulated/{name}" for name in ("engine", "blas", "cuda", "cublas", "cublaslt", "hip", "hipblas", "hipblaslt", "harness")),
 ]  # fmt: skip
 MOD = re.compile(r"((?:#\[[^\]]*\]\s*)*)(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+)\s*;")
 ITEM = re.compile(
