@@ -54,14 +54,18 @@ struct Ended {
 
 impl Server {
     fn start(mock: &str, arguments: &[&str]) -> Self {
-        let mut command = command(PROGRAM, mock);
-        command.args(["--backend", "mock", "--listen", "127.0.0.1:0", "--model-size", "16"]).args(arguments);
         // The tests share two cores.
-        command.env("TOKIO_WORKER_THREADS", "2");
-        Self::of(command)
+        Self::with_threads("2", mock, arguments)
     }
 
-    fn of(mut command: Command) -> Self {
+    fn with_threads(threads: &str, mock: &str, arguments: &[&str]) -> Self {
+        let mut command = command(PROGRAM, mock);
+        command.args(["--backend", "mock", "--listen", "127.0.0.1:0", "--model-size", "16"]).args(arguments);
+        // A busy machine must not make requests late. The tests of the timeout have arguments of their own.
+        if !arguments.contains(&"--timeout") {
+            command.args(["--timeout", "30s"]);
+        }
+        command.env("TOKIO_WORKER_THREADS", threads);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
@@ -190,11 +194,7 @@ async fn answers_of_64_clients_are_right_and_come_in_batches() {
 
 #[tokio::test]
 async fn a_batch_blocks_no_thread_of_the_executor() {
-    let mut command = command(PROGRAM, "latency=100ms");
-    command
-        .args(["--backend", "mock", "--listen", "127.0.0.1:0", "--model-size", "16"])
-        .env("TOKIO_WORKER_THREADS", "1");
-    let server = Server::of(command);
+    let server = Server::with_threads("1", "latency=100ms", &[]);
     let mut client = server.client().await;
     let product = tokio::spawn(async move { multiply(&mut client, "", 1).await });
     while server.metrics().await["server_batch_size_count"] == 0.0 {}
