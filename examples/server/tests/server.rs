@@ -122,6 +122,14 @@ impl Server {
         lines.map(|line| value(line).unwrap_or_else(|| panic!("{line}"))).collect()
     }
 
+    /// Waits for the first batch.
+    async fn begins_a_batch(&self) {
+        let begun = Instant::now();
+        while self.metrics().await["server_batch_size_count"] == 0.0 {
+            assert!(begun.elapsed() < PATIENCE, "the server begins no batch");
+        }
+    }
+
     /// The memory of the process, in bytes.
     fn resident(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
@@ -197,7 +205,7 @@ async fn a_batch_blocks_no_thread_of_the_executor() {
     let server = Server::with_threads("1", "latency=100ms", &[]);
     let mut client = server.client().await;
     let product = tokio::spawn(async move { multiply(&mut client, "", 1).await });
-    while server.metrics().await["server_batch_size_count"] == 0.0 {}
+    server.begins_a_batch().await;
     // The lane has begun. The only thread still answers.
     for _ in 0..3 {
         server.metrics().await;
@@ -214,7 +222,7 @@ async fn a_late_request_ends_with_504_and_spoils_no_other() {
     // The first is computed and comes late. The second, behind it in the queue, ends before it is staged.
     let mut second = server.client().await;
     let first = tokio::spawn(async move { (multiply(&mut client, "timeout-ms: 20\r\n", 1).await, client) });
-    while server.metrics().await["server_batch_size_count"] == 0.0 {}
+    server.begins_a_batch().await;
     assert_eq!(multiply(&mut second, "timeout-ms: 20\r\n", 2).await, Some(504));
     let (code, mut client) = first.await.unwrap();
     assert_eq!(code, Some(504));
@@ -257,14 +265,14 @@ async fn stops_under_load(signal: Signal) {
             }
         });
     }
+    let begun = Instant::now();
     while answers.load(SeqCst) < 500 {
+        assert!(begun.elapsed() < PATIENCE && running.try_join_next().is_none(), "the clients get no answers");
         tokio::task::yield_now().await;
     }
     server.signal(signal);
-    let begun = Instant::now();
     running.join_all().await;
     let ended = server.ended();
-    assert!(begun.elapsed() < PATIENCE);
     let answers = answers.load(SeqCst);
     let expected = format!(
         "stopped: {answers} requests accepted, {answers} answered, 0 bytes left, nothing left after the close\n"
