@@ -22,8 +22,8 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// goes on.
 ///
 /// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. The
-/// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait ends at most one pause late,
-/// and then the task must wake.
+/// thread pauses between two questions, for 1/10000 of the time waited so far, from 4 us to 1 ms, and for at least 40 ns for each wait. A
+/// wait ends at most one pause late, and then the task must wake.
 ///
 /// *Timeouts.* To wait again after a timeout, keep the future: `timeout(limit, &mut done)`. A second `done()` of a stream or
 /// `ready()` of device memory is a new wait, behind all work enqueued meanwhile.
@@ -201,10 +201,10 @@ impl Future for Done {
 impl Drop for Done {
     fn drop(&mut self) {
         let Form::Waiting { notifier, wait, places } = std::mem::replace(&mut self.0, Form::Detached) else { return };
-        if notifier.is_own_process() {
-            notifier.cancel(&places);
-        } else {
+        if !notifier.is_own_process() {
             wait.leave();
+        } else if !wait.is_settled() {
+            notifier.cancel(&places);
         }
     }
 }
@@ -334,6 +334,11 @@ impl Wait {
         }
         state.outcome = Some(result.clone());
         Some((std::mem::replace(&mut state.listener, Listener::None), result))
+    }
+
+    /// Returns whether all events have passed or failed. Then the notifier has no entry of the wait.
+    fn is_settled(&self) -> bool {
+        self.state.lock().left == 0
     }
 
     /// Leaves the listener to the parent of a forked child, whose executor it belongs to. No lock of the parent is taken.

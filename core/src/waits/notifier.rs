@@ -5,8 +5,10 @@
 //! to the last event that has passed is over. So thousands of waits cost few questions. An event without a number has a queue of its
 //! own.
 //!
-//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/1024 of the
-//! time since, between [`SHORTEST`] and [`LONGEST`]. If nothing waits, it sleeps until something does.
+//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/10000 of the
+//! time since, between [`SHORTEST`] and [`LONGEST`]. So a wait of 40 ms still has the shortest pause, and the waits of a stream that makes
+//! no progress for seconds cost little. Many waits lengthen the pause: it is short beside the time to tell them. One pause serves several
+//! streams, so the thread asks early about those that have waited half their pause. If nothing waits, it sleeps until something does.
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
 //! error. A waker that the thread calls may end the runtime, because a task may own its last object. So the thread holds no lock and
@@ -32,9 +34,11 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// The time after progress of a stream for which the thread asks without a pause.
 const SPIN: Duration = Duration::from_micros(20);
 const SHORTEST: Duration = Duration::from_micros(4);
-const LONGEST: Duration = Duration::from_micros(200);
-/// A wait learns of its end late by at most this part of its time.
-const PART: u32 = 1024;
+const LONGEST: Duration = Duration::from_millis(1);
+/// A pause is at most this part of the time since the last progress, unless that is shorter than [`SHORTEST`].
+const PART: u32 = 10_000;
+/// A pause is at least this time for each wait. To tell the waits takes several times as long.
+const FOR_EACH_WAIT: Duration = Duration::from_nanos(40);
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
@@ -81,8 +85,9 @@ struct Queue {
     entries: BTreeMap<EntryKey, Entry>,
     /// The time of the last progress, or of the start of the first wait.
     since: Instant,
-    /// The time of the next question.
-    due: Instant,
+    /// The time of the last question. The next one is due after the pause.
+    asked: Instant,
+    pause: Duration,
 }
 
 #[derive(Debug)]
@@ -106,10 +111,21 @@ pub(super) struct Place {
 }
 
 impl Queue {
-    /// Sets the time of the next question after an answer that shows no progress.
-    fn postpone(&mut self, now: Instant) {
+    fn new(now: Instant) -> Self {
+        Self { entries: BTreeMap::new(), since: now, asked: now, pause: Duration::ZERO }
+    }
+
+    /// Notes progress. The next question is due at once.
+    fn progress(&mut self) {
+        self.since = Instant::now();
+        self.pause = Duration::ZERO;
+    }
+
+    /// Notes a question. `least` is the shortest pause.
+    fn postpone(&mut self, now: Instant, least: Duration) {
         let waited = now.saturating_duration_since(self.since);
-        self.due = if waited < SPIN { now } else { now + (waited / PART).clamp(SHORTEST, LONGEST) };
+        self.asked = now;
+        self.pause = if waited < SPIN { Duration::ZERO } else { (waited / PART).clamp(least, LONGEST) };
     }
 }
 
@@ -147,7 +163,7 @@ impl Notifier {
                 MapEntry::Occupied(waits) => waits.into_mut(),
                 MapEntry::Vacant(place) => {
                     is_new = true;
-                    place.insert(Queue { entries: BTreeMap::new(), since: now, due: now })
+                    place.insert(Queue::new(now))
                 }
             };
             waits.entries.insert(key, Entry { event, wait: Arc::clone(wait) });
@@ -205,67 +221,79 @@ impl Notifier {
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
-        let mut due = Vec::new();
-        while self.take_due(&mut due) {
+        let (mut due, mut passed) = (Vec::new(), Vec::new());
+        while let Some(spins) = self.take_due(&mut due) {
             if let Err(error) = answers.may_ask() {
                 self.set_asking(false);
                 due.clear();
                 self.end_waits(error);
                 return;
             }
-            let mut in_vain = true;
             for (queue, key, event) in due.drain(..) {
                 match ask(answers, &event) {
                     Ok(false) => {}
                     Ok(true) => {
                         drop(event);
                         let through = self.find_last_passed(answers, queue, key);
-                        self.take_passed(queue, through, over);
-                        in_vain = false;
+                        self.take_passed(queue, through, &mut passed, over);
+                        // Without the lock: an event returns to its pool.
+                        passed.clear();
                     }
                     Err(error) => {
                         drop(event);
                         self.take_failed(queue, key, &error, over);
-                        in_vain = false;
                     }
                 }
+            }
+            if over.is_empty() {
+                // Other threads may run, because nothing else makes this one pause.
+                if spins {
+                    thread::yield_now();
+                }
+                continue;
             }
             self.set_asking(false);
             while let Some((wait, result)) = over.pop_front() {
                 settle(wait, result);
             }
-            if in_vain {
-                thread::yield_now();
-            }
         }
     }
 
-    /// Waits until a question is due. Returns false if the thread must end. Otherwise the first events of all queues that are due are
-    /// in `due`, and the thread asks.
-    fn take_due(&self, due: &mut Vec<(QueueKey, EntryKey, Arc<CompletionEvent>)>) -> bool {
+    /// Waits until a question is due. The first events of all queues that are due are then in `due`, and the thread asks. Its earlier
+    /// questions are over. Returns whether the next question is due without a pause, or `None` if the thread must end.
+    fn take_due(&self, due: &mut Vec<(QueueKey, EntryKey, Arc<CompletionEvent>)>) -> Option<bool> {
         let mut state = self.state.lock();
+        if std::mem::take(&mut state.is_asking) {
+            self.answered.notify_all();
+        }
         loop {
             if state.ended.is_some() {
-                return false;
+                return None;
             }
             let now = Instant::now();
-            let mut next: Option<Instant> = None;
+            let Some(next) = state.queues.values().map(|queue| queue.asked + queue.pause).min() else {
+                self.changed.wait(&mut state);
+                continue;
+            };
+            if next > now {
+                self.changed.wait_until(&mut state, next);
+                continue;
+            }
+            let waits: usize = state.queues.values().map(|queue| queue.entries.len()).sum();
+            let least = FOR_EACH_WAIT.saturating_mul(u32::try_from(waits).unwrap_or(u32::MAX)).clamp(SHORTEST, LONGEST);
+            let mut spins = false;
             for (&key, queue) in &mut state.queues {
-                if queue.due > now {
-                    next = Some(next.map_or(queue.due, |next| next.min(queue.due)));
-                } else if let Some((first, entry)) = queue.entries.first_key_value() {
+                // The thread asks once for several queues: the first one has waited long enough, and the others at least half as long.
+                if now.saturating_duration_since(queue.asked) >= queue.pause / 2
+                    && let Some((first, entry)) = queue.entries.first_key_value()
+                {
                     due.push((key, *first, Arc::clone(&entry.event)));
-                    queue.postpone(now);
+                    queue.postpone(now, least);
+                    spins |= queue.pause.is_zero();
                 }
             }
-            if !due.is_empty() {
-                state.is_asking = true;
-                return true;
-            }
-            match next {
-                Some(next) => drop(self.changed.wait_until(&mut state, next)),
-                None => self.changed.wait(&mut state),
-            }
+            state.is_asking = true;
+            return Some(spins);
         }
     }
 
@@ -295,9 +323,14 @@ impl Notifier {
         }
     }
 
-    /// Takes the waits for events that have passed.
-    fn take_passed(&self, queue: QueueKey, through: EntryKey, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
-        let mut events = Vec::new();
+    /// Takes the waits for events that have passed, and these events.
+    fn take_passed(
+        &self,
+        queue: QueueKey,
+        through: EntryKey,
+        events: &mut Vec<Arc<CompletionEvent>>,
+        over: &mut VecDeque<(Arc<Wait>, Result<()>)>,
+    ) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
@@ -307,13 +340,10 @@ impl Notifier {
             events.push(entry.event);
             over.push_back((entry.wait, Ok(())));
         }
-        waits.since = Instant::now();
-        waits.due = waits.since;
+        waits.progress();
         if waits.entries.is_empty() {
             found.remove();
         }
-        drop(state);
-        drop(events);
     }
 
     /// Takes the wait for an event about which the backend has an error.
@@ -322,7 +352,7 @@ impl Notifier {
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
         let failed = waits.entries.remove(&key);
-        waits.due = Instant::now();
+        waits.pause = Duration::ZERO;
         if waits.entries.is_empty() {
             found.remove();
         }
