@@ -25,11 +25,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::done::{Listener, Wait};
+use super::done::{Listener, Outcome, Wait};
 use crate::own_thread::{self, OwnThread};
 use crate::panics;
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+use highwater_hal::{DoneAnswer, Error, ErrorKind, Result, fork::Generation};
 
 /// The time after progress of a stream for which the thread asks without a pause.
 const SPIN: Duration = Duration::from_micros(20);
@@ -44,6 +44,8 @@ const FOR_EACH_WAIT: Duration = Duration::from_nanos(40);
 pub(crate) trait Answers: Send + Sync {
     /// Returns whether a completion event has passed. Does not wait.
     fn has_passed(&self, event: &CompletionEvent) -> Result<bool>;
+    /// Returns the answer for the backend's observer, if it needs one. The event has passed.
+    fn answer(&self, event: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>>;
     /// Refuses calls during the exit of the process.
     fn may_ask(&self) -> Result<()>;
 }
@@ -77,6 +79,14 @@ struct State {
 enum QueueKey {
     Stream(u64),
     Alone(u64),
+}
+
+/// A wait for an event that has passed or failed.
+#[derive(Debug)]
+struct Over {
+    wait: Arc<Wait>,
+    result: Result<()>,
+    answer: Option<Arc<dyn DoneAnswer>>,
 }
 
 /// Waits for the events of one stream, by number.
@@ -210,13 +220,13 @@ impl Notifier {
             // No wait hangs: those that were taken, those in the queues, and later ones have an error.
             crate::warnings::warning!("the thread that serves the waits of a runtime panicked, so all of them end");
             self.set_asking(false);
-            over.drain(..).for_each(|(wait, _)| settle(wait, Err(broken())));
+            over.drain(..).for_each(|over| settle(Over { result: Err(broken()), ..over }));
             self.end_waits(broken());
         }
     }
 
     /// Asks and notifies until the end. The waits that are over go through `over`.
-    fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+    fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<Over>) {
         own_thread::become_caller();
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
@@ -235,9 +245,12 @@ impl Notifier {
                     Ok(true) => {
                         drop(event);
                         let through = self.find_last_passed(answers, queue, key);
+                        let first = over.len();
                         self.take_passed(queue, through, &mut passed, over);
                         // Without the lock: an event returns to its pool.
-                        passed.clear();
+                        for (event, over) in passed.drain(..).zip(over.range_mut(first..)) {
+                            over.answer = answers.answer(&event);
+                        }
                     }
                     Err(error) => {
                         drop(event);
@@ -253,8 +266,8 @@ impl Notifier {
                 continue;
             }
             self.set_asking(false);
-            while let Some((wait, result)) = over.pop_front() {
-                settle(wait, result);
+            while let Some(over) = over.pop_front() {
+                settle(over);
             }
         }
     }
@@ -329,7 +342,7 @@ impl Notifier {
         queue: QueueKey,
         through: EntryKey,
         events: &mut Vec<Arc<CompletionEvent>>,
-        over: &mut VecDeque<(Arc<Wait>, Result<()>)>,
+        over: &mut VecDeque<Over>,
     ) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
@@ -338,7 +351,7 @@ impl Notifier {
         while let Some(first) = waits.entries.first_entry().filter(|first| first.key().event <= through.event) {
             let entry = first.remove();
             events.push(entry.event);
-            over.push_back((entry.wait, Ok(())));
+            over.push_back(Over { wait: entry.wait, result: Ok(()), answer: None });
         }
         waits.progress();
         if waits.entries.is_empty() {
@@ -347,7 +360,7 @@ impl Notifier {
     }
 
     /// Takes the wait for an event about which the backend has an error.
-    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut VecDeque<Over>) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
@@ -357,7 +370,7 @@ impl Notifier {
             found.remove();
         }
         drop(state);
-        over.extend(failed.map(|entry| (entry.wait, Err(error.clone()))));
+        over.extend(failed.map(|entry| Over { wait: entry.wait, result: Err(error.clone()), answer: None }));
     }
 
     // ---------------------------------------------------------------- the end
@@ -399,7 +412,7 @@ impl Notifier {
         let (events, waits): (Vec<_>, Vec<_>) = entries.map(|entry| (entry.event, entry.wait)).unzip();
         // All events are back before the first waker runs.
         drop(events);
-        waits.into_iter().for_each(|wait| settle(wait, Err(error.clone())));
+        waits.into_iter().for_each(|wait| settle(Over { wait, result: Err(error.clone()), answer: None }));
     }
 }
 
@@ -445,17 +458,17 @@ fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
 }
 
 /// Tells a wait that one of its events has passed or failed. The drop of a wait may drop a waker, which is code of an executor.
-fn settle(wait: Arc<Wait>, result: Result<()>) {
-    tell(wait.settle(result));
+fn settle(Over { wait, result, answer }: Over) {
+    tell(wait.settle(result, answer));
     if panics::contain(|| drop(wait)).is_none() {
         crate::warnings::warning!("the drop of a waker panicked");
     }
 }
 
 /// Notifies the listener of a wait that is over. A panic of its code stops no other wait.
-pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
-    let Some((listener, result)) = over else { return };
-    if panics::contain(|| listener.tell(result)).is_none() {
+pub(super) fn tell(over: Option<(Listener, Outcome)>) {
+    let Some((listener, outcome)) = over else { return };
+    if panics::contain(|| listener.tell(outcome)).is_none() {
         crate::warnings::warning!("a waker or a closure for the end of device work panicked");
     }
 }
@@ -478,6 +491,10 @@ mod tests {
     impl Answers for Breaks {
         fn has_passed(&self, _: &CompletionEvent) -> Result<bool> {
             Ok(false)
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
         }
 
         fn may_ask(&self) -> Result<()> {
@@ -521,6 +538,10 @@ mod tests {
     impl Answers for Passed {
         fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
             Ok(self.0.lock().contains(&event.point().stream))
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
         }
 
         fn may_ask(&self) -> Result<()> {
