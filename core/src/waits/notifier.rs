@@ -477,6 +477,7 @@ pub(super) fn tell(over: Option<(Listener, Outcome)>) {
 mod tests {
     use std::future::Future;
     use std::pin::pin;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::{Receiver, channel};
     use std::task::{Context, Poll, Waker};
 
@@ -591,6 +592,63 @@ mod tests {
             }
         }
         results.recv_timeout(Duration::from_secs(30)).expect("the thread goes on").unwrap();
+        notifier.end(true);
+        drop((streams, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+
+    /// Has an error for the events of one stream after the first question, and knows of no other event that has passed.
+    struct Fails {
+        stream: u64,
+        asked: AtomicBool,
+    }
+
+    impl Answers for Fails {
+        fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
+            let fails = event.point().stream == self.stream && self.asked.swap(true, Ordering::Relaxed);
+            if fails { Err(broken()) } else { Ok(false) }
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
+        }
+
+        fn may_ask(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_dropped_wait_leaves_no_event_behind() {
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let device = runtime.device(0).unwrap();
+        let streams = [(); 2].map(|()| device.create_stream().unwrap());
+        let notifier = Notifier::new(Generation::current());
+        let event = |stream: usize| streams[stream].completion_outside("done").unwrap();
+        let unknown: Arc<dyn Answers> = Arc::<Passed>::default();
+        let waits = |notifier: &Notifier| {
+            let state = notifier.state.lock();
+            state.queues.values().map(|queue| queue.entries.len()).sum::<usize>()
+        };
+        let pending = [0, 0, 1].map(|stream| Done::begin(&notifier, &unknown, Ok(vec![event(stream)])));
+        assert_eq!(waits(&notifier), 3);
+        drop(pending);
+        assert_eq!(waits(&notifier), 0);
+        notifier.end(true);
+
+        // One of two events fails, so the wait is over. The other event has not passed.
+        let notifier = Notifier::new(Generation::current());
+        let events = vec![event(0), event(1)];
+        let fails: Arc<dyn Answers> =
+            Arc::new(Fails { stream: events[0].point().stream, asked: AtomicBool::new(false) });
+        let mut done = Done::begin(&notifier, &fails, Ok(events));
+        let mut context = Context::from_waker(Waker::noop());
+        while pin!(&mut done).poll(&mut context).is_pending() {
+            thread::yield_now();
+        }
+        assert_eq!(waits(&notifier), 1);
+        drop(done);
+        assert_eq!(waits(&notifier), 0);
         notifier.end(true);
         drop((streams, device));
         assert_eq!(runtime.close().unwrap().total(), 0);
