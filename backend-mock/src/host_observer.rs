@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_hal::{AnyId, HostObserver, HostPtr};
+use highwater_hal::{AnyId, DoneAnswer, EventId, HostObserver, HostPtr};
 
+use crate::clock::Clock;
 use crate::host::range_of;
 use crate::observer::{Store, Touch};
 use crate::operation::Operation;
@@ -52,6 +53,45 @@ impl HostObserver for MockHostObserver {
                 }
             }
             _ => {}
+        }
+    }
+
+    fn ask_for_others(&self, ask: &mut dyn FnMut()) {
+        match &self.0.engine.observers.order {
+            Some(order) if self.0.calls.is_own_process() => order.ask_for_others(ask),
+            _ => ask(),
+        }
+    }
+
+    fn answer(&self, event: EventId) -> Option<Arc<dyn DoneAnswer>> {
+        if !self.0.calls.is_own_process() {
+            return None;
+        }
+        let order = self.0.engine.observers.order.as_ref()?;
+        // An event that was never recorded orders nothing.
+        let point = self.0.event(Operation::QueryEvent, event).ok()?.latest()?;
+        Some(Arc::new(MockAnswer { mock: Arc::clone(&self.0), known: order.clock_of_point(&point.observed) }))
+    }
+}
+
+/// The work that is done by an answer.
+struct MockAnswer {
+    mock: Arc<Shared>,
+    known: Clock,
+}
+
+impl fmt::Debug for MockAnswer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockAnswer").finish_non_exhaustive()
+    }
+}
+
+impl DoneAnswer for MockAnswer {
+    fn heard(&self) {
+        if self.mock.calls.is_own_process()
+            && let Some(order) = &self.mock.engine.observers.order
+        {
+            order.host_waited(&self.known);
         }
     }
 }

@@ -98,6 +98,12 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
     /// Notes that the host has seen a point reached.
     fn host_saw(&self, point: &Observed);
 
+    /// Runs `ask`. What the host sees and waits for in it counts for no thread.
+    fn ask_for_others(&self, ask: &mut dyn FnMut());
+
+    /// Returns what comes before a point.
+    fn clock_of_point(&self, point: &Observed) -> Clock;
+
     /// Notes that every thread knows from here on what the calling one has learned of a stream.
     fn shared(&self, lane: usize);
 

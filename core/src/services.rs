@@ -17,8 +17,8 @@ use crate::pool::PoolKey;
 use crate::pool::completion_events::{CompletionEvent, EventPool};
 use crate::waits::notifier::{Answers, Notifier};
 use highwater_hal::{
-    AnyId, Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
-    HostObserver, HostPtr, IpcSharing, Result, StreamId, Transport, fork::Generation,
+    AnyId, Backend, BlasKind, Capabilities, Completion, DeviceInfo, DoneAnswer, Error, ErrorKind, EventId, GraphExecId,
+    GraphId, HostObserver, HostPtr, IpcSharing, Result, StreamId, Transport, fork::Generation,
 };
 
 /// The runtime, as seen from the pools. Each method concerns pools that the caller does not know.
@@ -184,6 +184,16 @@ impl Services {
     /// Returns whether the completion event is passed; with `wait`, waits until it is. Records it if its batch is open; without
     /// `wait`, only if the stream's submission lock is free. The caller must hold no submission lock.
     pub(crate) fn is_passed(&self, completion: &CompletionEvent, wait: bool) -> Result<bool> {
+        let is_passed = self.find_passed(completion, wait)?;
+        if is_passed && !completion.progress().is_passed() {
+            self.share(AnyId::Event(completion.event()));
+            completion.progress().set_passed();
+        }
+        Ok(is_passed)
+    }
+
+    /// As [`is_passed`](Self::is_passed), but tells no other thread.
+    fn find_passed(&self, completion: &CompletionEvent, wait: bool) -> Result<bool> {
         let progress = completion.progress();
         if !progress.is_closed() && ((!wait && in_capture()) || !completion.ensure_recorded(wait)?) {
             return Ok(false);
@@ -193,12 +203,13 @@ impl Services {
         }
         if wait {
             self.backend.synchronize_event(completion.event())?;
-        } else if self.backend.query_event(completion.event())? != Completion::Complete {
-            return Ok(false);
+            return Ok(true);
         }
-        self.share(AnyId::Event(completion.event()));
-        progress.set_passed();
-        Ok(true)
+        self.has_reached(completion)
+    }
+
+    fn has_reached(&self, completion: &CompletionEvent) -> Result<bool> {
+        self.backend.query_event(completion.event()).map(Completion::is_complete)
     }
 
     /// Returns whether a stream has executed everything, as far as the backend can tell. Other threads may rely on it.
@@ -366,15 +377,20 @@ impl Services {
 
 impl Answers for Services {
     fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
-        if !event.is_exposed() {
-            return self.is_passed(event, false);
-        }
-        // Other code may have recorded it again since it passed.
-        let has_passed = self.backend.query_event(event.event())?.is_complete();
-        if has_passed {
-            self.share(AnyId::Event(event.event()));
-        }
-        Ok(has_passed)
+        let Some(observer) = &self.observer else {
+            // Other code may have recorded an exposed event again since it passed.
+            return if event.is_exposed() { self.has_reached(event) } else { self.is_passed(event, false) };
+        };
+        // The answer counts for the code that waits, once that code has it. So no pool may rely on this question.
+        let mut answer = Ok(false);
+        observer.ask_for_others(&mut || {
+            answer = if event.is_exposed() { self.has_reached(event) } else { self.find_passed(event, false) };
+        });
+        answer
+    }
+
+    fn answer(&self, event: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+        self.observer.as_ref()?.answer(event.event())
     }
 
     fn may_ask(&self) -> Result<()> {

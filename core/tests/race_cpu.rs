@@ -2,14 +2,21 @@
 
 mod support;
 
-use std::sync::mpsc;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
+use std::time::Duration;
 
 use highwater_core::{
-    Access, Backend, DeviceBuffer, GemmShape, HostPtr, Location, MemoryCopy, PinnedBuffer, Result, Runtime, Stream,
+    Access, Backend, DeviceBuffer, Done, DoneDescriptor, GemmShape, HostPtr, Location, MemoryCopy, PinnedBuffer,
+    Result, Runtime, Stream,
 };
 use highwater_mock::races::RaceKind;
 use highwater_mock::{MockGpu, MockOptions, Operation};
+use pollster::block_on;
+use rustix::event::{PollFd, PollFlags, poll};
 use support::{end, open, open_with_stream};
 
 const LEN: usize = 64;
@@ -128,7 +135,7 @@ fn work(runtime: &Runtime, rounds: usize) -> Result<()> {
 
 #[test]
 fn what_cores_locks_hand_from_thread_to_thread_is_ordered() {
-    for options in [MockOptions::new(), MockOptions::new().with_latency(std::time::Duration::from_micros(50))] {
+    for options in [MockOptions::new(), MockOptions::new().with_latency(Duration::from_micros(50))] {
         let (gpu, runtime, device) = open(options.with_thread_races());
         thread::scope(|scope| {
             for _ in 0..4 {
@@ -167,7 +174,7 @@ fn through_a_channel(options: MockOptions, declares: bool) -> Vec<[Operation; 2]
     let (one, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let buffer = device.allocate::<u32>(LEN).unwrap();
     let (sender, receiver) = mpsc::channel();
-    let ready = std::sync::Barrier::new(2);
+    let ready = Barrier::new(2);
     thread::scope(|scope| {
         let (ready, other, buffer) = (&ready, &other, &buffer);
         scope.spawn(move || {
@@ -199,4 +206,242 @@ fn a_channel_orders_threads_once_it_is_declared() {
     assert!(through_a_channel(MockOptions::new().with_thread_races(), true).is_empty());
     // Without the option, a wait counts for all threads.
     assert!(through_a_channel(MockOptions::new().with_race_detector(), false).is_empty());
+}
+
+// ---------------------------------------------------------------- futures
+
+/// A device that has copied values into page-locked memory, or will once the test releases its stream.
+struct Copied {
+    gpu: Arc<MockGpu>,
+    runtime: Runtime,
+    stream: Stream,
+    buffer: DeviceBuffer<u32>,
+    pinned: PinnedBuffer<u32>,
+}
+
+impl Copied {
+    fn new(options: MockOptions) -> Self {
+        let (gpu, runtime, device, stream) = open_with_stream(options);
+        let (buffer, mut pinned) = (device.allocate::<u32>(LEN).unwrap(), runtime.pinned::<u32>(LEN).unwrap());
+        stream.fill(&buffer, 1).unwrap();
+        stream.copy_to_host(&buffer, &mut pinned).unwrap();
+        Self { gpu, runtime, stream, buffer, pinned }
+    }
+
+    fn held(options: MockOptions) -> Self {
+        Self::new(options.with_held_streams())
+    }
+
+    fn release(&self) {
+        self.gpu.release_stream(self.stream.id()).unwrap();
+    }
+
+    /// Returns an access of the CPU that waits for nothing by itself.
+    fn access(&self) -> impl Fn() + Send + 'static {
+        let (observer, ptr) = (self.gpu.host_observer().unwrap(), self.pinned.ptr());
+        move || observer.accessed(ptr, LEN * 4, false)
+    }
+
+    /// Ends the runtime. Returns the number of races.
+    fn end(self) -> u64 {
+        let races = self.gpu.race_count();
+        self.release();
+        end(self.runtime, (self.stream, self.buffer, self.pinned));
+        races
+    }
+}
+
+/// Waits until a descriptor is readable, which the finder does not see.
+fn wait_unseen(descriptor: &DoneDescriptor) {
+    assert_eq!(poll(&mut [PollFd::new(descriptor, PollFlags::IN)], None).unwrap(), 1);
+}
+
+type Begin = fn(&Copied) -> Done;
+
+/// The calls that return a future.
+const BEGINS: [Begin; 4] = [
+    |copied| copied.stream.done(),
+    |copied| copied.stream.record().unwrap().done(),
+    |copied| copied.pinned.ready(),
+    |copied| copied.buffer.ready(),
+];
+
+fn with_both(test: impl Fn(MockOptions)) {
+    test(MockOptions::new().with_race_detector());
+    test(MockOptions::new().with_thread_races());
+}
+
+#[test]
+fn a_future_orders_the_cpu_behind_the_work_once_its_result_is_taken() {
+    with_both(|options| {
+        for begin in BEGINS {
+            for takes in [true, false] {
+                let copied = Copied::held(options.clone());
+                let access = copied.access();
+                let (done, told) = (begin(&copied), copied.stream.done().into_descriptor().unwrap());
+                copied.release();
+                // The notifier has the answers now, and no thread of the program does.
+                wait_unseen(&told);
+                if takes {
+                    block_on(done).unwrap();
+                }
+                access();
+                assert_eq!(copied.end(), u64::from(!takes));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_future_of_work_that_is_done_orders_nothing_before_its_result_is_taken() {
+    with_both(|options| {
+        for takes in [true, false] {
+            let copied = Copied::held(options.clone());
+            let access = copied.access();
+            copied.release();
+            wait_unseen(&copied.stream.done().into_descriptor().unwrap());
+            let done = copied.stream.done();
+            if takes {
+                block_on(done).unwrap();
+            }
+            access();
+            assert_eq!(copied.end(), u64::from(!takes));
+        }
+    });
+}
+
+#[test]
+fn the_outcome_of_a_descriptor_is_an_order_and_its_readability_is_none() {
+    with_both(|options| {
+        for takes in [true, false] {
+            let copied = Copied::held(options.clone());
+            let access = copied.access();
+            let done = copied.stream.done().into_descriptor().unwrap();
+            assert!(done.outcome().is_none());
+            copied.release();
+            wait_unseen(&done);
+            // The text of a future is for people.
+            assert!(format!("{done:?}").contains("Ok"));
+            if takes {
+                done.outcome().unwrap().unwrap();
+            }
+            access();
+            assert_eq!(copied.end(), u64::from(!takes));
+        }
+    });
+}
+
+#[test]
+fn a_closure_comes_after_the_work_before_its_event_and_not_after_later_work() {
+    with_both(|options| {
+        for is_early in [false, true] {
+            let (gpu, runtime, device, stream) = open_with_stream(options.clone().with_held_streams());
+            let (buffer, mut pinned) = (device.allocate::<u32>(LEN).unwrap(), runtime.pinned::<u32>(LEN).unwrap());
+            stream.fill(&buffer, 1).unwrap();
+            let early = stream.done();
+            stream.copy_to_host(&buffer, &mut pinned).unwrap();
+            let copied = Copied { gpu, runtime, stream, buffer, pinned };
+            let access = copied.access();
+            let (sender, called) = mpsc::channel();
+            let call = move |result: Result<()>| {
+                access();
+                sender.send(result).unwrap();
+            };
+            if is_early {
+                early.on_done(call)
+            } else {
+                copied.stream.on_done(call)
+            }
+            copied.release();
+            called.recv().unwrap().unwrap();
+            drop(device);
+            assert_eq!(copied.end(), u64::from(is_early));
+        }
+    });
+}
+
+#[test]
+fn the_result_of_a_future_counts_for_its_own_thread() {
+    for hands_over in [true, false] {
+        let copied = Copied::held(MockOptions::new().with_thread_races());
+        let access = copied.access();
+        let (ready, done) = (Barrier::new(2), copied.stream.done());
+        let (sender, receiver) = mpsc::channel::<highwater_mock::races::HandOver>();
+        thread::scope(|scope| {
+            let (ready, gpu) = (&ready, &copied.gpu);
+            scope.spawn(move || {
+                // The finder knows the thread before the end of the work.
+                let _ = gpu.hand_over();
+                ready.wait();
+                let heard = receiver.recv().unwrap();
+                if hands_over {
+                    heard.take_over();
+                }
+                access();
+            });
+            ready.wait();
+            copied.release();
+            block_on(done).unwrap();
+            sender.send(copied.gpu.hand_over()).unwrap();
+        });
+        assert_eq!(copied.end(), u64::from(!hands_over));
+    }
+}
+
+/// A task of the executor below.
+struct Task {
+    future: Mutex<Option<Pin<Box<dyn Future<Output = ()> + Send>>>>,
+    queue: mpsc::Sender<Arc<Self>>,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        let queue = self.queue.clone();
+        let _ = queue.send(self);
+    }
+}
+
+#[test]
+fn tasks_of_an_executor_are_ordered_in_whichever_thread_they_go_on() {
+    const TASKS: usize = 40;
+    for awaits in [true, false] {
+        let copied = Copied::held(MockOptions::new().with_thread_races());
+        let (queue, tasks) = mpsc::channel::<Arc<Task>>();
+        let (tasks, ready) = (Mutex::new(tasks), Barrier::new(3));
+        for _ in 0..TASKS {
+            let (access, done) = (copied.access(), copied.stream.done());
+            let future = async move {
+                if awaits {
+                    done.await.unwrap();
+                }
+                access();
+            };
+            let task = Task { future: Mutex::new(Some(Box::pin(future))), queue: queue.clone() };
+            queue.send(Arc::new(task)).unwrap();
+        }
+        drop(queue);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    // The finder knows the threads before the end of the work.
+                    let _ = copied.gpu.hand_over();
+                    ready.wait();
+                    loop {
+                        let next = tasks.lock().unwrap().recv();
+                        let Ok(task) = next else { return };
+                        let waker = Waker::from(Arc::clone(&task));
+                        let mut future = task.future.lock().unwrap();
+                        if let Some(running) = future.as_mut()
+                            && pin!(running).poll(&mut Context::from_waker(&waker)) == Poll::Ready(())
+                        {
+                            *future = None;
+                        }
+                    }
+                });
+            }
+            ready.wait();
+            copied.release();
+        });
+        assert_eq!(copied.end(), if awaits { 0 } else { TASKS as u64 });
+    }
 }

@@ -3,7 +3,7 @@
 #![allow(missing_docs, reason = "tests")]
 
 use std::cell::RefCell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
@@ -96,8 +96,9 @@ fn work(tasks: &Mutex<Receiver<Arc<Task>>>) {
     }
 }
 
-#[test]
-fn ten_thousand_tasks_on_two_threads_wake_once_each() {
+/// Runs 10,000 tasks on two threads. Each task waits for one of two streams. With a seed, cancels a random half: some before their first
+/// run, and the others while they wait or are woken.
+fn run_ten_thousand(cancels: Option<u64>) {
     const TASKS: usize = 10_000;
     let (gpu, runtime, first) = held();
     let second = runtime.device(0).unwrap().create_stream().unwrap();
@@ -105,37 +106,94 @@ fn ten_thousand_tasks_on_two_threads_wake_once_each() {
     let (queue, tasks) = channel();
     let tasks = Mutex::new(tasks);
     let (finished, results) = channel();
+    let polled = Arc::new(AtomicU32::new(0));
     let spawned: Vec<_> = (0..TASKS)
         .map(|task| {
             let stream = [&first, &second][task % 2];
-            if task % 100 == 0 {
+            if task % 100 < 2 {
                 stream.fill(&buffer, 7).unwrap();
             }
-            let (done, finished) = (stream.done(), finished.clone());
-            let future = async move { finished.send((task, done.await)).unwrap() };
+            let (mut done, finished, polled) = (stream.done(), finished.clone(), Arc::clone(&polled));
+            let future = async move {
+                let mut is_first = true;
+                let result = poll_fn(|context| {
+                    let answer = pin!(&mut done).poll(context);
+                    if std::mem::take(&mut is_first) {
+                        polled.fetch_add(1, Ordering::SeqCst);
+                    }
+                    answer
+                });
+                finished.send((task, result.await)).unwrap();
+            };
             let future = Mutex::new(Some(Box::pin(future) as Future_));
             Arc::new(Task { future, wakes: AtomicU32::new(0), queue: queue.clone() })
         })
         .collect();
+    drop(finished);
+    let mut random = cancels;
+    let mut is_chosen = || {
+        // A linear congruential generator, whose highest bit is the best one.
+        random =
+            random.map(|state| state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407));
+        random.is_some_and(|state| state >> 63 == 1)
+    };
+    let chosen: Vec<bool> = spawned.iter().map(|_| is_chosen()).collect();
+    let cancel = |task: &Task| drop(task.future.lock().unwrap().take());
+    let cancelled: Vec<usize> = (0..TASKS).filter(|&task| chosen[task]).collect();
+    let (unpolled, waiting) = cancelled.split_at(cancelled.len() / 10);
+    unpolled.iter().for_each(|&task| cancel(&spawned[task]));
     spawned.iter().for_each(|task| queue.send(Arc::clone(task)).unwrap());
     drop(queue);
     thread::scope(|scope| {
         (0..2).for_each(|_| drop(scope.spawn(|| work(&tasks))));
-        // Some tasks run first when their work is over, others wait for it.
+        // All tasks wait before the first work ends.
+        let start = Instant::now();
+        while (polled.load(Ordering::SeqCst) as usize) < TASKS - unpolled.len() {
+            assert!(start.elapsed() < LONG, "a task was not run");
+            thread::yield_now();
+        }
+        let (early, late) = waiting.split_at(waiting.len() / 2);
+        early.iter().for_each(|&task| cancel(&spawned[task]));
         gpu.release_stream(first.id()).unwrap();
         gpu.release_stream(second.id()).unwrap();
-        let mut seen = vec![false; TASKS];
-        for _ in 0..TASKS {
+        late.iter().for_each(|&task| cancel(&spawned[task]));
+        let mut ended = vec![false; TASKS];
+        let mut left = chosen.iter().filter(|&&is_chosen| !is_chosen).count();
+        while left > 0 {
             let (task, result) = results.recv_timeout(LONG).expect("no wake is lost");
             result.unwrap();
-            assert!(!std::mem::replace(&mut seen[task], true), "task {task} ended twice");
+            assert!(!std::mem::replace(&mut ended[task], true), "task {task} ended twice");
+            left -= usize::from(!chosen[task]);
         }
-        let wakes: Vec<u32> = spawned.iter().map(|task| task.wakes.load(Ordering::SeqCst)).collect();
-        assert!(wakes.iter().all(|&wakes| wakes <= 1), "a task was woken more than once");
+        for (task, spawned) in spawned.iter().enumerate() {
+            let wakes = spawned.wakes.load(Ordering::SeqCst);
+            if chosen[task] {
+                assert!(wakes <= 1, "the cancelled task {task} was woken {wakes} times");
+            } else {
+                assert_eq!(wakes, 1, "the task {task} waited");
+            }
+        }
+        assert!(early.iter().chain(unpolled).all(|&task| !ended[task]), "a cancelled task ended");
+        // The threads end with the last task.
         drop(spawned);
     });
     drop((first, second, buffer));
     assert_eq!(runtime.close().unwrap().total(), 0);
+    // A late cancellation may come after the end of its task.
+    let late: Vec<(usize, Result<()>)> = results.iter().collect();
+    assert!(late.iter().all(|(task, result)| chosen[*task] && result.is_ok()), "{late:?}");
+}
+
+#[test]
+fn ten_thousand_tasks_on_two_threads_wake_once_each() {
+    run_ten_thousand(None);
+}
+
+#[test]
+fn ten_thousand_tasks_of_which_a_random_half_is_cancelled_lose_no_wake() {
+    for seed in 1..4 {
+        run_ten_thousand(Some(seed));
+    }
 }
 
 #[test]
@@ -547,20 +605,14 @@ fn a_task_that_moves_between_wakers_is_woken_by_the_last() {
     assert_eq!(wakes.map(|wakes| wakes.0.load(Ordering::SeqCst)), [0, 0, 1]);
 }
 
-/// Refuses each call of the backend once, as the suite's fault sweep does.
+/// Refuses each call of the backend once, as the suite's fault sweep does. No wait in any form is lost, and no object.
 #[test]
 fn a_refused_call_loses_no_wait_and_no_object() {
-    let operations = [
-        Operation::CreateEvent,
-        Operation::RecordEvent,
-        Operation::QueryEvent,
-        Operation::QueryStream,
-        Operation::DestroyEvent,
-    ];
-    for operation in operations {
+    let mut refused = 0;
+    for &operation in Operation::ALL {
         for nth in 1..40 {
             let gpu = MockGpu::open(MockOptions::new()).unwrap();
-            let runtime = Runtime::new(gpu.clone()).unwrap();
+            let Ok(runtime) = Runtime::new(gpu.clone()) else { break };
             let device = runtime.device(0).unwrap();
             let stream = device.create_stream().unwrap();
             let on_device = device.allocate::<u32>(100).unwrap();
@@ -571,7 +623,16 @@ fn a_refused_call_loses_no_wait_and_no_object() {
                 stream.copy_to_host(&on_device, &mut staging)?;
                 let event = stream.record()?;
                 let waits = [event.done(), stream.done(), staging.ready(), on_device.ready()];
-                waits.into_iter().map(block_on).collect::<Result<Vec<_>>>()?;
+                let (sender, called) = channel();
+                stream.on_done(move |result| sender.send(result).unwrap());
+                let descriptor = stream.done().into_descriptor()?;
+                // Each form ends, whichever of them has the error.
+                let mut results: Vec<_> = waits.into_iter().map(block_on).collect();
+                results.push(called.recv_timeout(LONG).expect("the closure is called"));
+                assert!(called.recv().is_err(), "the closure is called twice");
+                assert!(is_readable(&descriptor, LONG), "the descriptor would hang");
+                results.push(descriptor.outcome().expect("a readable descriptor has a result"));
+                results.into_iter().collect::<Result<Vec<_>>>()?;
                 assert_eq!(staging.read()?, [4; 100]);
                 Ok::<(), highwater_core::Error>(())
             };
@@ -589,8 +650,10 @@ fn a_refused_call_loses_no_wait_and_no_object() {
             if !was_refused && gpu.faults(operation) == 0 {
                 break;
             }
+            refused += 1;
         }
     }
+    assert!(refused > 20, "the sweep refused only {refused} calls");
 }
 
 // ---------------------------------------------------------------- cancellation in every state

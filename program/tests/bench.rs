@@ -381,14 +381,23 @@ fn an_error_of_the_process_that_opens_is_reported() {
 
 #[test]
 fn waits_are_measured_beside_a_blocked_thread() {
-    let times = ["task_after_1ms", "thread_after_1ms", "task_after_10ms", "thread_after_10ms"];
-    let expected: Vec<_> = times.into_iter().chain(["wake_processor_time", "waits_begun_before_their_end"]).collect();
+    let forms = ["task", "awake_task", "closure", "thread", "parked_thread"];
+    let of_work = |work| forms.map(|form| format!("{form}_after_{work}"));
+    let times = of_work("1ms");
+    let mut expected = times.to_vec();
+    for work in ["10ms", "50ms"] {
+        expected.extend(of_work(work));
+        expected.push(format!("notifier_core_share_in_{work}"));
+    }
+    let others = ["wake_processor_time", "wake_processor_time_in_notifier", "waits_begun_before_their_end"];
+    expected.extend(["notifier_core_share_in_2s"].into_iter().chain(others).map(str::to_owned));
     assert_eq!(all_rows("waits"), expected);
     // The mock executes so much at once that no wait may be left to time.
     let rows = rows_of(command_on("", "waits").args(["--rounds", "1", "--rows", "_1ms"]));
-    assert_eq!(names(&rows), times[..2]);
+    assert_eq!(names(&rows), times);
     let bars: Vec<_> = rows.iter().filter_map(|row| row["bar"].as_f64()).collect();
     assert!(bars.iter().all(|&bar| bar == 20.0), "{rows:?}");
+    assert!(rows[4]["value"].as_f64().unwrap() > 0.0, "no device takes part in this row: {rows:?}");
     let rows = rows_of(command_on("", "waits").args(["--rounds", "1", "--rows", "wait"]));
     assert_eq!(names(&rows), ["waits_begun_before_their_end"]);
     let part = rows[0]["value"].as_f64().unwrap();

@@ -23,6 +23,7 @@
 //! Lock: `book` is taken last, and no lock is taken under it.
 
 use std::backtrace::Backtrace;
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Write;
 use std::sync::Arc;
@@ -46,6 +47,11 @@ use crate::shared_event;
 const KEPT: usize = 1000;
 /// The lane of the host, if threads are not told apart.
 const HOST: usize = 0;
+
+thread_local! {
+    /// True while this thread asks for other code.
+    static ASKS_FOR_OTHERS: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The race finder of one backend.
 #[derive(Debug)]
@@ -417,13 +423,34 @@ impl OrderObserver for Finder {
     }
 
     fn host_waited(&self, clock: &Clock) {
-        self.book.lock().learn(clock);
+        if !ASKS_FOR_OTHERS.get() {
+            self.book.lock().learn(clock);
+        }
     }
 
     fn host_saw(&self, point: &Observed) {
+        if ASKS_FOR_OTHERS.get() {
+            return;
+        }
         let mut book = self.book.lock();
         let clock = book.clock_of(point);
         book.learn(&clock);
+    }
+
+    fn ask_for_others(&self, ask: &mut dyn FnMut()) {
+        /// Ends the questions, also after a panic.
+        struct Asking(bool);
+        impl Drop for Asking {
+            fn drop(&mut self) {
+                ASKS_FOR_OTHERS.set(self.0);
+            }
+        }
+        let _asking = Asking(ASKS_FOR_OTHERS.replace(true));
+        ask();
+    }
+
+    fn clock_of_point(&self, point: &Observed) -> Clock {
+        self.book.lock().clock_of(point)
     }
 
     fn shared(&self, lane: usize) {

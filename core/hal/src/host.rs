@@ -1,8 +1,10 @@
 //! The traits [`HostAllocator`], raw page-locked host memory, and [`HostObserver`], which follows what the host does with it.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::id::EventId;
 use crate::memory::{DevicePtr, HostPtr};
 use crate::operations::AnyId;
 
@@ -119,7 +121,7 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
 
 /// An observer of the host: a part of a backend that follows the order of accesses, such as the race finder of the mock.
 ///
-/// A backend sees only calls. Core reports to the observer two other facts that decide an order. The reports have no effect on
+/// A backend sees only calls. Core reports to the observer the other facts that decide an order. The reports have no effect on
 /// devices, cannot fail, and come from the thread that they concern. Backends of vendors have no observer.
 pub trait HostObserver: Send + Sync + fmt::Debug {
     /// Notes that the CPU reads or writes page-locked memory now. An access that takes time is noted at its beginning
@@ -129,4 +131,23 @@ pub trait HostObserver: Send + Sync + fmt::Debug {
     /// Notes that every thread may rely on what the calling thread has learned of an event or a stream: that the work before
     /// it is done. The caller passes the answer on through its own locks.
     fn shared(&self, id: AnyId);
+
+    /// Runs `ask`, which asks the backend about events for other code. An answer that the work is done orders nothing by itself: the
+    /// caller passes it on as a [`DoneAnswer`].
+    fn ask_for_others(&self, ask: &mut dyn FnMut()) {
+        ask();
+    }
+
+    /// Returns the answer that the work before an event is done. The caller has it from [`ask_for_others`](Self::ask_for_others), and
+    /// the event was not recorded again since. `None` if the observer needs no answers.
+    fn answer(&self, event: EventId) -> Option<Arc<dyn DoneAnswer>> {
+        let _ = event;
+        None
+    }
+}
+
+/// The answer that some work is done, for the code that waits for this work.
+pub trait DoneAnswer: Send + Sync + fmt::Debug {
+    /// Notes that the calling thread has the answer from here on.
+    fn heard(&self);
 }

@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::notifier::{Answers, Notifier, Place, tell};
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+use highwater_hal::{DoneAnswer, Error, ErrorKind, Result, fork::Generation};
 
 /// The end of device work, as a future for any executor. [`Event::done`](crate::Event::done), [`Stream::done`](crate::Stream::done),
 /// [`PinnedBuffer::ready`](crate::PinnedBuffer::ready) and [`DeviceBuffer::ready`](crate::DeviceBuffer::ready) return it.
@@ -22,8 +22,8 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 /// goes on.
 ///
 /// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. The
-/// thread pauses between two questions, for 1/1024 of the time waited so far, from 4 us to 200 us. A wait ends at most one pause late,
-/// and then the task must wake.
+/// thread pauses between two questions, for 1/10000 of the time waited so far, from 4 us to 1 ms, and for at least 40 ns for each wait. A
+/// wait ends at most one pause late, and then the task must wake.
 ///
 /// *Timeouts.* To wait again after a timeout, keep the future: `timeout(limit, &mut done)`. A second `done()` of a stream or
 /// `ready()` of device memory is a new wait, behind all work enqueued meanwhile.
@@ -58,7 +58,7 @@ use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 pub struct Done(Form);
 
 enum Form {
-    Over(Result<()>),
+    Over(Outcome),
     Waiting {
         notifier: Arc<Notifier>,
         wait: Arc<Wait>,
@@ -70,7 +70,7 @@ enum Form {
 
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Done").field("outcome", &self.outcome()).finish()
+        f.debug_struct("Done").field("outcome", &self.look().map(|outcome| outcome.result)).finish()
     }
 }
 
@@ -81,7 +81,7 @@ impl Done {
         answers: &Arc<dyn Answers>,
         events: Result<Vec<Arc<CompletionEvent>>>,
     ) -> Self {
-        Self(Self::try_begin(notifier, answers, events).unwrap_or_else(|error| Form::Over(Err(error))))
+        Self(Self::try_begin(notifier, answers, events).unwrap_or_else(|error| Form::Over(Err(error).into())))
     }
 
     fn try_begin(
@@ -90,28 +90,36 @@ impl Done {
         events: Result<Vec<Arc<CompletionEvent>>>,
     ) -> Result<Form> {
         let mut events = events?;
+        let mut heard = Vec::new();
         let mut kept = Vec::with_capacity(events.len());
         for event in events.drain(..) {
-            if !answers.has_passed(&event)? {
+            if answers.has_passed(&event)? {
+                heard.extend(answers.answer(&event));
+            } else {
                 kept.push(event);
             }
         }
         if kept.is_empty() {
-            return Ok(Form::Over(Ok(())));
+            return Ok(Form::Over(Outcome { result: Ok(()), answers: heard }));
         }
-        let wait = Arc::new(Wait::new(kept.len()));
+        let wait = Arc::new(Wait::new(kept.len(), heard));
         let places = notifier.begin(answers, kept, &wait)?;
         Ok(Form::Waiting { notifier: Arc::clone(notifier), wait, places })
     }
 
-    /// Returns the result if the wait is over.
-    fn outcome(&self) -> Option<Result<()>> {
+    /// Returns the outcome if the wait is over.
+    fn look(&self) -> Option<Outcome> {
         match &self.0 {
-            Form::Over(result) => Some(result.clone()),
-            Form::Waiting { notifier, .. } if !notifier.is_own_process() => Some(Err(forked())),
+            Form::Over(outcome) => Some(outcome.clone()),
+            Form::Waiting { notifier, .. } if !notifier.is_own_process() => Some(Err(forked()).into()),
             Form::Waiting { wait, .. } => wait.state.lock().outcome.clone(),
             Form::Detached => None,
         }
+    }
+
+    /// Returns the result if the wait is over. The caller relies on it.
+    fn outcome(&self) -> Option<Result<()>> {
+        self.look().map(Outcome::hear)
     }
 
     /// Calls `call` with the result, once, and ends the future.
@@ -136,14 +144,14 @@ impl Done {
     /// ```
     pub fn on_done(mut self, call: impl FnOnce(Result<()>) + Send + 'static) {
         match std::mem::replace(&mut self.0, Form::Detached) {
-            Form::Over(result) => call(result),
+            Form::Over(outcome) => call(outcome.hear()),
             Form::Waiting { notifier, wait, .. } if !notifier.is_own_process() => {
                 wait.leave();
                 call(Err(forked()));
             }
             Form::Waiting { wait, .. } => {
-                if let Some((listener, result)) = wait.listen(Listener::Call(Box::new(call))) {
-                    listener.tell(result);
+                if let Some((listener, outcome)) = wait.listen(Listener::Call(Box::new(call))) {
+                    listener.tell(outcome);
                 }
             }
             Form::Detached => {}
@@ -181,7 +189,7 @@ impl Done {
         let listener = Listener::Descriptor(Arc::clone(&descriptor));
         match &self.0 {
             Form::Waiting { notifier, wait, .. } if notifier.is_own_process() => tell(wait.listen(listener)),
-            _ => tell(Some((listener, Ok(())))),
+            _ => tell(Some((listener, Ok(()).into()))),
         }
         Ok(DoneDescriptor { descriptor, done: self })
     }
@@ -201,10 +209,10 @@ impl Future for Done {
 impl Drop for Done {
     fn drop(&mut self) {
         let Form::Waiting { notifier, wait, places } = std::mem::replace(&mut self.0, Form::Detached) else { return };
-        if notifier.is_own_process() {
-            notifier.cancel(&places);
-        } else {
+        if !notifier.is_own_process() {
             wait.leave();
+        } else if !wait.is_settled() {
+            notifier.cancel(&places);
         }
     }
 }
@@ -262,17 +270,39 @@ impl fmt::Debug for Listener {
 }
 
 impl Listener {
-    pub(super) fn tell(self, result: Result<()>) {
+    pub(super) fn tell(self, outcome: Outcome) {
         match self {
             Self::None => {}
             Self::Task(waker) => waker.wake(),
-            Self::Call(call) => call(result),
+            Self::Call(call) => call(outcome.hear()),
             Self::Descriptor(descriptor) => {
                 if let Err(error) = rustix::io::write(&*descriptor, &1_u64.to_ne_bytes()) {
                     crate::warnings::warning!("a descriptor for the end of device work cannot be written: {error}");
                 }
             }
         }
+    }
+}
+
+/// The result of a wait.
+#[derive(Debug, Clone)]
+pub(super) struct Outcome {
+    result: Result<()>,
+    /// For the observer of the backend: the order counts for each thread that has the result, and for no other.
+    answers: Vec<Arc<dyn DoneAnswer>>,
+}
+
+impl From<Result<()>> for Outcome {
+    fn from(result: Result<()>) -> Self {
+        Self { result, answers: Vec::new() }
+    }
+}
+
+impl Outcome {
+    /// Returns the result to code that relies on it. The caller must hold no lock.
+    fn hear(self) -> Result<()> {
+        self.answers.iter().for_each(|answer| answer.heard());
+        self.result
     }
 }
 
@@ -287,13 +317,15 @@ pub(super) struct Wait {
 struct WaitState {
     /// Events that have not passed.
     left: usize,
-    outcome: Option<Result<()>>,
+    /// The answers about the events that have passed.
+    answers: Vec<Arc<dyn DoneAnswer>>,
+    outcome: Option<Outcome>,
     listener: Listener,
 }
 
 impl Wait {
-    fn new(events: usize) -> Self {
-        let state = WaitState { left: events, outcome: None, listener: Listener::None };
+    fn new(events: usize, answers: Vec<Arc<dyn DoneAnswer>>) -> Self {
+        let state = WaitState { left: events, answers, outcome: None, listener: Listener::None };
         Self { generation: Generation::current(), state: Mutex::new(state) }
     }
 
@@ -301,7 +333,9 @@ impl Wait {
         {
             let state = self.state.lock();
             if let Some(outcome) = &state.outcome {
-                return Poll::Ready(outcome.clone());
+                let outcome = outcome.clone();
+                drop(state);
+                return Poll::Ready(outcome.hear());
             }
             // Compares pointers, and runs no code of the executor.
             if matches!(&state.listener, Listener::Task(known) if known.will_wake(waker)) {
@@ -310,11 +344,11 @@ impl Wait {
         }
         // Without the lock: the clone and the drop of a waker are code of the executor. The wait may end meanwhile.
         let outcome = self.listen(Listener::Task(waker.clone()));
-        outcome.map_or(Poll::Pending, |(_, outcome)| Poll::Ready(outcome))
+        outcome.map_or(Poll::Pending, |(_, outcome)| Poll::Ready(outcome.hear()))
     }
 
     /// Sets the listener. Returns it if the wait is over.
-    fn listen(&self, listener: Listener) -> Option<(Listener, Result<()>)> {
+    fn listen(&self, listener: Listener) -> Option<(Listener, Outcome)> {
         let mut state = self.state.lock();
         if let Some(outcome) = &state.outcome {
             return Some((listener, outcome.clone()));
@@ -326,14 +360,25 @@ impl Wait {
     }
 
     /// Records that one event has passed or failed. Returns the listener if the wait is over by this.
-    pub(super) fn settle(&self, result: Result<()>) -> Option<(Listener, Result<()>)> {
+    pub(super) fn settle(
+        &self,
+        result: Result<()>,
+        answer: Option<Arc<dyn DoneAnswer>>,
+    ) -> Option<(Listener, Outcome)> {
         let mut state = self.state.lock();
         state.left = state.left.saturating_sub(1);
+        state.answers.extend(answer);
         if state.outcome.is_some() || (result.is_ok() && state.left > 0) {
             return None;
         }
-        state.outcome = Some(result.clone());
-        Some((std::mem::replace(&mut state.listener, Listener::None), result))
+        let outcome = Outcome { result, answers: std::mem::take(&mut state.answers) };
+        state.outcome = Some(outcome.clone());
+        Some((std::mem::replace(&mut state.listener, Listener::None), outcome))
+    }
+
+    /// Returns whether all events have passed or failed. Then the notifier has no entry of the wait.
+    fn is_settled(&self) -> bool {
+        self.state.lock().left == 0
     }
 
     /// Leaves the listener to the parent of a forked child, whose executor it belongs to. No lock of the parent is taken.

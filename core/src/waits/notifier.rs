@@ -5,8 +5,10 @@
 //! to the last event that has passed is over. So thousands of waits cost few questions. An event without a number has a queue of its
 //! own.
 //!
-//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/1024 of the
-//! time since, between [`SHORTEST`] and [`LONGEST`]. If nothing waits, it sleeps until something does.
+//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/10000 of the
+//! time since, between [`SHORTEST`] and [`LONGEST`]. So a wait of 40 ms still has the shortest pause, and the waits of a stream that makes
+//! no progress for seconds cost little. Many waits lengthen the pause: it is short beside the time to tell them. One pause serves several
+//! streams, so the thread asks early about those that have waited half their pause. If nothing waits, it sleeps until something does.
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
 //! error. A waker that the thread calls may end the runtime, because a task may own its last object. So the thread holds no lock and
@@ -23,23 +25,27 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::done::{Listener, Wait};
+use super::done::{Listener, Outcome, Wait};
 use crate::own_thread::{self, OwnThread};
 use crate::panics;
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
+use highwater_hal::{DoneAnswer, Error, ErrorKind, Result, fork::Generation};
 
 /// The time after progress of a stream for which the thread asks without a pause.
 const SPIN: Duration = Duration::from_micros(20);
 const SHORTEST: Duration = Duration::from_micros(4);
-const LONGEST: Duration = Duration::from_micros(200);
-/// A wait learns of its end late by at most this part of its time.
-const PART: u32 = 1024;
+const LONGEST: Duration = Duration::from_millis(1);
+/// A pause is at most this part of the time since the last progress, unless that is shorter than [`SHORTEST`].
+const PART: u32 = 10_000;
+/// A pause is at least this time for each wait. To tell the waits takes several times as long.
+const FOR_EACH_WAIT: Duration = Duration::from_nanos(40);
 
 /// The questions of the thread.
 pub(crate) trait Answers: Send + Sync {
     /// Returns whether a completion event has passed. Does not wait.
     fn has_passed(&self, event: &CompletionEvent) -> Result<bool>;
+    /// Returns the answer for the backend's observer, if it needs one. The event has passed.
+    fn answer(&self, event: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>>;
     /// Refuses calls during the exit of the process.
     fn may_ask(&self) -> Result<()>;
 }
@@ -75,14 +81,23 @@ enum QueueKey {
     Alone(u64),
 }
 
+/// A wait for an event that has passed or failed.
+#[derive(Debug)]
+struct Over {
+    wait: Arc<Wait>,
+    result: Result<()>,
+    answer: Option<Arc<dyn DoneAnswer>>,
+}
+
 /// Waits for the events of one stream, by number.
 #[derive(Debug)]
 struct Queue {
     entries: BTreeMap<EntryKey, Entry>,
     /// The time of the last progress, or of the start of the first wait.
     since: Instant,
-    /// The time of the next question.
-    due: Instant,
+    /// The time of the last question. The next one is due after the pause.
+    asked: Instant,
+    pause: Duration,
 }
 
 #[derive(Debug)]
@@ -106,10 +121,21 @@ pub(super) struct Place {
 }
 
 impl Queue {
-    /// Sets the time of the next question after an answer that shows no progress.
-    fn postpone(&mut self, now: Instant) {
+    fn new(now: Instant) -> Self {
+        Self { entries: BTreeMap::new(), since: now, asked: now, pause: Duration::ZERO }
+    }
+
+    /// Notes progress. The next question is due at once.
+    fn progress(&mut self) {
+        self.since = Instant::now();
+        self.pause = Duration::ZERO;
+    }
+
+    /// Notes a question. `least` is the shortest pause.
+    fn postpone(&mut self, now: Instant, least: Duration) {
         let waited = now.saturating_duration_since(self.since);
-        self.due = if waited < SPIN { now } else { now + (waited / PART).clamp(SHORTEST, LONGEST) };
+        self.asked = now;
+        self.pause = if waited < SPIN { Duration::ZERO } else { (waited / PART).clamp(least, LONGEST) };
     }
 }
 
@@ -147,7 +173,7 @@ impl Notifier {
                 MapEntry::Occupied(waits) => waits.into_mut(),
                 MapEntry::Vacant(place) => {
                     is_new = true;
-                    place.insert(Queue { entries: BTreeMap::new(), since: now, due: now })
+                    place.insert(Queue::new(now))
                 }
             };
             waits.entries.insert(key, Entry { event, wait: Arc::clone(wait) });
@@ -194,78 +220,93 @@ impl Notifier {
             // No wait hangs: those that were taken, those in the queues, and later ones have an error.
             crate::warnings::warning!("the thread that serves the waits of a runtime panicked, so all of them end");
             self.set_asking(false);
-            over.drain(..).for_each(|(wait, _)| settle(wait, Err(broken())));
+            over.drain(..).for_each(|over| settle(Over { result: Err(broken()), ..over }));
             self.end_waits(broken());
         }
     }
 
     /// Asks and notifies until the end. The waits that are over go through `over`.
-    fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+    fn serve(&self, answers: &dyn Answers, over: &mut VecDeque<Over>) {
         own_thread::become_caller();
         self.state.lock().thread_id = Some(thread::current().id());
         // The default would add 50 us to each pause. If the kernel refuses, waits end later, and nothing else changes.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
-        let mut due = Vec::new();
-        while self.take_due(&mut due) {
+        let (mut due, mut passed) = (Vec::new(), Vec::new());
+        while let Some(spins) = self.take_due(&mut due) {
             if let Err(error) = answers.may_ask() {
                 self.set_asking(false);
                 due.clear();
                 self.end_waits(error);
                 return;
             }
-            let mut in_vain = true;
             for (queue, key, event) in due.drain(..) {
                 match ask(answers, &event) {
                     Ok(false) => {}
                     Ok(true) => {
                         drop(event);
                         let through = self.find_last_passed(answers, queue, key);
-                        self.take_passed(queue, through, over);
-                        in_vain = false;
+                        let first = over.len();
+                        self.take_passed(queue, through, &mut passed, over);
+                        // Without the lock: an event returns to its pool.
+                        for (event, over) in passed.drain(..).zip(over.range_mut(first..)) {
+                            over.answer = answers.answer(&event);
+                        }
                     }
                     Err(error) => {
                         drop(event);
                         self.take_failed(queue, key, &error, over);
-                        in_vain = false;
                     }
                 }
             }
-            self.set_asking(false);
-            while let Some((wait, result)) = over.pop_front() {
-                settle(wait, result);
+            if over.is_empty() {
+                // Other threads may run, because nothing else makes this one pause.
+                if spins {
+                    thread::yield_now();
+                }
+                continue;
             }
-            if in_vain {
-                thread::yield_now();
+            self.set_asking(false);
+            while let Some(over) = over.pop_front() {
+                settle(over);
             }
         }
     }
 
-    /// Waits until a question is due. Returns false if the thread must end. Otherwise the first events of all queues that are due are
-    /// in `due`, and the thread asks.
-    fn take_due(&self, due: &mut Vec<(QueueKey, EntryKey, Arc<CompletionEvent>)>) -> bool {
+    /// Waits until a question is due. The first events of all queues that are due are then in `due`, and the thread asks. Its earlier
+    /// questions are over. Returns whether the next question is due without a pause, or `None` if the thread must end.
+    fn take_due(&self, due: &mut Vec<(QueueKey, EntryKey, Arc<CompletionEvent>)>) -> Option<bool> {
         let mut state = self.state.lock();
+        if std::mem::take(&mut state.is_asking) {
+            self.answered.notify_all();
+        }
         loop {
             if state.ended.is_some() {
-                return false;
+                return None;
             }
             let now = Instant::now();
-            let mut next: Option<Instant> = None;
+            let Some(next) = state.queues.values().map(|queue| queue.asked + queue.pause).min() else {
+                self.changed.wait(&mut state);
+                continue;
+            };
+            if next > now {
+                self.changed.wait_until(&mut state, next);
+                continue;
+            }
+            let waits: usize = state.queues.values().map(|queue| queue.entries.len()).sum();
+            let least = FOR_EACH_WAIT.saturating_mul(u32::try_from(waits).unwrap_or(u32::MAX)).clamp(SHORTEST, LONGEST);
+            let mut spins = false;
             for (&key, queue) in &mut state.queues {
-                if queue.due > now {
-                    next = Some(next.map_or(queue.due, |next| next.min(queue.due)));
-                } else if let Some((first, entry)) = queue.entries.first_key_value() {
+                // The thread asks once for several queues: the first one has waited long enough, and the others at least half as long.
+                if now.saturating_duration_since(queue.asked) >= queue.pause / 2
+                    && let Some((first, entry)) = queue.entries.first_key_value()
+                {
                     due.push((key, *first, Arc::clone(&entry.event)));
-                    queue.postpone(now);
+                    queue.postpone(now, least);
+                    spins |= queue.pause.is_zero();
                 }
             }
-            if !due.is_empty() {
-                state.is_asking = true;
-                return true;
-            }
-            match next {
-                Some(next) => drop(self.changed.wait_until(&mut state, next)),
-                None => self.changed.wait(&mut state),
-            }
+            state.is_asking = true;
+            return Some(spins);
         }
     }
 
@@ -295,9 +336,14 @@ impl Notifier {
         }
     }
 
-    /// Takes the waits for events that have passed.
-    fn take_passed(&self, queue: QueueKey, through: EntryKey, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
-        let mut events = Vec::new();
+    /// Takes the waits for events that have passed, and these events.
+    fn take_passed(
+        &self,
+        queue: QueueKey,
+        through: EntryKey,
+        events: &mut Vec<Arc<CompletionEvent>>,
+        over: &mut VecDeque<Over>,
+    ) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
@@ -305,29 +351,26 @@ impl Notifier {
         while let Some(first) = waits.entries.first_entry().filter(|first| first.key().event <= through.event) {
             let entry = first.remove();
             events.push(entry.event);
-            over.push_back((entry.wait, Ok(())));
+            over.push_back(Over { wait: entry.wait, result: Ok(()), answer: None });
         }
-        waits.since = Instant::now();
-        waits.due = waits.since;
+        waits.progress();
         if waits.entries.is_empty() {
             found.remove();
         }
-        drop(state);
-        drop(events);
     }
 
     /// Takes the wait for an event about which the backend has an error.
-    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut VecDeque<(Arc<Wait>, Result<()>)>) {
+    fn take_failed(&self, queue: QueueKey, key: EntryKey, error: &Error, over: &mut VecDeque<Over>) {
         let mut state = self.state.lock();
         let MapEntry::Occupied(mut found) = state.queues.entry(queue) else { return };
         let waits = found.get_mut();
         let failed = waits.entries.remove(&key);
-        waits.due = Instant::now();
+        waits.pause = Duration::ZERO;
         if waits.entries.is_empty() {
             found.remove();
         }
         drop(state);
-        over.extend(failed.map(|entry| (entry.wait, Err(error.clone()))));
+        over.extend(failed.map(|entry| Over { wait: entry.wait, result: Err(error.clone()), answer: None }));
     }
 
     // ---------------------------------------------------------------- the end
@@ -369,7 +412,7 @@ impl Notifier {
         let (events, waits): (Vec<_>, Vec<_>) = entries.map(|entry| (entry.event, entry.wait)).unzip();
         // All events are back before the first waker runs.
         drop(events);
-        waits.into_iter().for_each(|wait| settle(wait, Err(error.clone())));
+        waits.into_iter().for_each(|wait| settle(Over { wait, result: Err(error.clone()), answer: None }));
     }
 }
 
@@ -415,17 +458,17 @@ fn ask(answers: &dyn Answers, event: &CompletionEvent) -> Result<bool> {
 }
 
 /// Tells a wait that one of its events has passed or failed. The drop of a wait may drop a waker, which is code of an executor.
-fn settle(wait: Arc<Wait>, result: Result<()>) {
-    tell(wait.settle(result));
+fn settle(Over { wait, result, answer }: Over) {
+    tell(wait.settle(result, answer));
     if panics::contain(|| drop(wait)).is_none() {
         crate::warnings::warning!("the drop of a waker panicked");
     }
 }
 
 /// Notifies the listener of a wait that is over. A panic of its code stops no other wait.
-pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
-    let Some((listener, result)) = over else { return };
-    if panics::contain(|| listener.tell(result)).is_none() {
+pub(super) fn tell(over: Option<(Listener, Outcome)>) {
+    let Some((listener, outcome)) = over else { return };
+    if panics::contain(|| listener.tell(outcome)).is_none() {
         crate::warnings::warning!("a waker or a closure for the end of device work panicked");
     }
 }
@@ -434,6 +477,7 @@ pub(super) fn tell(over: Option<(Listener, Result<()>)>) {
 mod tests {
     use std::future::Future;
     use std::pin::pin;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::{Receiver, channel};
     use std::task::{Context, Poll, Waker};
 
@@ -448,6 +492,10 @@ mod tests {
     impl Answers for Breaks {
         fn has_passed(&self, _: &CompletionEvent) -> Result<bool> {
             Ok(false)
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
         }
 
         fn may_ask(&self) -> Result<()> {
@@ -491,6 +539,10 @@ mod tests {
     impl Answers for Passed {
         fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
             Ok(self.0.lock().contains(&event.point().stream))
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
         }
 
         fn may_ask(&self) -> Result<()> {
@@ -540,6 +592,63 @@ mod tests {
             }
         }
         results.recv_timeout(Duration::from_secs(30)).expect("the thread goes on").unwrap();
+        notifier.end(true);
+        drop((streams, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+
+    /// Has an error for the events of one stream after the first question, and knows of no other event that has passed.
+    struct Fails {
+        stream: u64,
+        asked: AtomicBool,
+    }
+
+    impl Answers for Fails {
+        fn has_passed(&self, event: &CompletionEvent) -> Result<bool> {
+            let fails = event.point().stream == self.stream && self.asked.swap(true, Ordering::Relaxed);
+            if fails { Err(broken()) } else { Ok(false) }
+        }
+
+        fn answer(&self, _: &CompletionEvent) -> Option<Arc<dyn DoneAnswer>> {
+            None
+        }
+
+        fn may_ask(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_dropped_wait_leaves_no_event_behind() {
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let device = runtime.device(0).unwrap();
+        let streams = [(); 2].map(|()| device.create_stream().unwrap());
+        let notifier = Notifier::new(Generation::current());
+        let event = |stream: usize| streams[stream].completion_outside("done").unwrap();
+        let unknown: Arc<dyn Answers> = Arc::<Passed>::default();
+        let waits = |notifier: &Notifier| {
+            let state = notifier.state.lock();
+            state.queues.values().map(|queue| queue.entries.len()).sum::<usize>()
+        };
+        let pending = [0, 0, 1].map(|stream| Done::begin(&notifier, &unknown, Ok(vec![event(stream)])));
+        assert_eq!(waits(&notifier), 3);
+        drop(pending);
+        assert_eq!(waits(&notifier), 0);
+        notifier.end(true);
+
+        // One of two events fails, so the wait is over. The other event has not passed.
+        let notifier = Notifier::new(Generation::current());
+        let events = vec![event(0), event(1)];
+        let fails: Arc<dyn Answers> =
+            Arc::new(Fails { stream: events[0].point().stream, asked: AtomicBool::new(false) });
+        let mut done = Done::begin(&notifier, &fails, Ok(events));
+        let mut context = Context::from_waker(Waker::noop());
+        while pin!(&mut done).poll(&mut context).is_pending() {
+            thread::yield_now();
+        }
+        assert_eq!(waits(&notifier), 1);
+        drop(done);
+        assert_eq!(waits(&notifier), 0);
         notifier.end(true);
         drop((streams, device));
         assert_eq!(runtime.close().unwrap().total(), 0);
