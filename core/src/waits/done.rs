@@ -22,8 +22,8 @@ use highwater_hal::{DoneAnswer, Error, ErrorKind, Result, fork::Generation};
 /// goes on.
 ///
 /// A thread of the runtime asks the backend. The first wait starts it, it sleeps while nothing waits, and it ends with the runtime. The
-/// thread pauses between two questions, for 1/10000 of the time waited so far, from 4 us to 1 ms, and for at least 40 ns for each wait. A
-/// wait ends at most one pause late, and then the task must wake.
+/// thread pauses between two questions: for 4 us in the first 50 ms of a wait, and later for up to 1/1000 of the time waited so far, at most
+/// 1 ms. It pauses for at least 40 ns for each wait that is pending. A wait ends at most one pause late, and then the task must wake.
 ///
 /// *Timeouts.* To wait again after a timeout, keep the future: `timeout(limit, &mut done)`. A second `done()` of a stream or
 /// `ready()` of device memory is a new wait, behind all work enqueued meanwhile.

@@ -5,9 +5,9 @@
 //! to the last event that has passed is over. So thousands of waits cost few questions. An event without a number has a queue of its
 //! own.
 //!
-//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for 1/10000 of the
-//! time since, between [`SHORTEST`] and [`LONGEST`]. So a wait of 40 ms still has the shortest pause, and the waits of a stream that makes
-//! no progress for seconds cost little. Many waits lengthen the pause: it is short beside the time to tell them. One pause serves several
+//! *Pauses.* The thread asks without a pause for [`SPIN`] after the last progress of a stream. From then on it pauses for [`SHORTEST`], and
+//! after [`PROMPT`] for 1/1000 of the time beyond more, up to [`LONGEST`]. So a wait of 50 ms still ends promptly, and a stream that makes
+//! no progress for seconds costs little. Many waits lengthen the pause: it is short beside the time to tell them. One pause serves several
 //! streams, so the thread asks early about those that have waited half their pause. If nothing waits, it sleeps until something does.
 //!
 //! *Life.* The first wait of a runtime starts the thread, and the end of the runtime ends it. Every wait that is left then gets an
@@ -35,8 +35,10 @@ use highwater_hal::{DoneAnswer, Error, ErrorKind, Result, fork::Generation};
 const SPIN: Duration = Duration::from_micros(20);
 const SHORTEST: Duration = Duration::from_micros(4);
 const LONGEST: Duration = Duration::from_millis(1);
-/// A pause is at most this part of the time since the last progress, unless that is shorter than [`SHORTEST`].
-const PART: u32 = 10_000;
+/// The time after progress of a stream for which the pauses stay the shortest.
+const PROMPT: Duration = Duration::from_millis(50);
+/// Later, a pause is this part of the time beyond.
+const PART: u32 = 1000;
 /// A pause is at least this time for each wait. To tell the waits takes several times as long.
 const FOR_EACH_WAIT: Duration = Duration::from_nanos(40);
 
@@ -135,7 +137,8 @@ impl Queue {
     fn postpone(&mut self, now: Instant, least: Duration) {
         let waited = now.saturating_duration_since(self.since);
         self.asked = now;
-        self.pause = if waited < SPIN { Duration::ZERO } else { (waited / PART).clamp(least, LONGEST) };
+        let longer = SHORTEST + waited.saturating_sub(PROMPT) / PART;
+        self.pause = if waited < SPIN { Duration::ZERO } else { longer.clamp(least, LONGEST) };
     }
 }
 
