@@ -54,13 +54,15 @@ impl Device {
         // SAFETY: As the caller promises.
         let wrapped = unsafe { backend.event_from_raw(self.ordinal(), raw) };
         wrapped.map_err(|error| {
-            // SAFETY: As the caller promises, if another device has the event. The id is destroyed at once.
             let is_of = |device| {
-                unsafe { backend.event_from_raw(device, raw) }.is_ok_and(|id| {
-                    // A refusal leaves an id behind, and nothing else.
-                    let _ = backend.destroy_event(id);
-                    true
-                })
+                // SAFETY: The event is alive, and the id is destroyed at once.
+                let found = unsafe { backend.event_from_raw(device, raw) };
+                // A refusal of the destroy leaves an id behind, and nothing else.
+                found
+                    .map(|id| {
+                        let _ = backend.destroy_event(id);
+                    })
+                    .is_ok()
             };
             self.with_places(operation, &format!("the event {raw:#x}"), error, is_of)
         })
