@@ -20,7 +20,15 @@ use crate::stream::Stream;
 use highwater_hal::exit;
 
 #[cold]
-pub(crate) fn unknown(operation: Operation, what: &str, device: u32, raw: u64) -> Error {
+pub(crate) fn unknown(operation: Operation, what: &str, device: u32, other: Option<u32>, raw: u64) -> Error {
+    if let Some(other) = other {
+        return operation
+            .error(
+                ErrorKind::WrongDevice,
+                format!("the {what} {raw:#x} belongs to device {other}, not to device {device}"),
+            )
+            .with_hint(format!("pass the device on which the {what} was created"));
+    }
     operation
         .error(ErrorKind::InvalidHandle, format!("{raw:#x} is not a live {what} of device {device}"))
         .with_hint(format!("pass the result of `raw_{what}`, and keep the {what} until its wrapper is destroyed"))

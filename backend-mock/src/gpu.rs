@@ -499,8 +499,9 @@ unsafe impl Backend for MockGpu {
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
         let is_it = |stream: &Arc<Stream>| stream.raw == raw && !stream.is_closed();
-        let found = shared.engine.streams_of(device).into_iter().find(is_it);
-        let stream = found.ok_or_else(|| foreign::unknown(operation, "stream", device, raw))?;
+        let find = |device| shared.engine.streams_of(device).into_iter().find(is_it);
+        let other = || (0..shared.engine.devices.len() as u32).find(|&other| find(other).is_some());
+        let stream = find(device).ok_or_else(|| foreign::unknown(operation, "stream", device, other(), raw))?;
         let id = shared.streams.insert(operation.name(), device, stream)?;
         shared.wrapped_streams.add(id);
         Ok(id)
@@ -623,9 +624,10 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::EventFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
         shared.device(operation, device)?;
-        let is_it = |event: &Arc<Event>| event.raw.number == raw && event.device == device;
-        let found = shared.events.objects().into_iter().find(is_it);
-        let event = found.ok_or_else(|| foreign::unknown(operation, "event", device, raw))?;
+        let found = shared.events.objects().into_iter().find(|event: &Arc<Event>| event.raw.number == raw);
+        let other = found.as_ref().map(|event| event.device);
+        let event = found.filter(|event| event.device == device);
+        let event = event.ok_or_else(|| foreign::unknown(operation, "event", device, other, raw))?;
         let id = shared.events.insert(operation.name(), device, event)?;
         shared.wrapped_events.add(id);
         Ok(id)

@@ -2,7 +2,10 @@
 //!
 //! An adopted buffer is a block like any other: streams note their uses, captures keep it, and other processes open it by a
 //! ticket. Two things differ. Its end drops the caller's `keep_alive` and frees nothing. And a ticket names the allocation
-//! around the buffer, because vendors share whole allocations: one block, or every mapping that the buffer touches.
+//! around the buffer, because vendors share whole allocations: one block, or every mapping that the buffer touches. Memory of a
+//! pool and managed memory take part in all work, and only a ticket of them is refused.
+//!
+//! [`DeviceBuffer::from_raw`] is the same without `keep_alive`. The caller keeps the memory then, so its end waits for nothing.
 //!
 //! The end of a buffer never drops `keep_alive` in a forked child or once the process exits, because the drop may call the
 //! driver. It is left to the end of the process, as all other memory is.
@@ -36,6 +39,8 @@ struct Adopted {
     /// The buffer's bytes, counted from the start of the first piece.
     range: Range<u64>,
     keep: Mutex<Option<KeepAlive>>,
+    /// Whether the drop of `keep` has an effect. Otherwise nothing waits for the last use.
+    ends_late: bool,
     /// The transport that exports the pieces, found by the first share.
     transport: OnceLock<Transport>,
     /// The key of the allocation in the exporter, set by the first share.
@@ -52,6 +57,7 @@ impl Adopted {
         let offered = inner.device(device).capabilities.ipc_transports;
         let named = self.pieces.iter().fold(offered, |named, piece| named.and(piece.transports));
         let first = &self.pieces[0];
+        check_kind(first)?;
         let mut refusal = None;
         for transport in [Transport::Descriptor, Transport::Legacy, Transport::Fabric] {
             // A legacy handle names one plain block, and cannot be mapped beside another.
@@ -106,6 +112,10 @@ impl SharedMemory for Adopted {
     }
 
     fn release(&self, block: &mut DeviceBlock) {
+        if !self.ends_late && self.key.get().is_none() {
+            self.keep.lock().take().iter().for_each(KeepAlive::end);
+            return;
+        }
         let mut free = block.deferred_free();
         free.keeps = self.keep.lock().take();
         let inner = &self.runtime.inner;
@@ -169,22 +179,22 @@ fn check_arguments<T: Element>(operation: &'static str, ptr: DevicePtr, bytes: u
     Ok(())
 }
 
-/// Refuses memory whose place or contents the caller cannot keep.
-fn check_kind(operation: &'static str, range: &MemoryRange) -> Result<()> {
-    let invalid = |message, hint| invalid(operation, message, hint);
+/// Refuses to share memory that no process can open.
+fn check_kind(range: &MemoryRange) -> Result<()> {
+    let invalid = |message, hint| invalid("share", message, hint);
     let at = range.base;
     match range.kind {
         RangeKind::StreamOrdered => Err(invalid(
             format!(
                 "the memory at {at:?} belongs to a pool that is freed in the order of streams: no process can open it"
             ),
-            "allocate it outside the pool, or copy it into a buffer of `Device::allocate` or `Device::allocate_shared`",
+            "allocate it outside the pool, or copy it into a buffer of `Device::allocate_shared`",
         )),
         RangeKind::Managed => Err(invalid(
             format!(
                 "the memory at {at:?} is managed: the driver moves it between CPU and devices, and no process can open it"
             ),
-            "allocate it as memory of the device, or copy it into a buffer of `Device::allocate` or `Device::allocate_shared`",
+            "allocate it as memory of the device, or copy it into a buffer of `Device::allocate_shared`",
         )),
         _ => Ok(()),
     }
@@ -212,17 +222,13 @@ impl Device {
                 Err(error) if error.kind() == ErrorKind::InvalidPointer && !pieces.is_empty() => {
                     return Err(leaves(next.get()));
                 }
-                Err(error) => {
-                    let known = Error::new(error.kind(), operation, error.message()).with_hint(error.hint());
-                    return Err(error.code().into_iter().fold(known, Error::with_code));
-                }
+                Err(error) => return Err(self.place_of_memory(operation, next, error)),
             };
             // The next piece begins where the last one ends, and only mappings are one range for work.
             let is_next = pieces.is_empty() || (piece.kind == RangeKind::Mapped && piece.base == next);
             if !piece.contains(next) || !is_next {
                 return Err(leaves(next.get()));
             }
-            check_kind(operation, &piece)?;
             next = piece.base.offset(piece.bytes);
             pieces.push(piece);
             if next.get() < end && piece.kind != RangeKind::Mapped {
@@ -241,7 +247,8 @@ impl Device {
     ///
     /// The address may lie inside an allocation, and the range may span several mappings that have no gap between them. A
     /// [ticket](DeviceBuffer::share) then names all of them, and the process that opens it maps all of them. It can reach the
-    /// bytes beside the buffer, too. [`DeviceBuffer::transport`] tells how other processes open it.
+    /// bytes beside the buffer, too. [`DeviceBuffer::transport`] tells how other processes open it. Memory of a pool that is freed
+    /// in the order of streams, and managed memory, cannot be shared.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -280,14 +287,15 @@ impl Device {
     /// # Errors
     /// - `InvalidPointer`: the address is null or in no memory of a device, or the range leaves its allocation.
     /// - `WrongDevice`: the memory belongs to another device.
-    /// - `InvalidArgument`: the range is empty, misaligned for `T` or not a whole number of `T`; or the memory belongs to a pool
-    ///   that is freed in the order of streams, or is managed.
+    /// - `InvalidArgument`: the range is empty, misaligned for `T` or not a whole number of `T`.
     /// - `Unsupported`: `foreign_memory` is false.
     /// - `Capture`: this thread is inside a capture.
     ///
     /// # Safety
     /// The caller must ensure that:
     /// - the memory stays allocated, and mapped at this address, until `keep_alive` is dropped;
+    /// - each stream that uses the buffer is ordered after the allocation, if the memory belongs to a pool that is allocated in the
+    ///   order of streams;
     /// - work that other code enqueues on these bytes is ordered with the work of this runtime, as for [`DeviceBuffer::ptr`];
     /// - dropping `keep_alive` is sound in any thread.
     pub unsafe fn adopt<T: Element>(
@@ -304,12 +312,12 @@ impl Device {
     ///
     /// # Safety
     /// As for [`Device::adopt`].
-    unsafe fn adopt_for<T: Element>(
+    unsafe fn adopt_for<T: Element, K: Send + 'static>(
         &self,
         operation: &'static str,
         pointer: DevicePtr,
         bytes: usize,
-        keep_alive: impl Send + 'static,
+        keep_alive: K,
     ) -> Result<DeviceBuffer<T>> {
         let inner = &self.runtime().inner;
         if let Err(error) = inner.check(operation) {
@@ -329,6 +337,7 @@ impl Device {
             pieces,
             range: start..start + bytes as u64,
             keep: Mutex::new(Some(KeepAlive::new(keep_alive))),
+            ends_late: std::mem::needs_drop::<K>(),
             transport: OnceLock::new(),
             key: OnceLock::new(),
         };
@@ -398,6 +407,41 @@ impl Device {
 }
 
 impl<T: Element> DeviceBuffer<T> {
+    /// Makes a buffer over `len` values in memory that other code allocated and keeps, such as a tensor of another library. It is
+    /// [`Device::adopt`] without an object that keeps the memory. All copies, fills, products and downloads take it. Its drop
+    /// frees nothing and waits for nothing.
+    ///
+    /// ```
+    /// # use highwater_core::{AllocateOptions, Backend, DeviceBuffer, Runtime};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let gpu = MockGpu::open(MockOptions::new())?;
+    /// # let runtime = Runtime::new(gpu.clone())?;
+    /// let device = runtime.device(0)?;
+    /// let stream = device.create_stream()?;
+    /// # let address = gpu.allocate(0, &AllocateOptions::new(4000))?;
+    /// // SAFETY: the other library keeps these 1000 values until the download has returned.
+    /// let values = unsafe { DeviceBuffer::<f32>::from_raw(&device, address, 1000)? };
+    /// stream.fill(values.slice(0..500)?, 0.5_f32)?;
+    /// assert_eq!(stream.download(values.slice(0..2)?)?, [0.5, 0.5]);
+    /// # drop(values);
+    /// # // SAFETY: no work uses the memory.
+    /// # unsafe { gpu.free(0, address, None)? };
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Device::adopt`].
+    ///
+    /// # Safety
+    /// The caller must meet the obligations of [`Device::adopt`]. Instead of `keep_alive`, the caller must keep the memory until
+    /// every stream and graph has passed its last use, and every other process has released it.
+    pub unsafe fn from_raw(device: &Device, pointer: DevicePtr, len: usize) -> Result<Self> {
+        const OPERATION: &str = "from_raw";
+        let bytes = if len == 0 { 0 } else { size_in_bytes::<T>(OPERATION, len)? };
+        // SAFETY: The caller keeps the contract, and the memory.
+        unsafe { device.adopt_for(OPERATION, pointer, bytes, ()) }
+    }
+
     /// Returns the transport by which other processes open the buffer. For [adopted](Device::adopt) memory, the first call,
     /// or the first share, finds it by trying.
     ///

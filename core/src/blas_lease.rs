@@ -412,9 +412,12 @@ fn lend<R>(
     inner.check("with_raw")?;
     // If the previous attempt failed.
     pooled.take_back(inner)?;
-    // Foreign code may multiply any type.
-    pooled.apply_numerics("with_raw", stream, policy(numerics, stream), DataType::F32)?;
-    let lent = LentWorkspace::take(stream)?;
+    // An Lt handle has no modes.
+    if pooled.kind == BlasKind::Blas {
+        // Foreign code may multiply any type.
+        pooled.apply_numerics("with_raw", stream, policy(numerics, stream), DataType::F32)?;
+    }
+    let lent = LentWorkspace::take(stream, pooled.kind)?;
     // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace is returned after that
     // binding, or without one: a product binds the handle again before it uses it.
     pooled.bound = 0;
@@ -438,10 +441,10 @@ struct LentWorkspace<'s> {
 }
 
 impl<'s> LentWorkspace<'s> {
-    fn take(stream: &'s Stream) -> Result<Self> {
+    fn take(stream: &'s Stream, kind: BlasKind) -> Result<Self> {
         let inner = &stream.runtime().inner;
         let core = stream.core();
-        let bytes = inner.device(stream.device()).workspace_bytes(BlasKind::Blas);
+        let bytes = inner.device(stream.device()).workspace_bytes(kind);
         loop {
             let mut turn = core.enter("with_raw")?;
             if turn.recording.is_none() {
@@ -453,7 +456,13 @@ impl<'s> LentWorkspace<'s> {
                 return Ok(lent);
             }
             drop(turn);
-            check_recordable("with_raw", stream)?;
+            if kind == BlasKind::Lt && bytes == 0 {
+                // Each call of an Lt handle names its workspace, so it has no memory of its own.
+                return Ok(Self { stream, workspace: None, captured: true });
+            }
+            if kind == BlasKind::Blas {
+                check_recordable("with_raw", stream)?;
+            }
             // `None` if the capture has ended in the meantime.
             if let Some(workspace) = core.captured_workspace(bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
@@ -477,13 +486,13 @@ impl Drop for LentWorkspace<'_> {
     }
 }
 
-/// A handle lent to foreign code by [`BlasLease::with_raw`].
+/// A handle lent to foreign code by [`BlasLease::with_raw`] or [`LtLease::with_raw`].
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct RawBlas {
     /// The vendor's handle, as a number.
     pub handle: u64,
-    /// The workspace that is bound to it during the call.
+    /// The workspace that is bound to it during the call. Foreign code passes it to each call of an Lt handle.
     pub workspace: Option<Workspace>,
 }
 
@@ -615,6 +624,25 @@ macro_rules! planned_products_of {
                     epilogue,
                     bias.map(|bias| bias.untyped()),
                 )
+            }
+
+            /// Lends the vendor's Lt handle to code that calls the vendor itself, as [`BlasLease::with_raw`] does. The calls of an Lt
+            /// handle take the stream and the workspace as arguments. The caller must pass [`Stream::raw`] and
+            /// [`RawBlas::workspace`], and must not destroy the handle.
+            ///
+            /// ```
+            /// # use highwater_core::Runtime;
+            /// # use highwater_mock::{MockGpu, MockOptions};
+            /// let stream = Runtime::new(MockGpu::open(MockOptions::new())?)?.device(0)?.create_stream()?;
+            /// let (raw, workspace) = stream.lt()?.with_raw(|lt| (lt.handle, lt.workspace))?; // A `cublasLtHandle_t` on CUDA.
+            /// assert!(raw != 0 && workspace.is_some());
+            /// # Ok::<(), highwater_core::Error>(())
+            /// ```
+            ///
+            /// # Errors
+            /// `OutOfMemory` if no memory is left for the workspace; else the error of binding the handle.
+            pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
+                lend(&mut self.pooled, &self.stream, self.numerics, foreign)
             }
         }
     };

@@ -45,6 +45,11 @@ impl Runtime {
 }
 
 impl Device {
+    /// Returns a device that the runtime has.
+    pub(crate) fn of(runtime: &Runtime, ordinal: u32) -> Self {
+        Self { runtime: runtime.clone(), ordinal }
+    }
+
     /// Returns the ordinal within this process.
     #[must_use]
     pub fn ordinal(&self) -> u32 {
@@ -175,7 +180,8 @@ impl Device {
     ///
     /// # Errors
     /// `Unsupported` if `foreign_objects` is false; else the backend's error. `InvalidArgument` for CUDA's 0: the
-    /// compile options of the code that uses it decide which default stream it names.
+    /// compile options of the code that uses it decide which default stream it names. `WrongDevice` for a stream of another
+    /// device. The message then has the ordinal and the UUID of both.
     ///
     /// # Safety
     /// The caller must pass a live stream of this device. The caller must keep it alive until this stream and every
@@ -202,7 +208,8 @@ impl Device {
                 .with_hint("call `legacy_default_stream` or `per_thread_default_stream`, whichever that code uses"));
         }
         // SAFETY: the caller keeps the promise that the backend requires.
-        let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw)? };
+        let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw) };
+        let id = id.map_err(|error| self.place_of_stream(OPERATION, raw, error))?;
         Ok(Stream::foreign(self.runtime.clone(), id))
     }
 

@@ -25,7 +25,8 @@ impl Event {
         Self { runtime, id: mark.event(), completion: ManuallyDrop::new(Arc::new(mark)), capture }
     }
 
-    pub(crate) fn timed(runtime: Runtime, device: u32, id: EventId) -> Self {
+    /// Returns an event that does not come from the pool, and does not return to it.
+    pub(crate) fn unpooled(runtime: Runtime, device: u32, id: EventId) -> Self {
         let mark = runtime.inner.device(device).events.adopt(id);
         Self::pooled(runtime, mark, None)
     }

@@ -23,6 +23,7 @@ mod capture_tests;
 mod device;
 mod device_block;
 mod event;
+mod foreign_objects;
 mod foreign_use;
 #[cfg(test)]
 mod fork_tests;

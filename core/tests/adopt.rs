@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use highwater_core::{
     AllocateOptions, Answer, Backend, BackendLayer, Call, Device, DeviceBuffer, DeviceMemoryKind, DevicePtr, Element,
-    Error, ErrorKind, HostAllocator, IpcSharing, MemoryRange, PhysicalMemoryOptions, RangeKind, Result, Runtime,
-    Stream, Ticket, Transport,
+    Error, ErrorKind, HostAllocator, IpcSharing, Matrix, MemoryRange, PhysicalMemoryOptions, RangeKind, Result,
+    Runtime, Stream, Ticket, Transport,
 };
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
@@ -337,14 +337,19 @@ fn a_device_without_the_ability_refuses_before_the_backend_is_called() {
 }
 
 #[test]
-fn memory_of_a_pool_is_refused() {
+fn memory_of_a_pool_takes_part_in_all_work_and_is_not_shared() {
     let rig = Rig::new();
     let home = rig.gpu.create_stream(0, &highwater_core::StreamOptions::new()).unwrap();
     let options = AllocateOptions::new(4096).with_kind(DeviceMemoryKind::StreamOrdered(home));
     let ptr = rig.gpu.allocate(0, &options).unwrap();
-    let error = rig.refusal::<u8>(ptr, 4096);
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-    assert!(error.message().contains("order of streams"), "{error}");
+    let buffer = rig.adopt::<u8>(ptr, 4096, ());
+    rig.stream.fill(&buffer, 3_u8).unwrap();
+    assert_eq!(rig.stream.download(&buffer).unwrap(), [3; 4096]);
+    for error in [buffer.share().map(drop).unwrap_err(), buffer.transport().map(drop).unwrap_err()] {
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidArgument, "share"));
+        assert!(error.message().contains("order of streams") && error.hint().contains("allocate_shared"), "{error}");
+    }
+    drop(buffer);
     // SAFETY: nothing uses it.
     unsafe { rig.gpu.free(0, ptr, Some(home)) }.unwrap();
     rig.gpu.destroy_stream(home).unwrap();
@@ -381,16 +386,107 @@ unsafe impl BackendLayer for Managed {
 }
 
 #[test]
-fn managed_memory_is_refused() {
+fn managed_memory_takes_part_in_all_work_and_is_not_shared() {
     let gpu = MockGpu::open(MockOptions::new()).unwrap();
     let runtime = Runtime::new(Arc::new(Managed(gpu.clone()))).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
     let ptr = gpu.allocate(0, &AllocateOptions::new(64)).unwrap();
-    // SAFETY: the call must be refused.
-    let error = unsafe { runtime.device(0).unwrap().adopt::<u8>(ptr, 64, ()) }.map(drop).unwrap_err();
+    // SAFETY: the memory outlives the buffer, and nothing else uses it.
+    let buffer = unsafe { DeviceBuffer::<u8>::from_raw(&runtime.device(0).unwrap(), ptr, 64) }.unwrap();
+    stream.write(&[6_u8; 64], &buffer).unwrap();
+    assert_eq!(stream.download(&buffer).unwrap(), [6; 64]);
+    let error = buffer.share().map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.message().contains("managed") && error.hint().contains("Device::allocate_shared"), "{error}");
+    drop(buffer);
     // SAFETY: nothing uses it.
     unsafe { gpu.free(0, ptr, None) }.unwrap();
+}
+
+#[test]
+fn a_raw_buffer_works_in_products_and_its_drop_makes_no_call() {
+    let rig = Rig::new();
+    let foreign: Vec<_> = (0..3).map(|_| rig.foreign(1024, DeviceMemoryKind::Plain)).collect();
+    // SAFETY: the memory outlives the buffers and their work.
+    let raw = |index: usize| unsafe { DeviceBuffer::<f32>::from_raw(&rig.device, foreign[index].ptr, 4) }.unwrap();
+    let (a, b, c) = (raw(0), raw(1), raw(2));
+    rig.stream.write(&[1.0, 2.0, 3.0, 4.0], &a).unwrap();
+    rig.stream.write(&[0.0, 1.0, 1.0, 0.0], &b).unwrap();
+    let [left, right, product] = [&a, &b, &c].map(|buffer| Matrix::row_major(buffer, 2, 2));
+    rig.stream.matmul(left, right, product).run().unwrap();
+    let again = raw(0);
+    rig.stream.copy(c.slice(0..2).unwrap(), a.slice(2..4).unwrap()).unwrap();
+    assert_eq!(rig.stream.download(&again).unwrap(), [1.0, 2.0, 2.0, 1.0]);
+    assert_eq!(rig.stream.download(&c).unwrap(), [2.0, 1.0, 4.0, 3.0]);
+    let records = rig.gpu.calls(Operation::RecordEvent);
+    rig.stream.fill_zero(&a).unwrap();
+    drop((a, b, c, again));
+    assert_eq!(rig.gpu.calls(Operation::RecordEvent), records, "nothing waits for the last use");
+    assert_eq!(rig.dropped(), 0);
+    rig.stream.synchronize().unwrap();
+    drop(foreign);
+    rig.end();
+}
+
+#[test]
+fn a_raw_buffer_of_bad_memory_is_refused_with_the_place_of_the_memory() {
+    let rig = Rig::with(MockOptions::new().with_devices(2));
+    let refusal = |device: u32, ptr: DevicePtr, len: usize| {
+        let device = rig.runtime.device(device).unwrap();
+        // SAFETY: the call must be refused.
+        let error = unsafe { DeviceBuffer::<u32>::from_raw(&device, ptr, len) }.map(drop).unwrap_err();
+        assert_eq!(error.operation(), "from_raw");
+        assert!(!error.hint().is_empty(), "{error}");
+        error
+    };
+    let foreign = rig.shareable(4096);
+    assert_eq!(refusal(0, DevicePtr::new(0), 1).kind(), ErrorKind::InvalidPointer);
+    assert_eq!(refusal(0, DevicePtr::new(4096), 1).kind(), ErrorKind::InvalidPointer);
+    assert_eq!(refusal(0, foreign.ptr, 0).kind(), ErrorKind::InvalidArgument);
+    assert_eq!(refusal(0, foreign.ptr, usize::MAX / 2).kind(), ErrorKind::InvalidArgument);
+    assert_eq!(refusal(0, foreign.ptr.offset(2), 1).kind(), ErrorKind::InvalidArgument);
+    assert_eq!(refusal(0, foreign.ptr, 1025).kind(), ErrorKind::InvalidPointer);
+    let elsewhere = refusal(1, foreign.ptr, 1024);
+    assert_eq!(elsewhere.kind(), ErrorKind::WrongDevice);
+    names_both_places(&rig, elsewhere.message());
+    assert!(elsewhere.hint().contains("device 0"), "{elsewhere}");
+    drop(foreign);
+    rig.end();
+}
+
+/// Checks that a message has the ordinals and the UUIDs of both devices.
+#[track_caller]
+fn names_both_places(rig: &Rig, message: &str) {
+    for ordinal in [0, 1] {
+        let uuid = rig.runtime.device(ordinal).unwrap().info().uuid;
+        let uuid: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert!(message.contains(&format!("device {ordinal} (UUID {uuid})")), "{message}");
+    }
+}
+
+#[test]
+fn streams_and_events_of_another_device_are_refused_with_their_place() {
+    let rig = Rig::with(MockOptions::new().with_devices(2));
+    let far = rig.gpu.create_stream(1, &highwater_core::StreamOptions::new()).unwrap();
+    let event = rig.gpu.create_event(1, &highwater_core::EventOptions::new()).unwrap();
+    let (raw_stream, raw_event) = (rig.gpu.raw_stream(far).unwrap(), rig.gpu.raw_event(event).unwrap());
+    let live = rig.gpu.live_objects().total();
+    // SAFETY: both are alive, and the calls must be refused.
+    let refused = unsafe {
+        [
+            rig.device.stream_from_raw(raw_stream).map(drop).unwrap_err(),
+            rig.device.event_from_raw(raw_event).map(drop).unwrap_err(),
+            rig.stream.wait_raw(raw_event).unwrap_err(),
+        ]
+    };
+    for (error, operation) in refused.iter().zip(["stream_from_raw", "event_from_raw", "wait_raw"]) {
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::WrongDevice, operation), "{error}");
+        names_both_places(&rig, error.message());
+    }
+    assert_eq!(rig.gpu.live_objects().total(), live, "the search leaves nothing behind");
+    rig.gpu.destroy_event(event).unwrap();
+    rig.gpu.destroy_stream(far).unwrap();
+    rig.end();
 }
 
 #[test]

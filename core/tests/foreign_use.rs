@@ -3,8 +3,8 @@
 mod support;
 
 use highwater_core::{
-    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill,
-    Result,
+    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, Epilogue, ErrorKind, EventOptions, FillPattern, GemmShape,
+    Location, LtLease, MemoryCopy, MemoryFill, Result,
 };
 use highwater_mock::{MockGpu, MockOptions};
 use support::{open, open_with_stream};
@@ -152,4 +152,71 @@ fn notes_of_other_runtimes_and_of_streams_that_other_code_captures_are_refused()
     assert_eq!(wrapper.note_device_use(&buffer, Access::Write).unwrap_err().kind(), ErrorKind::Capture);
     // SAFETY: the test's own capture.
     gpu.destroy_graph(unsafe { gpu.end_capture(stream.id()).unwrap() }).unwrap();
+}
+
+#[test]
+fn a_stream_waits_for_an_event_of_other_code_and_leaves_it_as_it_is() {
+    let (gpu, runtime, device) = open(options().with_race_detector());
+    let (first, second, third) =
+        (device.create_stream().unwrap(), device.create_stream().unwrap(), device.create_stream().unwrap());
+    let values = device.allocate::<u32>(LEN).unwrap();
+    let event = gpu.create_event(0, &EventOptions::new()).unwrap();
+    let raw = gpu.raw_event(event).unwrap();
+    first.fill(&values, KERNEL).unwrap();
+    gpu.record_event(event, first.id()).unwrap();
+    let live = gpu.live_objects().events;
+    // SAFETY: the event lives until the end of the test.
+    unsafe { second.wait_raw(raw) }.unwrap();
+    assert_eq!(gpu.live_objects().events, live, "the wait keeps no id");
+    assert_eq!(second.download(&values).unwrap(), [KERNEL; LEN]);
+    // SAFETY: as above.
+    let wrapped = unsafe { device.event_from_raw(raw) }.unwrap();
+    third.wait(&wrapped).unwrap();
+    assert_eq!(third.download(&values).unwrap(), [KERNEL; LEN]);
+    assert!(wrapped.is_complete().unwrap());
+    drop(wrapped);
+    gpu.check_races().unwrap();
+    // SAFETY: as above; these calls are refused.
+    let refused = unsafe {
+        [
+            first.wait_raw(0).unwrap_err(),
+            device.event_from_raw(0).map(drop).unwrap_err(),
+            first.capture(|stream| stream.wait_raw(raw)).map(drop).unwrap_err(),
+        ]
+    };
+    let kinds = refused.map(|error| error.kind());
+    assert_eq!(kinds, [ErrorKind::InvalidArgument, ErrorKind::InvalidArgument, ErrorKind::Capture]);
+    // The event is still its owner's.
+    gpu.record_event(event, first.id()).unwrap();
+    gpu.synchronize_event(event).unwrap();
+    gpu.destroy_event(event).unwrap();
+    drop((first, second, third, values, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn an_lt_handle_is_lent_with_a_workspace_of_its_own_and_works_afterward() {
+    let (_, runtime, device, stream) = open_with_stream(MockOptions::new());
+    let (a, b, c) =
+        (stream.upload(&[3.0_f32]).unwrap(), stream.upload(&[2.0_f32]).unwrap(), device.allocate::<f32>(1).unwrap());
+    let shape = GemmShape::of::<f32>(1, 1, 1);
+    let mut lt = stream.lt().unwrap();
+    let multiply = |lt: &mut LtLease<'_>, alpha| {
+        lt.matmul(&shape, Epilogue::None, alpha, &a, &b, 0.0, &c, None).unwrap();
+        stream.download(&c).unwrap()[0]
+    };
+    assert_eq!(multiply(&mut lt, 1.0), 6.0);
+    let first = lt.with_raw(|raw| raw).unwrap();
+    assert!(first.handle != 0 && first.workspace.is_some());
+    assert_eq!(multiply(&mut lt, 2.0), 12.0, "the handle is bound again");
+    // In a capture, the workspace belongs to the capture.
+    let mut captured = None;
+    let graph = stream.capture(|stream| {
+        captured = stream.lt()?.with_raw(|raw| raw.workspace)?;
+        Ok(())
+    });
+    assert!(captured.is_some() && captured != first.workspace);
+    drop((graph.unwrap(), lt));
+    drop((a, b, c, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }

@@ -66,7 +66,9 @@ fn only_live_objects_of_the_device_are_wrapped() {
     let rig = Rig::new(small().with_devices(2));
     let (stream, event) = (rig.stream(0), rig.event(0));
     let raws = (rig.gpu.raw_stream(stream).unwrap(), rig.gpu.raw_event(event).unwrap());
-    for (device, stream, event) in [(1, raws.0, raws.1), (0, raws.1, raws.0), (0, 0, 0), (0, u64::MAX, 1)] {
+    assert_eq!(kind(rig.wrap_stream(1, raws.0)), ErrorKind::WrongDevice);
+    assert_eq!(kind(rig.wrap_event(1, raws.1)), ErrorKind::WrongDevice);
+    for (device, stream, event) in [(0, raws.1, raws.0), (0, 0, 0), (0, u64::MAX, 1)] {
         assert_eq!(kind(rig.wrap_stream(device, stream)), ErrorKind::InvalidHandle);
         assert_eq!(kind(rig.wrap_event(device, event)), ErrorKind::InvalidHandle);
     }

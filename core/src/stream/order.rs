@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::Stream;
 use crate::capture::join;
+use crate::device::Device;
 use crate::event::Event;
 use crate::pool::completion_events::CompletionEvent;
-use highwater_hal::{Error, ErrorKind, EventOptions, Result};
+use highwater_hal::{Backend, Error, ErrorKind, EventId, EventOptions, Result};
 
 impl Stream {
     /// Records the point that the stream has reached. In a capture, the event is a point of the graph, and [`Stream::wait`]
@@ -46,7 +47,7 @@ impl Stream {
         }
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, even if recording it fails.
-        let event = Event::timed(self.runtime.clone(), self.device(), id);
+        let event = Event::unpooled(self.runtime.clone(), self.device(), id);
         let submission = self.core.enter_outside("record_event")?;
         backend.record_event(id, self.core.id)?;
         drop(submission);
@@ -64,6 +65,33 @@ impl Stream {
         if let Some(capture) = event.capture() {
             return join(self, event, capture);
         }
+        self.wait_outside(backend, event.id)
+    }
+
+    /// Makes all work enqueued from here on wait, on the device, for an event of other code: a `cudaEvent_t` on CUDA, a
+    /// `hipEvent_t` on ROCm. Later records of the event have no effect on the wait.
+    ///
+    /// # Errors
+    /// `Unsupported` if `foreign_objects` is false; `InvalidArgument` for 0; `Capture` if this stream takes part in a capture;
+    /// otherwise the backend's error.
+    ///
+    /// # Safety
+    /// The caller must pass a live event of this stream's device, and must keep it alive until the call has returned.
+    /// [`Device::event_from_raw`](crate::Device::event_from_raw) takes events of other devices.
+    pub unsafe fn wait_raw(&self, raw: u64) -> Result<()> {
+        const OPERATION: &str = "wait_raw";
+        let backend = self.backend(OPERATION)?;
+        let device = Device::of(&self.runtime, self.device());
+        // SAFETY: The caller passes a live event of the device. The end of this call destroys the id.
+        let event = unsafe { device.wrap_event(OPERATION, raw)? };
+        let waited = self.wait_outside(backend, event);
+        // The wait refers to the record, and no longer to the id.
+        let forgotten = backend.destroy_event(event);
+        waited.and(forgotten)
+    }
+
+    /// Enqueues a wait for an event that was recorded in no capture.
+    fn wait_outside(&self, backend: &dyn Backend, event: EventId) -> Result<()> {
         let submission = self.core.enter("stream_wait_event")?;
         if submission.recording.is_some() {
             return Err(Error::new(
@@ -73,6 +101,6 @@ impl Stream {
             )
             .with_hint("wait for it before the capture, or before each launch of the graph; the capture goes on"));
         }
-        backend.stream_wait_event(self.core.id, event.id)
+        backend.stream_wait_event(self.core.id, event)
     }
 }
