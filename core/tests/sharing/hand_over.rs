@@ -201,7 +201,7 @@ fn either_side_may_be_killed_at_any_moment_of_a_hand_over() {
         // A hand-over takes about a millisecond.
         let moment = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(round / 3) * 200_000 };
         let _ = rustix::event::poll(&mut [], Some(&moment));
-        let (mut victim, mut others) = match round % 3 {
+        let (victim, mut others) = match round % 3 {
             0 => (owner, heirs),
             killed => {
                 let victim = heirs.swap_remove(killed as usize - 1);
