@@ -105,7 +105,7 @@ impl SharedMemory for Adopted {
         let parts = self.pieces.iter().map(part).collect();
         let uuid = inner.device(block.device).info.uuid;
         let bytes = self.pieces.iter().map(|piece| piece.bytes as u64).sum();
-        let memory = WeakMemory::Device(Arc::downgrade(block), parts);
+        let memory = WeakMemory::Adopted(Arc::downgrade(block), parts);
         let mut ticket = inner.sharing("share")?.share(memory, &self.key, transport, bytes, uuid, after)?;
         ticket.offset = self.range.start;
         Ok(ticket)

@@ -12,8 +12,8 @@ use super::exporter::{Exporter, Grant, Peer};
 use super::held::HeldMemory;
 use super::identity::Process;
 use super::message::{
-    AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, PROTOCOL_OF_HEIRS,
-    PROTOCOL_OF_PARTS, Part, Standing, Wants,
+    AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL,
+    PROTOCOL_OF_HAND_OVERS, PROTOCOL_OF_HEIRS, PROTOCOL_OF_PARTS, Part, Standing, Wants,
 };
 use super::options::Openers;
 use super::rendezvous::Listener;
@@ -77,7 +77,11 @@ impl Visit {
 }
 
 /// A desk and its importers.
-type DeskWithPeers = (Arc<dyn Desk>, Vec<Arc<Peer>>);
+struct DeskWithPeers {
+    desk: Arc<dyn Desk>,
+    listener: Option<Arc<OwnedFd>>,
+    peers: Vec<Arc<Peer>>,
+}
 
 /// The importers of desks, whose descriptors a thread waits for.
 pub(super) struct Visitors(Vec<DeskWithPeers>);
@@ -85,8 +89,8 @@ pub(super) struct Visitors(Vec<DeskWithPeers>);
 impl Visitors {
     pub(super) fn of(desks: Vec<Arc<dyn Desk>>) -> Self {
         let with_peers = |desk: Arc<dyn Desk>| {
-            let peers = desk.exporter().peers();
-            (desk, peers)
+            let (listener, peers) = (desk.listener().and_then(Listener::descriptor), desk.exporter().peers());
+            DeskWithPeers { desk, listener, peers }
         };
         Self(desks.into_iter().map(with_peers).collect())
     }
@@ -94,10 +98,9 @@ impl Visitors {
     /// Passes each descriptor to wait for, with the event that it signals. Returns whether a connection cannot wake the thread.
     pub(super) fn watch<'v>(&'v self, reception: &Reception, mut put: impl FnMut(Visit, BorrowedFd<'v>)) -> bool {
         let mut silent = false;
-        for (desk, peers) in &self.0 {
-            let listener = desk.listener().and_then(Listener::descriptor);
-            if let Some(listener) = listener.filter(|_| reception.closed_until.is_none()) {
-                put(Visit::Listener(Arc::clone(desk)), listener);
+        for DeskWithPeers { desk, listener, peers } in &self.0 {
+            if let Some(listener) = listener.as_ref().filter(|_| reception.closed_until.is_none()) {
+                put(Visit::Listener(Arc::clone(desk)), listener.as_fd());
             }
             for peer in peers {
                 let is_connected = peer.connected.load(Ordering::Relaxed);
@@ -114,7 +117,7 @@ impl Visitors {
     }
 
     pub(super) fn desks(&self) -> impl Iterator<Item = &Arc<dyn Desk>> {
-        self.0.iter().map(|(desk, _)| desk)
+        self.0.iter().map(|with_peers| &with_peers.desk)
     }
 }
 
@@ -254,6 +257,9 @@ impl Reception {
 
     /// Opens allocations for an importer, and answers in the order of its requests. Fails only if the importer cannot be reached.
     fn open(&self, desk: &dyn Desk, peer: &Peer, requests: Vec<Request>) -> Result<()> {
+        if !requests.is_empty() {
+            check_answers(desk)?;
+        }
         let grant = |request: Request| {
             let granted = desk.exporter().grant(peer.id, request.key, request.secret);
             (request, granted)
@@ -346,6 +352,9 @@ fn turn_away(desk: &dyn Desk, peer: &Peer, error: &Error) {
 /// Answers a message that is not a request for an allocation.
 fn answer_other(desk: &dyn Desk, peer: &Peer, message: Option<Message>, descriptors: Vec<OwnedFd>) -> Result<()> {
     let has_greeted = peer.line.get().is_some();
+    if !matches!(message, Some(Message::Abandon { .. } | Message::Ring)) {
+        check_answers(desk)?;
+    }
     match message {
         Some(Message::Hello { version, oldest }) if !has_greeted => welcome(desk, peer, version, oldest, descriptors),
         Some(Message::Parts { question, key, first }) if has_greeted => open_parts(desk, peer, question, key, first),
@@ -355,6 +364,7 @@ fn answer_other(desk: &dyn Desk, peer: &Peer, message: Option<Message>, descript
         }
         // The flags are checked after all events of this round.
         Some(Message::Ring) if has_greeted => Ok(()),
+        Some(Message::TakeOver { question }) if has_greeted => hand_over(desk, peer, question),
         Some(Message::Entrust { question, entrusted }) if has_greeted => {
             match take_over(desk, peer, entrusted, descriptors) {
                 Ok(()) => say(peer, &Message::Entrusted { question }, &[]),
@@ -363,6 +373,39 @@ fn answer_other(desk: &dyn Desk, peer: &Peer, message: Option<Message>, descript
         }
         _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
     }
+}
+
+/// Refuses requests once an heir answers. The importer then connects to the heir, which has the name.
+fn check_answers(desk: &dyn Desk) -> Result<()> {
+    if desk.exporter().has_handed_over() {
+        return Err(Error::new(
+            ErrorKind::Expired,
+            "share",
+            "the owner has handed its memory over, and its heir answers",
+        ));
+    }
+    Ok(())
+}
+
+/// Gives the name of this desk to an heir, with the socket. Fails only if the importer cannot be reached.
+fn hand_over(desk: &dyn Desk, peer: &Peer, question: u32) -> Result<()> {
+    let given = check_heir(desk, peer).and_then(|()| {
+        let unnamed = || Error::new(ErrorKind::InvalidState, "inherit", "the owner does not listen any more");
+        let listener = desk.listener().ok_or_else(unnamed)?;
+        let socket = listener.descriptor().ok_or_else(unnamed)?;
+        desk.exporter().hand_over(peer.id, || say(peer, &Message::HandedOver { question }, &[socket.as_fd()]))?;
+        listener.give_up();
+        Ok(())
+    });
+    given.or_else(|error| say(peer, &Message::refusal(question, &error), &[]))
+}
+
+/// Refuses a process that may open memory and must not answer for it: it could give memory of its own under the number of any
+/// allocation.
+fn check_heir(desk: &dyn Desk, peer: &Peer) -> Result<()> {
+    let openers = desk.standing().openers;
+    let openers = if openers == Openers::Secret { Openers::SameUser } else { openers };
+    Process::of_peer("inherit", peer.socket.as_fd(), openers).map(drop)
 }
 
 fn take_back(desk: &dyn Desk, peer: &Peer, key: ExportKey) {
@@ -391,7 +434,8 @@ fn welcome(desk: &dyn Desk, peer: &Peer, version: u16, oldest: u16, descriptors:
     peer.version.store(version, Ordering::Relaxed);
     // Only this thread sets the line, and it was not set.
     let _ = peer.line.set(line);
-    let standing = (version >= PROTOCOL_OF_HEIRS).then_some(standing);
+    let pid = (version >= PROTOCOL_OF_HAND_OVERS).then(std::process::id);
+    let standing = (version >= PROTOCOL_OF_HEIRS).then_some(Standing { pid, ..standing });
     let incarnation = desk.incarnation();
     let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing };
     let own: Vec<_> = own.iter().map(AsFd::as_fd).collect();
@@ -417,15 +461,17 @@ fn open_parts(desk: &dyn Desk, peer: &Peer, question: u32, key: ExportKey, first
 /// Notes that another heir keeps an allocation, and takes its handles over if this heir lacks them.
 fn take_over(desk: &dyn Desk, peer: &Peer, entrusted: Entrusted, descriptors: Vec<OwnedFd>) -> Result<()> {
     let invalid = |what: &str| Error::new(ErrorKind::InvalidArgument, "inherit", what);
-    let standing = desk.standing();
-    if !standing.is_heir {
-        return Err(invalid("the owner of the memory is alive"));
-    }
-    // Others could give memory of their own under the number of any allocation.
-    let openers = if standing.openers == Openers::Secret { Openers::SameUser } else { standing.openers };
-    Process::of_peer("inherit", peer.socket.as_fd(), openers)?;
+    check_heir(desk, peer)?;
+    let (exporter, is_heir) = (desk.exporter(), desk.standing().is_heir);
     if entrusted.parts.is_empty() {
-        return desk.exporter().claim(peer.id, entrusted.key, entrusted.secret);
+        let claim_of_offer = || exporter.claim_offered(peer.id, entrusted.key, entrusted.secret);
+        if exporter.is_offering() || !is_heir {
+            claim_of_offer()?;
+        }
+        return if is_heir { exporter.claim(peer.id, entrusted.key, entrusted.secret) } else { Ok(()) };
+    }
+    if !is_heir {
+        return Err(invalid("the owner of the memory is alive"));
     }
     let mut staged = peer.staged.lock();
     if entrusted.first == 0 {

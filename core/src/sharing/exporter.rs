@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Instant, SystemTime};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::held::HeldMemory;
 use super::identity::Process;
 use super::listing::{Listed, ListedExport};
 use super::message::ExportKey;
-use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
+use super::segment::{CountSegment, Progress, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{is_readable, ring};
 use super::ticket::{Secret, not_given_out};
 use crate::device_block::DeviceBlock;
@@ -33,6 +33,8 @@ pub(crate) struct Exporter {
     state: Mutex<State>,
     /// Number of watches in progress. The service skips the watches if it is zero.
     watching: AtomicU64,
+    /// Signaled when an heir has taken all allocations.
+    taken: Condvar,
     /// True while a thread processes the watches. One thread at a time publishes the numbers, so they appear in order.
     asking: AtomicBool,
 }
@@ -53,6 +55,27 @@ struct State {
     lost_peers: u64,
     /// True in the estate of a dead exporter.
     has_inherited: bool,
+    hand_over: HandOver,
+    /// The allocations that an heir has taken, while this process has buffers of them.
+    handed_over: HashMap<ExportKey, Export>,
+}
+
+/// The state of a hand-over: [`Exporter::offer`].
+#[derive(Debug, Default)]
+enum HandOver {
+    #[default]
+    None,
+    /// An heir may take all allocations. Importers claim those that they keep.
+    Offered(Offer),
+    /// An heir answers.
+    Done,
+}
+
+#[derive(Debug, Default)]
+struct Offer {
+    claims: HashMap<u64, HashSet<ExportKey>>,
+    /// The reason why the latest heir could not take them.
+    refused: Option<Error>,
 }
 
 /// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
@@ -93,6 +116,8 @@ impl Memory {
 #[derive(Debug)]
 pub(crate) enum WeakMemory {
     Device(Weak<DeviceBlock>, Arc<[MemoryPart]>),
+    /// The same, of memory that other code allocated and may use again.
+    Adopted(Weak<DeviceBlock>, Arc<[MemoryPart]>),
     Pinned(Weak<dyn SharedFile>),
     /// Inherited memory, which the exporter itself keeps.
     Held(Arc<HeldMemory>),
@@ -101,7 +126,9 @@ pub(crate) enum WeakMemory {
 impl WeakMemory {
     fn upgrade(&self) -> Option<Memory> {
         match self {
-            Self::Device(block, parts) => block.upgrade().map(|block| Memory::Device(block, Arc::clone(parts))),
+            Self::Device(block, parts) | Self::Adopted(block, parts) => {
+                block.upgrade().map(|block| Memory::Device(block, Arc::clone(parts)))
+            }
             Self::Pinned(file) => file.upgrade().map(Memory::Pinned),
             Self::Held(held) => Some(Memory::Held(Arc::clone(held))),
         }
@@ -109,7 +136,7 @@ impl WeakMemory {
 
     pub(crate) fn is_pinned(&self) -> bool {
         match self {
-            Self::Device(..) => false,
+            Self::Device(..) | Self::Adopted(..) => false,
             Self::Pinned(_) => true,
             Self::Held(held) => held.is_pinned,
         }
@@ -117,7 +144,7 @@ impl WeakMemory {
 
     fn device(&self) -> Option<u32> {
         match self {
-            Self::Device(block, _) => block.upgrade().map(|block| block.device),
+            Self::Device(block, _) | Self::Adopted(block, _) => block.upgrade().map(|block| block.device),
             Self::Pinned(_) => None,
             Self::Held(held) => held.device,
         }
@@ -284,8 +311,23 @@ impl State {
         Some(export)
     }
 
+    /// Returns the allocations that their owner keeps.
+    fn kept(&self) -> impl Iterator<Item = (ExportKey, &Export)> {
+        let exports = (0..).zip(&self.exports).filter_map(|(index, export)| Some((index, export.as_ref()?)));
+        exports
+            .filter(|(_, export)| export.limbo.is_none())
+            .map(|(index, export)| (ExportKey { index, serial: export.serial }, export))
+    }
+
+    /// Publishes the state of a hand-over. The caller must ring the importers in `to_ring` without the lock.
+    fn publish_hand_over(&self, progress: Progress, to_ring: &mut Vec<Arc<Peer>>) {
+        self.ready.iter().for_each(|part| part.segment.set_hand_over(progress));
+        to_ring.extend(self.peers.values().map(|book| Arc::clone(&book.peer)));
+    }
+
     /// As [`Exporter::close`]. The caller must ring the importers in `to_ring` without the lock.
     fn close(&mut self, key: ExportKey, free: Limbo, to_ring: &mut Vec<Arc<Peer>>) -> Limbo {
+        self.handed_over.remove(&key);
         let Some(export) = self.export(key) else { return free };
         let (part, slot) = place_of(key.index);
         for book in export.peers.iter().filter_map(|peer| self.peers.get(peer)) {
@@ -381,6 +423,12 @@ impl Exporter {
         // Before the lock: the last reference to a block closes its export.
         let (device, since) = (memory.device(), SystemTime::now());
         let mut state = self.state.lock();
+        if matches!(state.hand_over, HandOver::Done) {
+            let what = "this runtime has handed its shared memory over, and an heir answers under its name";
+            return Err(
+                Error::new(ErrorKind::InvalidState, "share", what).with_hint("share new memory from another `Runtime`")
+            );
+        }
         let index = match state.free.last() {
             Some(&index) => index,
             None => u32::try_from(state.exports.len())
@@ -389,6 +437,9 @@ impl Exporter {
         let (part, slot) = place_of(index);
         if part == state.ready.len() {
             let (segment, file) = ReadySegment::create()?;
+            if matches!(state.hand_over, HandOver::Offered(_)) {
+                segment.set_hand_over(Progress::Offered);
+            }
             state.ready.push(ReadyPart { segment: Arc::new(segment), file: Arc::new(file) });
         }
         state.ready[part].segment.begin(slot);
@@ -421,31 +472,32 @@ impl Exporter {
 
     /// Returns the secret of an allocation, if it has one.
     pub(crate) fn secret(&self, key: ExportKey) -> Option<Secret> {
-        self.state.lock().export(key)?.secret
+        let state = self.state.lock();
+        state.export(key).or_else(|| state.handed_over.get(&key))?.secret
     }
 
     /// Returns the number of a share after device work. The ready segment reaches the number when the work is done. Without
-    /// pending work, returns the number of the most recent share.
-    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<CompletionEvent>>) -> u64 {
+    /// pending work, returns the number of the most recent share. `None` if an heir has the allocation: the caller must wait for `after`.
+    pub(crate) fn number(&self, key: ExportKey, after: &mut Vec<Arc<CompletionEvent>>) -> Option<u64> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let (part, slot) = place_of(key.index);
         let ready = &state.ready[part].segment;
         let export = state.exports.get_mut(key.index as usize).and_then(Option::as_mut);
-        let Some(export) = export.filter(|export| export.serial == key.serial) else { return 0 };
+        let export = export.filter(|export| export.serial == key.serial)?;
         if after.is_empty() {
             if ready.readiness(slot, export.number) == Readiness::Failed {
                 // The query for earlier work failed. That work is now known to be done.
                 ready.publish(slot, export.number);
             }
-            return export.number;
+            return Some(export.number);
         }
         export.number += 1;
         let number = export.number;
         ready.issue(slot, number);
-        state.watches.push(Watch { key, number, after });
+        state.watches.push(Watch { key, number, after: std::mem::take(after) });
         self.watching.store(state.watches.len() as u64, Ordering::Relaxed);
-        number
+        Some(number)
     }
 
     pub(crate) fn is_watching(&self) -> bool {
@@ -505,7 +557,8 @@ impl Exporter {
             Error::new(ErrorKind::Expired, "open_shared", "this runtime has freed the buffer of this ticket")
                 .with_hint("keep the buffer until its tickets have been opened")
         };
-        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        let export = state.export(key).filter(|export| export.limbo.is_none());
+        let export = export.or_else(|| state.handed_over.get(&key)).ok_or_else(expired)?;
         memory = export.memory.upgrade().ok_or_else(expired)?;
         if bytes != export.bytes {
             return Err(not_given_out("its size is not the allocation's"));
@@ -620,6 +673,155 @@ impl Exporter {
         drop(state);
         ring_all(&to_ring);
         freed
+    }
+
+    // ---------------------------------------------------------------- hand-over
+
+    /// Offers all allocations to an heir. Returns the number of those; 0 if there is nothing to hand over.
+    ///
+    /// # Errors
+    /// `Unsupported` for an allocation that no heir can keep; `InvalidState` during another hand-over.
+    pub(super) fn offer(&self) -> Result<usize> {
+        let mut to_ring = Vec::new();
+        let count = {
+            let mut state = self.state.lock();
+            if matches!(state.hand_over, HandOver::Offered(_)) {
+                return Err(Error::new(ErrorKind::InvalidState, "hand_over", "another thread hands the memory over"));
+            }
+            let mut count = 0;
+            for (_, export) in state.kept() {
+                let message = match (&export.memory, export.transport) {
+                    (WeakMemory::Adopted(..), _) => {
+                        "adopted memory is shared, which other code of this process may use again".to_owned()
+                    }
+                    (_, Transport::Descriptor) => {
+                        count += 1;
+                        continue;
+                    }
+                    (_, transport) => {
+                        format!("memory with the transport {transport:?} is shared, which has no descriptor to keep")
+                    }
+                };
+                return Err(Error::new(ErrorKind::Unsupported, "hand_over", message).with_hint(
+                    "drop that buffer first, or share memory of `Device::allocate_shared_by` with `Transport::Descriptor`",
+                ));
+            }
+            if count > 0 {
+                state.hand_over = HandOver::Offered(Offer::default());
+                state.publish_hand_over(Progress::Offered, &mut to_ring);
+            }
+            count
+        };
+        ring_all(&to_ring);
+        Ok(count)
+    }
+
+    /// Waits until an heir has taken the allocations, and ends the offer.
+    ///
+    /// # Errors
+    /// `InvalidState` if no heir takes them in time: this process still has them.
+    pub(super) fn wait_for_heir(&self, until: Option<Instant>) -> Result<()> {
+        let mut state = self.state.lock();
+        loop {
+            if !matches!(state.hand_over, HandOver::Offered(_)) {
+                return Ok(());
+            }
+            let is_over = match until {
+                Some(until) => self.taken.wait_until(&mut state, until).timed_out(),
+                None => {
+                    self.taken.wait(&mut state);
+                    false
+                }
+            };
+            if is_over && let HandOver::Offered(offer) = std::mem::take(&mut state.hand_over) {
+                state.publish_hand_over(Progress::None, &mut Vec::new());
+                let reason = match &offer.refused {
+                    Some(error) => error.message().to_owned(),
+                    None => "no importer keeps it with `OwnerDeath::Inherit`".to_owned(),
+                };
+                let message = format!("no heir took the memory in time: {reason}");
+                return Err(Error::new(ErrorKind::InvalidState, "hand_over", message).with_hint(
+                    "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`, and of this version",
+                ));
+            }
+        }
+    }
+
+    /// Notes that an importer keeps an allocation that is offered.
+    pub(super) fn claim_offered(&self, peer: u64, key: ExportKey, secret: Option<Secret>) -> Result<()> {
+        let mut state = self.state.lock();
+        let refused = |kind, what| Err(Error::new(kind, "inherit", what));
+        let Some(export) = state.export(key).filter(|export| export.limbo.is_none()) else {
+            return refused(ErrorKind::Expired, "the owner has dropped the allocation");
+        };
+        if export.secret != secret {
+            return refused(ErrorKind::PermissionDenied, "the claim does not have the secret of its allocation");
+        }
+        match &mut state.hand_over {
+            HandOver::Offered(offer) => {
+                offer.claims.entry(peer).or_default().insert(key);
+                Ok(())
+            }
+            HandOver::None | HandOver::Done => {
+                refused(ErrorKind::InvalidArgument, "the owner of the memory is alive, and does not hand it over")
+            }
+        }
+    }
+
+    /// Gives all allocations to an importer that has claimed each. `give` sends the importer the right to answer. From its success on,
+    /// this exporter grants nothing.
+    ///
+    /// # Errors
+    /// `InvalidState` while the importer lacks an allocation, or device work before a share is not done; otherwise that of `give`.
+    pub(super) fn hand_over(&self, peer: u64, give: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut to_ring = Vec::new();
+        {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let kept: Vec<ExportKey> = state.kept().map(|(key, _)| key).collect();
+            let HandOver::Offered(offer) = &mut state.hand_over else {
+                let what = "the owner of the memory is alive, and does not hand it over";
+                return Err(Error::new(ErrorKind::InvalidArgument, "inherit", what));
+            };
+            let claims = offer.claims.get(&peer);
+            let lacking = kept.iter().filter(|key| !claims.is_some_and(|claims| claims.contains(*key))).count();
+            let is_pending = state.watches.iter().any(|watch| kept.contains(&watch.key));
+            if lacking > 0 || is_pending {
+                let what = match lacking {
+                    0 => "device work before a share is not done".to_owned(),
+                    _ => format!("the heir keeps all but {lacking} of {} allocations", kept.len()),
+                };
+                let error = Error::new(ErrorKind::InvalidState, "inherit", what);
+                offer.refused = Some(error.clone());
+                return Err(error);
+            }
+            // Under the lock: a share and a drop of another thread come before it or after it.
+            give()?;
+            state.hand_over = HandOver::Done;
+            state.publish_hand_over(Progress::Done, &mut to_ring);
+            for key in kept {
+                let export = state.remove(key.index);
+                state.handed_over.extend(export.map(|export| (key, export)));
+            }
+        }
+        self.taken.notify_all();
+        ring_all(&to_ring);
+        Ok(())
+    }
+
+    /// Returns whether an heir may take the allocations.
+    pub(super) fn is_offering(&self) -> bool {
+        matches!(self.state.lock().hand_over, HandOver::Offered(_))
+    }
+
+    /// Returns whether an heir answers in place of this exporter.
+    pub(super) fn has_handed_over(&self) -> bool {
+        matches!(self.state.lock().hand_over, HandOver::Done)
+    }
+
+    /// Returns the number of the latest share of an allocation that an heir has taken.
+    pub(super) fn number_handed_over(&self, key: ExportKey) -> Option<u64> {
+        self.state.lock().handed_over.get(&key).map(|export| export.number)
     }
 
     // ---------------------------------------------------------------- importers

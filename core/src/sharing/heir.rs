@@ -2,7 +2,7 @@
 //!
 //! | state of an allocation at a process that opened it with [`OwnerDeath::Inherit`](super::OwnerDeath::Inherit) | what moves it |
 //! | --- | --- |
-//! | the owner is alive | its pidfd: the process binds the owner's name |
+//! | the owner is alive | its pidfd: the process binds the owner's name. A hand-over: the owner gives its socket (`hand_over.rs`) |
 //! | inherited: this process has the name and answers | the process drops its last buffer, and no other heir keeps it: closed, as by an owner |
 //! | registered: another heir has the name and counts this process | the pidfd of that heir: as the death of the owner |
 //! | without an heir: no process answers | an heir that appears within a few seconds |
@@ -14,6 +14,7 @@
 //! claims its allocations at the one that has the name, and passes the handles that the latter lacks. An allocation stays open to
 //! new importers while any of its heirs keeps it.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -61,6 +62,12 @@ impl Estate {
         Ok(listener.map(|listener| Arc::new(Self { name, listener, openers, exporter: Exporter::default() })))
     }
 
+    /// Takes the name of a living owner with its socket.
+    pub(super) fn given(name: Name, openers: Openers, socket: OwnedFd) -> Result<Arc<Self>> {
+        let listener = Meeting::take_over(socket)?;
+        Ok(Arc::new(Self { name, listener, openers, exporter: Exporter::default() }))
+    }
+
     /// Answers for an allocation until the result is dropped. `numbers` are those of its latest share, and of the latest share whose
     /// work is done.
     pub(super) fn keep(
@@ -99,7 +106,7 @@ impl Desk for Estate {
     }
 
     fn standing(&self) -> Standing {
-        Standing { is_heir: true, openers: self.openers }
+        Standing { is_heir: true, openers: self.openers, pid: None }
     }
 
     fn export(&self, grant: &Grant, part: usize) -> Result<MemoryHandle> {

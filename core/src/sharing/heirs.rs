@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Sharing;
 use super::desk::Desk as _;
@@ -28,6 +28,19 @@ pub(super) struct Heirs {
 }
 
 impl Heirs {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Vec<Arc<Estate>>> {
+        self.estates.lock()
+    }
+
+    /// Notes a search. Returns whether none was in progress.
+    pub(super) fn begin_search(&self, incarnation: [u8; 16]) -> bool {
+        self.searches.lock().insert(incarnation)
+    }
+
+    pub(super) fn end_search(&self, incarnation: &[u8; 16]) {
+        self.searches.lock().remove(incarnation);
+    }
+
     /// Gives all names up at the end of the runtime.
     pub(super) fn close(&self, meeting: &Meeting) {
         let estates = std::mem::take(&mut *self.estates.lock());
@@ -53,7 +66,7 @@ impl Sharing {
     pub(crate) fn hold(self: &Arc<Self>, import: &Arc<Import>) -> Result<()> {
         self.importer.hold(import, &self.mapper())?;
         if import.link.is_lost() {
-            // The owner died in the meantime.
+            // The owner died or handed over in the meantime.
             self.succeed(import.ticket.incarnation);
         }
         Ok(())
@@ -64,7 +77,7 @@ impl Sharing {
         if self.importer.widowed(&incarnation).is_empty() || self.inherit(&incarnation) {
             return;
         }
-        if !self.heirs.searches.lock().insert(incarnation) {
+        if !self.heirs.begin_search(incarnation) {
             return;
         }
         // The service must not wait for another process, which may wait for this one. The thread keeps the runtime's state only while it
@@ -72,7 +85,7 @@ impl Sharing {
         let sharing = Arc::downgrade(self);
         let search = spawn(("highwater-heir", "inherit", ""), move || search(&sharing, incarnation));
         if let Err(error) = search {
-            self.heirs.searches.lock().remove(&incarnation);
+            self.heirs.end_search(&incarnation);
             crate::warnings::warning!("no heir of a dead owner was looked for: {error}");
         }
     }
@@ -117,6 +130,8 @@ impl Sharing {
             Ok(()) => true,
             Err(error) if !keeps && started.elapsed() > APPEARS_WITHIN => {
                 tracing::debug!("a dead owner has no heir: {error}");
+                // The importers of an owner that had handed over, whose heir died at once.
+                self.revoke_if(|import| widowed.iter().any(|widowed| Arc::ptr_eq(widowed, import)));
                 true
             }
             Err(_) => false,
@@ -143,7 +158,7 @@ fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
     let (mut answering, mut pause) = (None, Pause::new());
     while let Some(sharing) = sharing.upgrade() {
         if sharing.look_for_heir(&incarnation, &mut answering, started) {
-            sharing.heirs.searches.lock().remove(&incarnation);
+            sharing.heirs.end_search(&incarnation);
             if sharing.importer.has_lost_heir(&incarnation) && !sharing.is_stopping() {
                 // It died after the search.
                 sharing.succeed(incarnation);

@@ -23,6 +23,7 @@ use super::message::ExportKey;
 use super::options::SharingOptions;
 use super::patience::Patience;
 use super::rendezvous::Meeting;
+use super::segment::Progress;
 use super::system::{Bell, drain};
 use super::ticket::Ticket;
 use crate::own_thread::spawn;
@@ -125,6 +126,22 @@ impl Held {
             Place::Other(link) => Some(link),
             Place::Here { .. } | Place::Released => None,
         }
+    }
+
+    /// Answers for the allocation from now on.
+    fn inherit(&mut self, estate: &Arc<Estate>, bell: &Arc<Bell>) {
+        if self.counted.is_closed(self.memory.key) {
+            // The owner dropped it while it lived.
+            self.place = Place::Released;
+            return;
+        }
+        self.place = match estate.keep(&self.memory, self.counted.numbers(self.memory.key), bell) {
+            Ok(kept) => Place::Here { _kept: kept },
+            Err(error) => {
+                crate::warnings::warning!("memory of a former owner was not inherited: {error}");
+                Place::Released
+            }
+        };
     }
 
     /// Ends the count at a process that answers.
@@ -307,6 +324,13 @@ impl State {
                 Source::Ended(link) => link.note_end(),
             }
         }
+        for link in &links {
+            match link.hand_over() {
+                Progress::None => {}
+                Progress::Offered => self.take_over(link),
+                Progress::Done => drop(link.note_hand_over()),
+            }
+        }
         let widowed: HashSet<_> = {
             let all = self.held.lock();
             all.iter().filter(|held| held.is_widowed()).map(|held| held.ticket.incarnation).collect()
@@ -357,6 +381,66 @@ impl State {
         }
     }
 
+    /// Takes the allocations of an owner that hands over.
+    fn take_over(self: &Arc<Self>, link: &Arc<Link>) {
+        let incarnation = *link.incarnation();
+        if !self.searches.lock().insert(incarnation) {
+            return;
+        }
+        let (state, of_thread) = (Arc::clone(self), Arc::clone(link));
+        let taking = spawn(("highwater-heir", OPERATION, ""), move || {
+            let mut pause = Pause::new();
+            while !state.try_to_take(&of_thread) {
+                pause.sleep();
+            }
+            state.searches.lock().remove(&incarnation);
+            state.bell.ring();
+        });
+        if let Err(error) = taking {
+            self.searches.lock().remove(&incarnation);
+            crate::warnings::warning!("memory that is handed over was not taken: {error}");
+        }
+    }
+
+    /// Tries once to take the allocations. Returns whether the hand-over is over.
+    fn try_to_take(&self, link: &Arc<Link>) -> bool {
+        let is_of = |held: &&mut Held| held.link().is_some_and(|of| Arc::ptr_eq(of, link));
+        let is_shared = |held: &&mut Held| !held.counted.is_closed(held.memory.key);
+        let claimed: Vec<_> = {
+            let mut all = self.held.lock();
+            let held = all.iter_mut().filter(is_of).filter(is_shared);
+            held.map(|held| (Arc::clone(&held.memory), held.ticket.exporter())).collect()
+        };
+        let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
+        let Some((_, name)) = claimed.first() else { return true };
+        if !is_offered || self.is_stopping.load(Ordering::Acquire) {
+            return true;
+        }
+        let mut patience = Patience::new(Duration::from_secs(1));
+        let socket = match link.take_over(claimed.iter().map(|(held, _)| &**held), &NoMapper(self), &mut patience) {
+            Ok(socket) => socket,
+            Err(error) => {
+                tracing::debug!("memory that is handed over was not taken yet: {error}");
+                return link.is_cut();
+            }
+        };
+        match Estate::given(*name, link.openers(), socket) {
+            Ok(estate) => {
+                link.note_hand_over();
+                let mut estates = self.estates.lock();
+                let mut all = self.held.lock();
+                // What the owner has dropped since the claim is not among them.
+                for held in all.iter_mut().filter(is_of).filter(is_shared) {
+                    held.inherit(&estate, &self.bell);
+                }
+                estates.push(estate);
+            }
+            // The name is free, and is inherited as that of a dead owner.
+            Err(error) => crate::warnings::warning!("the socket of an owner was not taken over: {error}"),
+        }
+        true
+    }
+
     /// Takes the name of a dead owner. Returns whether nothing is left to settle.
     fn inherit(&self, incarnation: &[u8; 16]) -> bool {
         let is_widowed = |held: &Held| held.ticket.incarnation == *incarnation && held.is_widowed();
@@ -379,13 +463,7 @@ impl State {
             }
         };
         for held in all.iter_mut().filter(|held| is_widowed(held)) {
-            match estate.keep(&held.memory, held.counted.numbers(held.memory.key), &self.bell) {
-                Ok(kept) => held.place = Place::Here { _kept: kept },
-                Err(error) => {
-                    crate::warnings::warning!("memory of a dead owner was not inherited: {error}");
-                    held.place = Place::Released;
-                }
-            }
+            held.inherit(&estate, &self.bell);
         }
         if !estates.iter().any(|known| Arc::ptr_eq(known, &estate)) {
             estates.push(estate);

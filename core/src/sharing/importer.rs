@@ -30,7 +30,7 @@ use super::open_count::OpenCount;
 use super::options::{Method, Openers};
 use super::patience::{OPERATION, Patience, expired, refusal};
 use super::rendezvous::Meeting;
-use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
+use super::segment::{CountSegment, Progress, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
 use super::system::{Bell, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Secret, Ticket, not_given_out};
@@ -41,6 +41,8 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 
 /// Time limit for the greeting of a process that has the name of a dead exporter.
 const HEIR_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+/// Maximum number of connections for one request, if the exporter hands over meanwhile.
+const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
@@ -164,6 +166,8 @@ pub(crate) struct Link {
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
+    /// Set when the exporter has handed over.
+    handed_over: AtomicBool,
     /// Set when the connection is found to be cut.
     cut: AtomicBool,
     /// Number of mappings that it opened; written under the lock of the tables.
@@ -402,8 +406,24 @@ impl Link {
         &self.incarnation
     }
 
+    /// Returns whether the exporter answers no more: it has ended or handed over.
     pub(crate) fn is_lost(&self) -> bool {
+        self.is_dead() || self.is_handed_over()
+    }
+
+    /// Returns whether the exporter has ended, as far as the service has noticed.
+    pub(crate) fn is_dead(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the exporter has handed over, as far as the service has noticed.
+    pub(crate) fn is_handed_over(&self) -> bool {
+        self.handed_over.load(Ordering::Relaxed)
+    }
+
+    /// Notes a hand-over. Returns whether it is new.
+    pub(super) fn note_hand_over(&self) -> bool {
+        !self.handed_over.swap(true, Ordering::Relaxed)
     }
 
     fn ended(&self) -> Error {
@@ -421,6 +441,33 @@ impl Link {
 
     /// Connects to the exporter of a ticket.
     pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
+        let mut first_error = None;
+        for _ in 0..CONNECTIONS {
+            let mut is_cut = false;
+            match Self::connect_once(ticket, mapper, patience, &mut is_cut) {
+                Ok(link) if link.names_another() => {}
+                Ok(link) => return Ok(link),
+                Err(error) => {
+                    let error = first_error.unwrap_or(error);
+                    // The exporter may have handed over while the connection waited for it.
+                    if !is_cut {
+                        return Err(error);
+                    }
+                    first_error = Some(error);
+                }
+            }
+        }
+        Err(first_error.unwrap_or_else(|| expired("the exporter and its heir have closed the connections".to_owned())))
+    }
+
+    /// Returns whether the kernel names another process than the one that answers. The connection is then older than a hand-over.
+    fn names_another(&self) -> bool {
+        let stated = self.standing.get().and_then(|standing| standing.pid);
+        stated.is_some_and(|stated| self.process.own_number().is_some_and(|number| number != stated))
+    }
+
+    /// `is_cut` becomes true if the other end has closed the connection.
+    fn connect_once(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience, is_cut: &mut bool) -> Result<Self> {
         let (meeting, who) = (mapper.meeting(), format!("process {}", ticket.pid));
         let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
         let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers)?;
@@ -437,6 +484,7 @@ impl Link {
             line,
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
+            handed_over: AtomicBool::new(false),
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
@@ -453,6 +501,7 @@ impl Link {
         };
         let patience_for_other = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
         let heard = link.hear(mapper, if is_other { patience_for_other } else { patience });
+        *is_cut = link.is_cut();
         let (answer, descriptors) = match (said, heard) {
             (Err(_), Err(_)) | (Ok(()), Err(_)) if is_other => return Err(impostor()),
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
@@ -545,7 +594,7 @@ impl Link {
                 }
                 Ok(Answer::Refused(error)) => drop(failed.get_or_insert(error)),
                 // The exporter may have counted the opens, and no request would match a later answer.
-                unusable @ (Ok(Answer::Parts(..) | Answer::Entrusted) | Err(_)) => {
+                unusable @ (Ok(Answer::Parts(..) | Answer::Entrusted | Answer::HandedOver(_)) | Err(_)) => {
                     let error = unusable.err().unwrap_or_else(|| self.astray("parts in place of an allocation"));
                     keys[at..sent].iter().for_each(|key| self.abandon(*key, mapper, *patience));
                     // The cause of a later failure.
@@ -573,7 +622,9 @@ impl Link {
         let (parts, descriptors) = match self.answer(question, &mut 0, mapper, patience)? {
             Answer::Parts(parts, descriptors) => (parts, descriptors),
             Answer::Refused(error) => return Err(error),
-            Answer::Opened(..) | Answer::Entrusted => return Err(self.astray("an answer in place of parts")),
+            Answer::Opened(..) | Answer::Entrusted | Answer::HandedOver(_) => {
+                return Err(self.astray("an answer in place of parts"));
+            }
         };
         let mut descriptors = descriptors.into_iter();
         let handles = parts.into_iter().map(|part| {
@@ -603,12 +654,14 @@ impl Link {
                     return Ok(Answer::Parts(parts, descriptors));
                 }
                 Message::Entrusted { question: to } if to == question => return Ok(Answer::Entrusted),
+                Message::HandedOver { question: to } if to == question => return Ok(Answer::HandedOver(descriptors)),
                 Message::Refused { question: to, kind, text } if to == question => {
                     return Ok(Answer::Refused(refusal(kind, text)));
                 }
                 Message::Opened { .. }
                 | Message::PartsOpened { .. }
                 | Message::Entrusted { .. }
+                | Message::HandedOver { .. }
                 | Message::Refused { .. }
                     if *belated < question =>
                 {
@@ -773,6 +826,7 @@ enum Answer {
     Opened(Opened, Vec<OwnedFd>),
     Parts(Vec<HandlePart>, Vec<OwnedFd>),
     Entrusted,
+    HandedOver(Vec<OwnedFd>),
     Refused(Error),
 }
 
@@ -1217,10 +1271,13 @@ impl Importer {
         drop(forgotten);
     }
 
-    /// Removes and returns the blocks that a connection opened. Blocks that are being dropped release their memory themselves.
-    pub(crate) fn take_revocable(&self, link: &Arc<Link>) -> Vec<(Arc<Import>, Arc<DeviceBlock>)> {
+    /// Removes and returns the blocks of these imports. Blocks that are being dropped release their memory themselves.
+    pub(crate) fn take_revocable(
+        &self,
+        is_revoked: impl Fn(&Arc<Import>) -> bool,
+    ) -> Vec<(Arc<Import>, Arc<DeviceBlock>)> {
         let mut revocable = self.revocable.lock();
-        let taken = revocable.extract_if(|_, (import, _)| Arc::ptr_eq(&import.link, link));
+        let taken = revocable.extract_if(|_, (import, _)| is_revoked(import));
         let taken: Vec<_> = taken.map(|(_, entry)| entry).collect();
         drop(revocable);
         taken.into_iter().filter_map(|(import, block)| block.upgrade().map(|block| (import, block))).collect()
@@ -1308,7 +1365,7 @@ impl Importer {
             ListedImport {
                 what: Listed { transport, device, device_uuid, bytes, since: import.since },
                 owner: process.number(),
-                owner_has_ended: owner.is_lost() || process.has_ended(),
+                owner_has_ended: owner.is_dead() || process.has_ended(),
                 is_idle: !import.open.is_open(),
             }
         };
@@ -1335,6 +1392,27 @@ impl Importer {
         if link.may_have_heir || link.imports.load(Ordering::Relaxed) == 0 {
             state.retire(link);
         }
+        true
+    }
+
+    /// Returns the connections to exporters that hand over or have done so, with the state of each.
+    pub(crate) fn hand_overs(&self) -> Vec<(Arc<Link>, Progress)> {
+        let links = self.links().into_iter().map(|link| {
+            let progress = link.hand_over();
+            (link, progress)
+        });
+        links.filter(|(_, progress)| *progress != Progress::None).collect()
+    }
+
+    /// Handles an exporter that has handed over: the next opens go to its heir. Returns `false` if this was done before.
+    pub(crate) fn handed_over(&self, link: &Arc<Link>) -> bool {
+        let mut state = self.state.lock();
+        if !link.note_hand_over() {
+            return false;
+        }
+        let imports = state.mapped().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
+        self.to_unmap.lock().extend(imports);
+        state.retire(link);
         true
     }
 

@@ -10,7 +10,8 @@
 //! | `Parts`: further parts of an allocation whose `Opened` announced some | `PartsOpened`, with their descriptors, or `Refused` |
 //! | `Abandon`: an `Opened` that could not be used | nothing |
 //! | `Ring`: check the flags in the counts | nothing |
-//! | `Entrust`, only to an heir: the handle of memory of the dead owner (`heir.rs`) | `Entrusted` or `Refused` |
+//! | `Entrust`, to an heir: the handle of memory of the dead owner (`heir.rs`); without parts, to an owner that hands over | `Entrusted` or `Refused` |
+//! | `TakeOver`, only to an owner that hands over (`hand_over.rs`) | `HandedOver`, with the socket on which it listened, or `Refused` |
 //!
 //! An `Open` names the secret of a ticket that has one. Before Linux 6.5, `Hello` and `Welcome` also bring the pidfd of their senders.
 //!
@@ -19,6 +20,9 @@
 //! Version 4 added heirs. The `Welcome` for an importer of version 4 states who may open, and whether its sender is an heir. An heir
 //! refuses older importers.
 //!
+//! Version 5 added the hand-over. Its messages follow a flag that only exporters of version 5 raise (`segment.rs`), so older processes
+//! neither send nor receive them. The `Welcome` for an importer of version 5 also states the process id of its sender.
+//!
 //! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
 use super::options::Openers;
@@ -26,13 +30,15 @@ use super::ticket::{Fields, Secret};
 use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
-pub(crate) const PROTOCOL: u16 = 4;
+pub(crate) const PROTOCOL: u16 = 5;
 /// Oldest version that is understood.
 pub(crate) const OLDEST_PROTOCOL: u16 = 2;
 /// First version that has the parts of adopted memory.
 pub(crate) const PROTOCOL_OF_PARTS: u16 = 3;
 /// First version that has heirs.
 pub(crate) const PROTOCOL_OF_HEIRS: u16 = 4;
+/// First version that has hand-overs.
+pub(crate) const PROTOCOL_OF_HAND_OVERS: u16 = 5;
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
 pub(crate) const AT_ONCE: usize = 32;
@@ -54,6 +60,8 @@ const PARTS: u16 = 8;
 const PARTS_OPENED: u16 = 9;
 const ENTRUST: u16 = 10;
 const ENTRUSTED: u16 = 11;
+const TAKE_OVER: u16 = 12;
+const HANDED_OVER: u16 = 13;
 const KNOCK: u16 = 20;
 const DOOR: u16 = 21;
 
@@ -91,6 +99,8 @@ pub(crate) struct Standing {
     pub(crate) is_heir: bool,
     /// The processes that may open the memory. An heir admits the same ones.
     pub(crate) openers: Openers,
+    /// The id of the sender in its own PID namespace; not in version 4. After a hand-over, the kernel may name the former owner.
+    pub(crate) pid: Option<u32>,
 }
 
 /// An allocation of a dead owner, and some of its parts, for the heir.
@@ -127,6 +137,8 @@ pub(crate) enum Message {
     Ring,
     Entrust { question: u32, entrusted: Entrusted },
     Entrusted { question: u32 },
+    TakeOver { question: u32 },
+    HandedOver { question: u32 },
     Refused { question: u32, kind: ErrorKind, text: String },
 }
 
@@ -173,6 +185,8 @@ impl Message {
             Self::PartsOpened { .. } => PARTS_OPENED,
             Self::Entrust { .. } => ENTRUST,
             Self::Entrusted { .. } => ENTRUSTED,
+            Self::TakeOver { .. } => TAKE_OVER,
+            Self::HandedOver { .. } => HANDED_OVER,
             Self::Knock { .. } => KNOCK,
             Self::Door => DOOR,
         };
@@ -189,7 +203,7 @@ impl Message {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
                 bytes.extend(incarnation);
-                if let Some(Standing { is_heir, openers }) = standing {
+                if let Some(Standing { is_heir, openers, pid }) = standing {
                     let (kind, group): (u32, u32) = match openers {
                         Openers::SameUser => (0, 0),
                         Openers::Group(group) => (1, *group),
@@ -198,6 +212,7 @@ impl Message {
                     bytes.extend(u32::from(*is_heir).to_le_bytes());
                     bytes.extend(kind.to_le_bytes());
                     bytes.extend(group.to_le_bytes());
+                    bytes.extend(pid.iter().flat_map(|pid| pid.to_le_bytes()));
                 }
             }
             Self::Open { question, key, wants, secret } => {
@@ -250,7 +265,9 @@ impl Message {
                     bytes.extend(part.payload);
                 }
             }
-            Self::Entrusted { question } => bytes.extend(question.to_le_bytes()),
+            Self::Entrusted { question } | Self::TakeOver { question } | Self::HandedOver { question } => {
+                bytes.extend(question.to_le_bytes());
+            }
             Self::Abandon { key } => {
                 bytes.extend(key.index.to_le_bytes());
                 bytes.extend(key.serial.to_le_bytes());
@@ -323,6 +340,8 @@ impl Message {
                 Self::Entrust { question, entrusted }
             }
             ENTRUSTED => Self::Entrusted { question: fields.u32()? },
+            TAKE_OVER => Self::TakeOver { question: fields.u32()? },
+            HANDED_OVER => Self::HandedOver { question: fields.u32()? },
             ABANDON => Self::Abandon { key: ExportKey { index: fields.u32()?, serial: fields.u64()? } },
             REFUSED => {
                 let question = fields.u32()?;
@@ -355,7 +374,8 @@ fn take_standing(fields: &mut Fields<'_>) -> Option<Standing> {
         2 => Openers::Secret,
         _ => return None,
     };
-    Some(Standing { is_heir: flags & 1 != 0, openers })
+    let pid = if fields.bytes.is_empty() { None } else { Some(fields.u32()?) };
+    Some(Standing { is_heir: flags & 1 != 0, openers, pid })
 }
 
 #[cfg(test)]
@@ -375,7 +395,7 @@ mod tests {
             further: 70_000,
         };
         let parts = vec![Part { bytes: 1 << 33, payload: [9; 64] }; MOST_PARTS];
-        let standing = Standing { is_heir: true, openers: Openers::Group(100) };
+        let standing = Standing { is_heir: true, openers: Openers::Group(100), pid: Some(7) };
         let wants = Wants { counts: true, ready: false, memory: true };
         let registers = Wants { counts: false, ready: true, memory: false };
         let entrusted = Entrusted {
@@ -398,6 +418,8 @@ mod tests {
             Message::Open { question: 8, key, wants: registers, secret: Some(Secret([6; 16])) },
             Message::Entrust { question: 8, entrusted },
             Message::Entrusted { question: 8 },
+            Message::TakeOver { question: 9 },
+            Message::HandedOver { question: 9 },
             Message::Knock { incarnation: [5; 16] },
             Message::Door,
             Message::Opened { question: 8, opened },
@@ -416,9 +438,10 @@ mod tests {
             assert!(bytes.len() <= LONGEST);
             assert_eq!(Message::decode(&bytes), Some(message.clone()));
             if !matches!(message, Message::Refused { .. }) {
-                // Without its standing, a welcome is one of an older version.
-                let older = matches!(message, Message::Welcome { standing: Some(_), .. }).then(|| bytes.len() - 12);
-                let cut = (0..bytes.len()).filter(|length| Some(*length) != older);
+                // Without the process id or its standing, a welcome is one of an older version.
+                let is_welcome = matches!(message, Message::Welcome { standing: Some(_), .. });
+                let older = if is_welcome { [bytes.len() - 4, bytes.len() - 16] } else { [usize::MAX; 2] };
+                let cut = (0..bytes.len()).filter(|length| !older.contains(length));
                 cut.for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
                 assert_eq!(Message::decode(&[&bytes[..], &[0]].concat()), None);
             }

@@ -30,7 +30,7 @@
 //! belongs to the exporter, and the vendor defines what remains of it. An importer that opened memory with
 //! [`OwnerDeath::Release`] keeps nothing. Its blocks are revoked (`revocation.rs`). The memory is unmapped once the importer's own
 //! work on it is done. `owner.rs` is the program's view of the exporter. An importer that opened memory with [`OwnerDeath::Inherit`]
-//! takes the exporter's name, and answers its tickets (`heir.rs`).
+//! takes the exporter's name, and answers its tickets (`heir.rs`). A living exporter gives it the name (`hand_over.rs`).
 
 mod batch;
 mod counts;
@@ -38,6 +38,7 @@ mod desk;
 mod exporter;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzed;
+mod hand_over;
 mod heir;
 mod heirs;
 mod held;
@@ -108,6 +109,7 @@ use name::Name;
 use owner::{Deaths, NoticesDeaths};
 use pinned_handle::PINNED;
 use rendezvous::Listener;
+use segment::Progress;
 use service::Service;
 use system::Bell;
 use ticket::Secret;
@@ -422,8 +424,16 @@ impl Sharing {
                 }
             }
         };
+        let mut after = after;
         let waits = !after.is_empty();
-        let number = self.exporter.number(key, after);
+        let number = match self.exporter.number(key, &mut after) {
+            Some(number) => number,
+            None => {
+                // The heir cannot learn of the work.
+                after.iter().try_for_each(|completion| self.services().is_passed(completion, true).map(drop))?;
+                self.exporter.number_handed_over(key).unwrap_or_default()
+            }
+        };
         if waits {
             self.bell.ring();
         }
@@ -549,11 +559,13 @@ impl Sharing {
     }
 
     /// Notes a block that is revoked when the owner of its memory dies.
-    pub(crate) fn watch_owner(&self, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
+    pub(crate) fn watch_owner(self: &Arc<Self>, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
         self.importer.add_revocable(import, block);
-        if import.link.is_lost() {
-            // The owner died in the meantime.
+        // In the meantime.
+        if import.link.is_dead() {
             self.revoke(&import.link);
+        } else if import.link.is_lost() {
+            self.succeed(import.ticket.incarnation);
         }
     }
 
@@ -564,7 +576,11 @@ impl Sharing {
 
     /// Revokes the blocks of a dead owner, and releases their memory once the work on it is done.
     fn revoke(&self, link: &Arc<Link>) {
-        for (import, block) in self.importer.take_revocable(link) {
+        self.revoke_if(|import| import.is_of(link));
+    }
+
+    fn revoke_if(&self, is_revoked: impl Fn(&Arc<Import>) -> bool) {
+        for (import, block) in self.importer.take_revocable(is_revoked) {
             if let Some(uses) = block.revoke() {
                 self.importer.release_after_uses(import, uses, &self.bell);
             }
@@ -573,6 +589,10 @@ impl Sharing {
 
     /// Handles the end of an exporter's process.
     fn link_ended(self: &Arc<Self>, link: &Arc<Link>) {
+        if link.hand_over() == Progress::Done {
+            // Its heir lives on.
+            return self.has_been_handed_over(link);
+        }
         if self.importer.link_ended(link) {
             self.revoke(link);
             self.succeed(*link.incarnation());
@@ -659,7 +679,7 @@ impl Desk for Sharing {
     }
 
     fn standing(&self) -> Standing {
-        Standing { is_heir: false, openers: self.meeting.openers }
+        Standing { is_heir: false, openers: self.meeting.openers, pid: None }
     }
 
     fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {

@@ -91,7 +91,7 @@ impl SharedMemory for Imported {
     }
 
     fn owner(&self) -> Option<Owner> {
-        self.runtime.inner.sharing.get().and_then(|sharing| sharing.owner_of(&self.import.link.process))
+        self.runtime.inner.sharing.get().and_then(|sharing| sharing.owner_of(&self.import.owner()?))
     }
 
     fn release(&self, block: &mut DeviceBlock) {

@@ -185,7 +185,7 @@ impl PinnedOrigin {
             Self::Made(_) => None,
             Self::Opened(opened) => {
                 let sharing = opened.runtime.inner.sharing.get()?;
-                sharing.owner_of(&opened.import.link.process)
+                sharing.owner_of(&opened.import.owner()?)
             }
         }
     }

@@ -18,13 +18,16 @@
 //!
 //! *Heirs.* An heir takes the name of a dead exporter. The kernel frees an abstract name when its last socket is closed, and binding
 //! it decides between several heirs. The file of a dead exporter stays. Heirs and exporters that remove such files hold the lock
-//! of the directory (`flock`) meanwhile, so none of them removes the file of a live process.
+//! of the directory (`flock`) meanwhile, so none of them removes the file of a live process. A living exporter that hands over gives
+//! its socket itself, so the name is never free (`hand_over.rs`).
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -67,7 +70,8 @@ struct Directory {
 /// The socket on which an exporter listens.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    socket: OwnedFd,
+    /// `None` once an heir has it.
+    socket: Mutex<Option<Arc<OwnedFd>>>,
     /// True if the socket is the inherited one.
     is_inherited: bool,
     /// Set when no other process holds the other end of the inherited pair, or the socket was shut down.
@@ -96,10 +100,9 @@ impl Meeting {
     /// Listens for importers.
     pub(crate) fn listen(&self, name: Name) -> Result<Listener> {
         let failed = |errno| os_error("share", "socket for importers", errno);
-        let listener = |socket, is_inherited| Listener { socket, is_inherited, has_ended: AtomicBool::new(false) };
         if let Place::Descriptor(end) = &self.place {
             let end = rustix::io::fcntl_dupfd_cloexec(end, 0).map_err(failed)?;
-            return Ok(listener(end, true));
+            return Ok(Listener::new(end, true));
         }
         let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
         match &self.place {
@@ -113,7 +116,7 @@ impl Meeting {
             }
         }
         rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
-        Ok(listener(socket, false))
+        Ok(Listener::new(socket, false))
     }
 
     /// Takes the name of an exporter that has ended, and listens for its importers. `None` while another process has the name.
@@ -132,7 +135,29 @@ impl Meeting {
             Err(errno) => return Err(failed(errno)),
         }
         rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
-        Ok(Some(Listener { socket, is_inherited: false, has_ended: AtomicBool::new(false) }))
+        Ok(Some(Listener::new(socket, false)))
+    }
+
+    /// Listens on the socket of an exporter that has handed it over.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is not a socket that listens.
+    pub(super) fn take_over(socket: OwnedFd) -> Result<Listener> {
+        let listens = rustix::net::sockopt::socket_acceptconn(&socket) == Ok(true);
+        if !is_seqpacket(socket.as_fd()) || !listens {
+            return Err(invalid_message("inherit", "a socket on which no exporter listens"));
+        }
+        // The kernel names the process that called this last to those that connect.
+        rustix::net::listen(&socket, BACKLOG).map_err(|errno| os_error("inherit", "socket for importers", errno))?;
+        Ok(Listener::new(socket, false))
+    }
+
+    /// Returns whether an heir can take the names of exporters here.
+    ///
+    /// # Errors
+    /// `Unsupported` at an inherited descriptor.
+    pub(super) fn check_named(&self) -> Result<()> {
+        if matches!(self.place, Place::Descriptor(_)) { Err(no_name()) } else { Ok(()) }
     }
 
     /// Returns whether this process can take the name of an exporter that is found by a method.
@@ -160,11 +185,13 @@ impl Meeting {
             listener.has_ended.store(true, Ordering::Relaxed);
             return;
         }
+        // The file and the socket may be those of an heir.
+        let Some(socket) = listener.socket.lock().clone() else { return };
         if let Place::Directory(directory) = &self.place {
             directory.remove(&name.file());
         }
         // A forked child may keep the socket open, so shut it down.
-        let _ = rustix::net::shutdown(&listener.socket, rustix::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
     }
 
     /// Connects to an exporter by the method of its ticket. `who` names the exporter in errors, and `check` fails if this
@@ -297,9 +324,21 @@ fn knock(end: &OwnedFd, name: Name, who: &str, patience: Patience, check: &dyn F
 }
 
 impl Listener {
+    fn new(socket: OwnedFd, is_inherited: bool) -> Self {
+        let socket = Mutex::new(Some(Arc::new(socket)));
+        Self { socket, is_inherited, has_ended: AtomicBool::new(false) }
+    }
+
     /// Returns the descriptor that is readable when an importer has come. `None` once no importer can come.
-    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        (!self.has_ended.load(Ordering::Relaxed)).then(|| self.socket.as_fd())
+    pub(crate) fn descriptor(&self) -> Option<Arc<OwnedFd>> {
+        if self.has_ended.load(Ordering::Relaxed) { None } else { self.socket.lock().clone() }
+    }
+
+    /// Closes the socket, which an heir has from now on.
+    pub(super) fn give_up(&self) {
+        // Closed without the lock, or by the thread that waits for it.
+        let given = self.socket.lock().take();
+        drop(given);
     }
 
     /// Records that the socket was shut down. The socket stays readable, and no importer can connect. An end of an inherited pair
@@ -317,11 +356,12 @@ impl Listener {
     /// `AGAIN` if no importer has come.
     pub(crate) fn accept(&self, incarnation: [u8; 16]) -> std::result::Result<Option<OwnedFd>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = self.socket.lock().clone().ok_or(Errno::AGAIN)?;
         if !self.is_inherited {
-            return rustix::net::accept_with(&self.socket, flags).map(Some);
+            return rustix::net::accept_with(&socket, flags).map(Some);
         }
         let mut buffer = [0_u8; LONGEST + 1];
-        match receive(self.socket.as_fd(), &mut buffer)? {
+        match receive(socket.as_fd(), &mut buffer)? {
             Received::Nothing => Err(Errno::AGAIN),
             Received::End => {
                 self.has_ended.store(true, Ordering::Relaxed);

@@ -37,6 +37,8 @@ const COUNT_WORDS: usize = COUNTS + SLOTS;
 
 /// The first words of a ready segment; word 0 is waited on.
 const READY_HEADER: usize = 8;
+/// The word with the state of a hand-over; 0 in the files of older versions.
+const HAND_OVER: usize = 1;
 const READY: usize = READY_HEADER;
 const ISSUED: usize = READY + SLOTS;
 const READY_WORDS: usize = ISSUED + SLOTS;
@@ -171,6 +173,16 @@ pub(crate) enum Readiness {
     Failed,
 }
 
+/// The progress of a hand-over by a living exporter (`hand_over.rs`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Progress {
+    None,
+    /// An heir may take the memory.
+    Offered,
+    /// An heir has it. The exporter answers no more.
+    Done,
+}
+
 impl ReadySegment {
     /// Published in place of a number if the exporter's device fails.
     pub(crate) const FAILED: u64 = u64::MAX;
@@ -217,6 +229,21 @@ impl ReadySegment {
             // The failed work belongs to the latest shares. The tickets before it are not known apart.
             Self::FAILED => (issued, 0),
             done => (issued, done.min(issued)),
+        }
+    }
+
+    /// Publishes the hand-over of the exporter's memory, in this segment. The caller must ring the importers afterwards.
+    pub(crate) fn set_hand_over(&self, progress: Progress) {
+        // Release: a process that reads the state sees the numbers and the words that the exporter wrote before.
+        self.0.words()[HAND_OVER].store(progress as u64, Ordering::Release);
+    }
+
+    /// Returns the state of a hand-over. An exporter of an older version never begins one.
+    pub(crate) fn hand_over(&self) -> Progress {
+        match self.0.words()[HAND_OVER].load(Ordering::Acquire) {
+            1 => Progress::Offered,
+            2 => Progress::Done,
+            _ => Progress::None,
         }
     }
 

@@ -70,6 +70,7 @@ impl Service {
             }
             self.reception.drop_silent_peers(visitors.desks());
             sharing.settle();
+            sharing.look_after_hand_overs();
             let moved = sharing.ask_after_work();
             pause = if rung || moved { SHORTEST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };
         }

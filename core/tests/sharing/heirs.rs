@@ -17,19 +17,19 @@ use crate::hostile::{forged, listen};
 use crate::peer::{Peer, until};
 
 impl Exporter {
-    fn open_as_heir(&self, ticket: &Ticket) -> Result<DeviceBuffer<u32>> {
+    pub(crate) fn open_as_heir(&self, ticket: &Ticket) -> Result<DeviceBuffer<u32>> {
         self.runtime.open_shared_with(ticket, &ImportOptions::new().with_owner_death(OwnerDeath::Inherit))
     }
 
     /// The shared allocations, those in limbo, and the importers.
-    fn exports(&self) -> (u64, u64, u64) {
+    pub(crate) fn exports(&self) -> (u64, u64, u64) {
         let sharing = self.runtime.statistics().sharing;
         (sharing.exported_blocks, sharing.limbo_blocks, sharing.peers)
     }
 
     /// Opens a ticket as soon as somebody answers it.
     #[track_caller]
-    fn open_in_time(&self, ticket: &Ticket) -> DeviceBuffer<u32> {
+    pub(crate) fn open_in_time(&self, ticket: &Ticket) -> DeviceBuffer<u32> {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             match self.runtime.open_shared(ticket) {
@@ -41,7 +41,7 @@ impl Exporter {
     }
 
     #[track_caller]
-    fn assert_value(&self, buffer: &DeviceBuffer<u32>, value: u32) {
+    pub(crate) fn assert_value(&self, buffer: &DeviceBuffer<u32>, value: u32) {
         assert!(self.stream.download(buffer).unwrap().iter().all(|is| *is == value));
     }
 }
@@ -258,7 +258,7 @@ fn a_batch_is_inherited_with_all_its_allocations() {
 }
 
 /// A runtime with options of sharing.
-fn runtime(rendezvous: Rendezvous, openers: Openers) -> Exporter {
+pub(crate) fn runtime(rendezvous: Rendezvous, openers: Openers) -> Exporter {
     let sharing = SharingOptions::new().with_rendezvous(rendezvous).with_openers(openers);
     let gpu = MockGpu::open(MockOptions::new()).unwrap();
     let runtime = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_sharing(sharing)).unwrap();

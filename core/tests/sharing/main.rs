@@ -5,6 +5,7 @@ mod batches;
 mod containers;
 mod faults;
 mod graphs;
+mod hand_over;
 mod heirs;
 mod hostile;
 mod kills;

@@ -107,6 +107,21 @@ impl Peer {
         self.child.wait().unwrap();
     }
 
+    /// The allocations that the process owns, and the importers that it counts. An answer to an earlier command may come first.
+    pub(crate) fn exports(&mut self) -> (u64, u64) {
+        let mut counts = self.ask("exports");
+        while counts.starts_with("handed") || counts.starts_with("error") {
+            counts = self.hear();
+        }
+        let counts: Vec<u64> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
+        (counts[0], counts[2])
+    }
+
+    /// Waits for the end of a process that was killed.
+    pub(crate) fn wait(mut self) {
+        self.child.wait().unwrap();
+    }
+
     pub(crate) fn quit(mut self) -> ExitStatus {
         self.say("quit");
         self.child.wait().unwrap()
@@ -327,6 +342,11 @@ impl Obedient {
             ["exports"] => {
                 let sharing = self.runtime.statistics().sharing;
                 Ok(format!("{} {} {}", sharing.exported_blocks, sharing.limbo_blocks, sharing.peers))
+            }
+            // Waits at most this number of milliseconds for an heir.
+            ["hand-over", limit] => {
+                let limit = Duration::from_millis(limit.parse().unwrap());
+                self.runtime.hand_over(limit).map(|()| "handed over".to_owned())
             }
             // Closes every socket, so that the names of the process are free, as after its end.
             ["close-sockets"] => {

@@ -1,16 +1,17 @@
 //! The importer's part of a succession: it keeps the handles of memory, and turns to the heir of an exporter that has died.
 
 use std::collections::HashMap;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::super::heir::{Estate, Kept};
 use super::super::held::HeldMemory;
+use super::super::identity::Process;
 use super::super::message::{ExportKey, Message};
 use super::super::patience::{OPERATION, Patience};
 use super::super::pinned_handle::PINNED;
-use super::super::segment::{CountSegment, ReadySegment, place_of};
+use super::super::segment::{CountSegment, Progress, ReadySegment, place_of};
 use super::super::system::{Bell, invalid_message};
 use super::super::ticket::Ticket;
 use super::{Answer, Import, Importer, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped};
@@ -31,6 +32,27 @@ impl Import {
             Succession::None => self.link.has_no_process(),
             Succession::Registered(registration) => registration.link.has_no_process(),
             Succession::Inherited(_) | Succession::Over => false,
+        }
+    }
+
+    /// Returns the connection to the process that counts this import.
+    fn counted_at(&self) -> Arc<Link> {
+        self.heir().unwrap_or_else(|| Arc::clone(&self.link))
+    }
+
+    /// Returns whether the process behind a connection counts this import.
+    pub(crate) fn is_of(&self, link: &Arc<Link>) -> bool {
+        Arc::ptr_eq(&self.counted_at(), link)
+    }
+
+    /// Returns the process that owns the memory: the exporter, or the heir that it has handed over to. `None` if that is this process.
+    pub(crate) fn owner(&self) -> Option<Arc<Process>> {
+        let heir = self.heir();
+        let is_handed_over = self.link.is_handed_over();
+        match heir.filter(|_| is_handed_over) {
+            Some(heir) => Some(Arc::clone(&heir.process)),
+            None if is_handed_over && self.is_inherited() => None,
+            None => Some(Arc::clone(&self.link.process)),
         }
     }
 
@@ -64,7 +86,9 @@ impl Importer {
             let ticket = &import.ticket;
             // Others have no heirs.
             let may_have_heir = ticket.transport == Transport::Descriptor && import.link.may_have_heir;
-            may_have_heir && ticket.incarnation == *incarnation && import.open.is_open() && import.is_widowed()
+            // The owner has dropped the others while it lived.
+            let is_shared = import.open.is_open() && !import.slot().is_closed();
+            may_have_heir && ticket.incarnation == *incarnation && is_shared && import.is_widowed()
         };
         state.mapped().filter(is_widowed).cloned().collect()
     }
@@ -72,6 +96,22 @@ impl Importer {
     /// Returns whether imports have lost an heir that counted them.
     pub(crate) fn has_lost_heir(&self, incarnation: &[u8; 16]) -> bool {
         self.widowed(incarnation).iter().any(|import| import.heir().is_some())
+    }
+
+    /// Returns the imports that a connection counts, and whose handles are kept here, as far as the owner has not dropped them.
+    pub(crate) fn heirs_of(&self, link: &Arc<Link>) -> Vec<Arc<Import>> {
+        let is_heir = |import: &&Arc<Import>| {
+            let is_shared = import.open.is_open() && !import.slot().is_closed();
+            import.is_held() && is_shared && import.is_of(link)
+        };
+        self.state.lock().mapped().filter(is_heir).cloned().collect()
+    }
+
+    /// Takes over what an exporter hands over. Returns its socket.
+    pub(crate) fn take_over(&self, imports: &[Arc<Import>], link: &Link, mapper: &dyn Mapper) -> Result<OwnedFd> {
+        let mut patience = Patience::new(super::HEIR_ANSWERS_WITHIN);
+        let held = imports.iter().filter_map(|import| import.held.get());
+        link.take_over(held.map(|held| &**held), mapper, &mut patience)
     }
 
     /// Answers for the imports whose handles are kept here.
@@ -184,7 +224,7 @@ impl CountedAt {
 }
 
 impl Link {
-    /// Returns whether the process at the other end has ended. The service may not have noticed it yet. An heir that left out the
+    /// Returns whether the process at the other end has ended, or answers no more after a hand-over. The service may not have noticed it yet. An heir that left out the
     /// imports of such a link would answer for a part of the memory, and return `Expired` for the rest.
     pub(in super::super) fn has_no_process(&self) -> bool {
         self.is_lost() || self.process.has_ended()
@@ -194,6 +234,39 @@ impl Link {
     /// owner, before its device work has ended. Its pidfd is readable after that.
     pub(in super::super) fn may_still_work(&self) -> bool {
         self.is_cut() && !self.has_no_process()
+    }
+
+    /// Returns the state of a hand-over by the process at the other end.
+    pub(in super::super) fn hand_over(&self) -> Progress {
+        let parts = self.parts.lock();
+        let ready = parts.iter().filter_map(|part| part.ready.as_ref());
+        ready.map(|ready| ready.hand_over()).max().unwrap_or(Progress::None)
+    }
+
+    /// Claims the allocations of a process that hands over, and takes its place. Returns the socket on which it listened.
+    pub(in super::super) fn take_over<'h>(
+        &self,
+        held: impl Iterator<Item = &'h HeldMemory>,
+        mapper: &dyn Mapper,
+        patience: &mut Patience,
+    ) -> Result<OwnedFd> {
+        for held in held {
+            patience.renew();
+            self.entrust(held, None, (0, 0), mapper, *patience)?;
+        }
+        patience.renew();
+        let mut channel = self.channel.lock();
+        *channel = channel.wrapping_add(1);
+        let question = *channel;
+        self.say(&Message::TakeOver { question }, &[], mapper, *patience)?;
+        match self.answer(question, &mut 0, mapper, *patience)? {
+            Answer::HandedOver(descriptors) => {
+                let missing = || invalid_message(OPERATION, "a hand-over without its socket");
+                descriptors.into_iter().next().ok_or_else(missing)
+            }
+            Answer::Refused(error) => Err(error),
+            Answer::Opened(..) | Answer::Parts(..) | Answer::Entrusted => Err(self.astray("an answer to no hand-over")),
+        }
     }
 
     /// Opens an allocation. Returns the handles of all parts, and the count.
@@ -266,7 +339,7 @@ impl Link {
         match self.answer(question, &mut 0, mapper, patience)? {
             Answer::Entrusted => Ok(handles.len()),
             Answer::Refused(error) => Err(error),
-            Answer::Opened(..) | Answer::Parts(..) => Err(self.astray("an answer to no claim")),
+            Answer::Opened(..) | Answer::Parts(..) | Answer::HandedOver(_) => Err(self.astray("an answer to no claim")),
         }
     }
 }
