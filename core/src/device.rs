@@ -187,6 +187,43 @@ impl Device {
     /// The caller must pass a live stream of this device. The caller must keep it alive until this stream and every
     /// buffer used on it have been dropped. Default streams always stay alive.
     pub unsafe fn stream_from_raw(&self, raw: u64) -> Result<Stream> {
+        // SAFETY: The caller keeps the stream.
+        unsafe { self.adopt_stream(raw, ()) }
+    }
+
+    /// As [`Device::stream_from_raw`], with an object that keeps the stream alive, such as a reference of the library that made
+    /// it. The object is dropped once nothing uses the stream. That may happen in any thread. A call that fails drops it at once,
+    /// and so does a call that returns a default stream. In a forked child and once the process exits, it is leaked.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use highwater_core::{Backend, Runtime, StreamId, StreamOptions};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # struct TheirStream(Arc<MockGpu>, StreamId);
+    /// # impl TheirStream {
+    /// #     fn raw(&self) -> highwater_core::Result<u64> { self.0.raw_stream(self.1) }
+    /// # }
+    /// # impl Drop for TheirStream {
+    /// #     fn drop(&mut self) { self.0.destroy_stream(self.1).unwrap(); }
+    /// # }
+    /// # let gpu = MockGpu::open(MockOptions::new())?;
+    /// # let runtime = Runtime::new(gpu.clone())?;
+    /// # let theirs = Arc::new(TheirStream(gpu.clone(), gpu.create_stream(0, &StreamOptions::new())?));
+    /// let device = runtime.device(0)?;
+    /// // SAFETY: the stream is of this device, and the reference keeps it.
+    /// let stream = unsafe { device.adopt_stream(theirs.raw()?, Arc::clone(&theirs))? };
+    /// drop(theirs); // `stream` still works
+    /// assert_eq!(stream.download(&stream.upload(&[1_u8])?)?, [1]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Device::stream_from_raw`].
+    ///
+    /// # Safety
+    /// The caller must pass a stream of this device that stays alive until `keep_alive` is dropped. The drop of `keep_alive` must
+    /// be sound in any thread.
+    pub unsafe fn adopt_stream(&self, raw: u64, keep_alive: impl Send + Sync + 'static) -> Result<Stream> {
         const OPERATION: &str = "stream_from_raw";
         let inner = &self.runtime.inner;
         inner.check(OPERATION)?;
@@ -210,7 +247,7 @@ impl Device {
         // SAFETY: the caller keeps the promise that the backend requires.
         let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw) };
         let id = id.map_err(|error| self.place_of_stream(OPERATION, raw, error))?;
-        Ok(Stream::foreign(self.runtime.clone(), id))
+        Ok(Stream::foreign(self.runtime.clone(), id, keep_alive))
     }
 
     /// Allocates device memory for `len` values of `T`, usable from every stream. The contents are unspecified.

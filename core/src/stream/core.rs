@@ -4,7 +4,9 @@
 //! thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a completion
 //! event, which it cannot record. So the end of each submission lock records a completion event.
 
+use std::any::Any;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, ThreadId};
@@ -58,6 +60,8 @@ pub(crate) struct StreamCore {
     pub(super) owner: Option<Owner>,
     /// True if the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
+    /// For a stream of other code: what keeps it alive.
+    keep_alive: Option<KeepStream>,
     end: Arc<StreamEnd>,
     /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
     pub(super) settled: Condvar,
@@ -98,7 +102,12 @@ pub(super) struct Origin {
     pub(super) foreign: bool,
     /// For the per-thread default stream: its thread.
     pub(super) owner: Option<Owner>,
+    /// What keeps the stream of other code alive.
+    pub(super) keep_alive: Option<KeepStream>,
 }
+
+/// What keeps a stream of other code alive.
+pub(super) type KeepStream = Box<dyn Any + Send + Sync>;
 
 impl fmt::Debug for StreamCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -114,7 +123,7 @@ impl StreamCore {
         services: Arc<Services>,
         workspaces: Arc<Workspaces>,
         id: StreamId,
-        Origin { owned, foreign, owner }: Origin,
+        Origin { owned, foreign, owner, keep_alive }: Origin,
     ) -> Arc<Self> {
         let device = id.device();
         let state = services.device(device);
@@ -129,6 +138,7 @@ impl StreamCore {
             blas_key: key_of(BlasKind::Blas),
             lt_key: key_of(BlasKind::Lt),
             owned,
+            keep_alive,
             end: Arc::default(),
             submission: Mutex::default(),
             settled: Condvar::new(),
@@ -312,6 +322,8 @@ impl Drop for Ending<'_> {
 
 impl Drop for StreamCore {
     fn drop(&mut self) {
+        // Other code's drop may call a driver that no longer works.
+        let keep_alive = ManuallyDrop::new(self.keep_alive.take());
         if !self.is_own_process() {
             return;
         }
@@ -329,6 +341,10 @@ impl Drop for StreamCore {
         }
         ending.last.clone_from(&last);
         drop(ending);
+        if !may_release && self.services.backend.is_exiting() {
+            return;
+        }
+        let _keep_alive = ManuallyDrop::into_inner(keep_alive);
         if !may_release {
             return;
         }

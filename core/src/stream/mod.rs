@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 pub use values::Scope;
 
-use self::core::{Origin, Owner, StreamCore, not_the_owner};
+use self::core::{KeepStream, Origin, Owner, StreamCore, not_the_owner};
 use crate::runtime::Runtime;
 use highwater_hal::{Backend, Result, StreamId};
 
@@ -58,9 +58,10 @@ impl Stream {
         Self::of(runtime, id, Origin { owned, ..Origin::default() })
     }
 
-    /// Wraps a stream that other code made and may capture.
-    pub(crate) fn foreign(runtime: Runtime, id: StreamId) -> Self {
-        Self::of(runtime, id, Origin { owned: true, foreign: true, owner: None })
+    /// Wraps a stream that other code made and may capture, and that `keep_alive` keeps.
+    pub(crate) fn foreign(runtime: Runtime, id: StreamId, keep_alive: impl Send + Sync + 'static) -> Self {
+        let keep_alive = Some(Box::new(keep_alive) as KeepStream);
+        Self::of(runtime, id, Origin { owned: true, foreign: true, keep_alive, ..Origin::default() })
     }
 
     /// Returns the calling thread's default stream.
@@ -68,7 +69,7 @@ impl Stream {
         let id = StreamId::per_thread_default(runtime.identity().tag, device);
         let events = Arc::clone(&runtime.inner.device(device).events);
         let owner = Owner::current(events);
-        let stream = Self::of(runtime, id, Origin { owned: false, foreign: true, owner: Some(owner) });
+        let stream = Self::of(runtime, id, Origin { foreign: true, owner: Some(owner), ..Origin::default() });
         // From here on, a completion event exists.
         stream.core.enter_outside("record_event")?;
         Ok(stream)
