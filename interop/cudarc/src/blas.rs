@@ -94,11 +94,7 @@ macro_rules! products_of {
                 })
             }
 
-            unsafe fn gemm_strided_batched<
-                A: DevicePtr<$scalar>,
-                B: DevicePtr<$scalar>,
-                C: DevicePtrMut<$scalar>,
-            >(
+            unsafe fn gemm_strided_batched<A: DevicePtr<$scalar>, B: DevicePtr<$scalar>, C: DevicePtrMut<$scalar>>(
                 &self,
                 cfg: StridedBatchedConfig<$scalar>,
                 a: &A,

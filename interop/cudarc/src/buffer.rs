@@ -5,7 +5,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use cudarc::driver::{
-    CudaStream, DriverError, DevicePtr, DevicePtrMut, DeviceSlice as CudarcSlice, LaunchArgs, PushKernelArg, SyncOnDrop, sys,
+    CudaStream, DevicePtr, DevicePtrMut, DeviceSlice as CudarcSlice, DriverError, LaunchArgs, PushKernelArg,
+    SyncOnDrop, sys,
 };
 use highwater_core::{Access, DeviceBuffer, DevicePtr as Address, DeviceSlice, Element, Error, ErrorKind, Result};
 
@@ -103,8 +104,9 @@ impl JoinedStream {
         if home.context() != own.context() {
             let [theirs, ours] = [home, own].map(|stream| stream.context().ordinal());
             let message = format!("the slice is of cudarc's device {theirs}, the stream of cudarc's device {ours}");
-            return Err(Error::new(ErrorKind::WrongDevice, operation, message)
-                .with_hint("use a stream of the slice's context"));
+            return Err(
+                Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the slice's context")
+            );
         }
         Ok(Arc::clone(home))
     }
@@ -118,6 +120,14 @@ impl JoinedStream {
         home: Arc<CudaStream>,
         sync: SyncOnDrop<'a>,
     ) -> Result<LentSlice<'a, T>> {
+        if len == 0 {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                operation,
+                "the slice is empty, expected at least one value",
+            )
+            .with_hint("skip the work of empty slices"));
+        }
         let is_tracked = matches!(sync, SyncOnDrop::Record(Some(_)));
         let home = Home { home, used_on: self.cuda_stream(), is_tracked };
         if !home.is_ordered() {
@@ -144,8 +154,9 @@ impl JoinedStream {
         let slice = slice.into();
         if slice.device() != self.device() {
             let message = format!("the memory is on device {}, the stream on device {}", slice.device(), self.device());
-            return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
-                .with_hint("use a stream of the buffer's device"));
+            return Err(
+                Error::new(ErrorKind::WrongDevice, OPERATION, message).with_hint("use a stream of the buffer's device")
+            );
         }
         self.note_device_use(slice, Access::Write)?;
         Ok(LentBuffer { stream: self, slice, address: slice.ptr().get(), in_this_thread: PhantomData })

@@ -53,7 +53,8 @@ impl StreamExt for Stream {
         let devices = (0..runtime.device_count()).map(|ordinal| runtime.device(ordinal)).collect::<Result<Vec<_>>>()?;
         let Some(device) = devices.iter().find(|device| device.info().uuid == uuid) else {
             let written = |uuid: &[u8; 16]| uuid.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-            let has = devices.iter().map(|device| format!("{} (UUID {})", device.ordinal(), written(&device.info().uuid)));
+            let has =
+                devices.iter().map(|device| format!("{} (UUID {})", device.ordinal(), written(&device.info().uuid)));
             let message = format!(
                 "the stream is of cudarc's device {} (UUID {}), the runtime has the devices {}",
                 context.ordinal(),
