@@ -389,6 +389,7 @@ mod candle {
         }
 
         pub(super) unsafe fn disable_event_tracking(&self) {
+            // SAFETY: As the caller promises.
             unsafe { self.context.disable_event_tracking() }
         }
 
