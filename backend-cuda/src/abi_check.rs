@@ -82,6 +82,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
             device_get_attribute = cuDeviceGetAttribute(_, _, _);
             device_can_access_peer = cuDeviceCanAccessPeer(_, _, _);
             device_primary_ctx_retain = cuDevicePrimaryCtxRetain(_, _);
+            device_primary_ctx_get_state = cuDevicePrimaryCtxGetState(_, _, _);
             ctx_get_current = cuCtxGetCurrent(_);
             ctx_push_current = cuCtxPushCurrent_v2(_);
             ctx_pop_current = cuCtxPopCurrent_v2(_);

@@ -36,6 +36,8 @@ vendor_calls! {
             device_can_access_peer: "DeviceCanAccessPeer" (*mut i32, i32, i32);
             /// Retains a device's primary context: out, device.
             device_primary_ctx_retain: "DevicePrimaryCtxRetain" (*mut RawContext, i32);
+            /// Returns whether a device's primary context exists: device, out (flags), out.
+            device_primary_ctx_get_state: "DevicePrimaryCtxGetState" (i32, *mut u32, *mut i32);
             /// Returns the calling thread's context: out.
             ctx_get_current: "CtxGetCurrent" (*mut RawContext);
             /// Makes a context current until it is popped: context.

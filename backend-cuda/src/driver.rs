@@ -104,6 +104,22 @@ impl Driver {
         }
     }
 
+    /// Returns the primary context of a device if it exists. Creates none: a context takes hundreds of MiB.
+    pub(crate) fn existing_context(&self, device: u32) -> Result<Option<RawContext>, i32> {
+        if let Some(known) = self.devices.get(device as usize)
+            && known.context.get().is_none()
+        {
+            let (mut flags, mut is_active) = (0, 0);
+            // SAFETY: The call writes two numbers, which outlive it.
+            match unsafe { (self.own.device_primary_ctx_get_state)(known.number, &mut flags, &mut is_active) } {
+                0 if is_active == 0 => return Ok(None),
+                0 => {}
+                code => return Err(code),
+            }
+        }
+        self.context(device).map(Some)
+    }
+
     /// Pushes a context that is not current. `code` is the result of the query for the current context.
     #[cold]
     #[inline(never)]

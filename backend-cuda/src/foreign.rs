@@ -21,19 +21,42 @@ mod attribute {
 
 const DEVICE_MEMORY: u64 = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u64;
 
+const OPERATION: &str = "describe_memory";
+
+/// Returns an attribute of memory; `None` if the driver does not know it, or if such memory does not have it.
+fn attribute_of(get: unsafe extern "C" fn(*mut u8, u32, DevicePtr) -> i32, which: u32, ptr: DevicePtr) -> Option<u64> {
+    // Attributes have 32 or 64 bits. The numbers are little-endian.
+    let mut value = 0_u64;
+    // SAFETY: The call writes at most 64 bits, which outlive it.
+    let code = unsafe { get((&raw mut value).cast(), which, ptr) };
+    (code == 0).then_some(value)
+}
+
+fn elsewhere(ptr: DevicePtr, owner: i32, number: i32) -> Error {
+    let message = format!("{ptr:?} is memory of CUDA's device {owner}, not of CUDA's device {number}");
+    Error::new(ErrorKind::WrongDevice, OPERATION, message).with_hint("pass the device that the memory belongs to")
+}
+
+/// Refuses memory of another device than that with this number, which needs no context. Any device can use managed memory.
+pub(crate) fn refuse_memory_of_others(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<()> {
+    let Some(get) = cuda.driver.own.pointer_get_attribute else { return Ok(()) };
+    let attribute = |which| attribute_of(get, which, ptr);
+    if attribute(attribute::MEMORY_TYPE) != Some(DEVICE_MEMORY)
+        || attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0
+    {
+        return Ok(());
+    }
+    match attribute(attribute::DEVICE_ORDINAL).map(|owner| owner as u32 as i32) {
+        Some(owner) if owner != number => Err(elsewhere(ptr, owner, number)),
+        _ => Ok(()),
+    }
+}
+
 /// Describes the memory at an address. The device with this number is current.
 pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<MemoryRange> {
-    const OPERATION: &str = "describe_memory";
     let lacks = || Error::lacks(OPERATION, "foreign_memory");
     let get = cuda.driver.own.pointer_get_attribute.ok_or_else(lacks)?;
-    // An attribute that the driver does not know, or that such memory does not have, is `None`.
-    let attribute = |which: u32| {
-        // Attributes have 32 or 64 bits. The numbers are little-endian.
-        let mut value = 0_u64;
-        // SAFETY: The call writes at most 64 bits, which outlive it.
-        let code = unsafe { get((&raw mut value).cast(), which, ptr) };
-        (code == 0).then_some(value)
-    };
+    let attribute = |which| attribute_of(get, which, ptr);
     let Some(memory_type) = attribute(attribute::MEMORY_TYPE) else {
         return Err(no_device_memory(OPERATION, ptr, "in no memory that CUDA knows"));
     };
@@ -44,9 +67,7 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
         }
         let owner = attribute(attribute::DEVICE_ORDINAL).map_or(number, |owner| owner as u32 as i32);
         if owner != number {
-            let message = format!("{ptr:?} is memory of CUDA's device {owner}, not of CUDA's device {number}");
-            return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
-                .with_hint("pass the device that the memory belongs to"));
+            return Err(elsewhere(ptr, owner, number));
         }
     }
     let range = cuda.calls().mem_get_address_range.ok_or_else(lacks)?;

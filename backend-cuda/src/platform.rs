@@ -114,7 +114,7 @@ unsafe impl Platform for Cuda {
         let mut context = RawContext::NULL;
         // SAFETY: The caller promises that the stream is alive. The call writes one number, which outlives it.
         match unsafe { (self.driver.own.stream_get_ctx)(stream, &mut context) } {
-            0 => Ok(context == self.driver.context(device)?),
+            0 => Ok(self.driver.existing_context(device)? == Some(context)),
             code => Err(code),
         }
     }
@@ -172,6 +172,14 @@ unsafe impl Platform for Cuda {
         const OPERATION: &str = "unmap_memory";
         // SAFETY: As above.
         codes::CUDA.check(OPERATION, unsafe { (self.mapped_memory(OPERATION)?.mem_unmap)(ptr, bytes) })
+    }
+
+    fn refuse_memory_of_others(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        match self.driver.existing_context(device) {
+            Ok(None) => foreign::refuse_memory_of_others(self, self.number(device), ptr),
+            // Else the description says it.
+            _ => Ok(()),
+        }
     }
 
     fn describe_memory(&self, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {

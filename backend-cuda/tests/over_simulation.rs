@@ -353,19 +353,54 @@ fn an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver() 
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
+/// Returns whether the primary context of a device exists.
+fn is_active(device: i32) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: The call writes two numbers, which outlive it.
+    let code = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) };
+    assert_eq!(code as u32, 0);
+    active != 0
+}
+
+#[test]
+fn the_search_for_the_device_of_an_object_makes_no_context() {
+    const TEST: &str = "the_search_for_the_device_of_an_object_makes_no_context";
+    if isolated::version().is_none() {
+        isolated::outside(TEST, &["cuda"], &[("HIGHWATER_MOCK", "devices=4")], None);
+        return;
+    }
+    let runtime = Runtime::new(highwater_cuda::open().unwrap()).unwrap();
+    if runtime.device_count() < 4 {
+        return;
+    }
+    let theirs = cudarc::driver::CudaContext::new(3).unwrap().new_stream().unwrap();
+    let slice = theirs.alloc_zeros::<u8>(64).unwrap();
+    let (address, _uses) = cudarc::driver::DevicePtr::device_ptr(&slice, &theirs);
+    assert!((0..3).all(|device| !is_active(device)) && is_active(3));
+    // The search passes the devices 0 and 2, and finds 3.
+    let device = runtime.device(1).unwrap();
+    let places = |text: &str| text.contains("belongs to device 3 (UUID ") && text.contains("not to device 1 (UUID ");
+    // SAFETY: The stream and the memory live until the end of the test.
+    let (stream, memory) = unsafe {
+        let pointer = highwater_core::DevicePtr::new(address);
+        (
+            device.stream_from_raw(theirs.cu_stream().addr() as u64).unwrap_err(),
+            DeviceBuffer::<u8>::from_raw(&device, pointer, 64).map(|_| ()).unwrap_err(),
+        )
+    };
+    for error in [stream, memory] {
+        assert_eq!(error.kind(), ErrorKind::WrongDevice, "{error}");
+        assert!(places(error.message()), "{error}");
+    }
+    assert!((0..3).all(|device| !is_active(device)), "the search made a context");
+}
+
 #[test]
 fn page_locked_memory_makes_no_context_on_a_device_that_is_not_used() {
     let Some(backend) = open("page_locked_memory_makes_no_context_on_a_device_that_is_not_used") else { return };
     if backend.device_count() < 2 {
         return;
     }
-    let is_active = |device: i32| {
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: The call writes two numbers, which outlive it.
-        let code = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) };
-        assert_eq!(code as u32, 0);
-        active != 0
-    };
     let block = backend.allocate(1, &AllocateOptions::new(64)).unwrap();
     let host = backend.host_allocator().allocate(64, &HostOptions::new()).unwrap();
     assert!(is_active(1) && !is_active(0));

@@ -36,6 +36,7 @@ impl<P: Platform> DriverState<P> {
 
     fn describe_by_vendor(&self, operation: &'static str, device: u32, ptr: DevicePtr) -> Result<MemoryRange> {
         let _relaxed = self.relaxed();
+        self.platform.refuse_memory_of_others(device, ptr)?;
         let _current = self.make_current(operation, device)?;
         let mut range = self.platform.describe_memory(device, ptr)?;
         let offered = self.capabilities(operation, device)?.ipc_transports;

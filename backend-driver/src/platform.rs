@@ -378,6 +378,15 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         Err(Error::lacks("unmap_memory", "mapped_memory"))
     }
 
+    /// Refuses memory of other devices if the device has no context yet. So a search for the device of an address creates none.
+    ///
+    /// # Errors
+    /// `WrongDevice` for memory of another device.
+    fn refuse_memory_of_others(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        let _ = (device, ptr);
+        Ok(())
+    }
+
     /// Describes the memory at an address that is not null. The device is current. `transports` are those by which the vendor
     /// may export the start of the range.
     ///
