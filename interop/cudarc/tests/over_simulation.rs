@@ -11,6 +11,13 @@ use highwater_core::{CaptureMode, DeviceBuffer, ErrorKind, Matrix, Runtime, Stre
 use highwater_cudarc::{CudarcPinned, JoinedStream, PooledBlas, StreamExt};
 use highwater_simulated_harness::isolated;
 
+#[allow(dead_code, reason = "the tests call `run`, not `main`")]
+#[path = "../examples/cudarc_program.rs"]
+mod cudarc_program;
+#[allow(dead_code, reason = "the tests call `run`, not `main`")]
+#[path = "../examples/own_kernel.rs"]
+mod own_kernel;
+
 /// Runs a test again over the simulation. Returns a runtime in that run, and `None` after it.
 fn open(test: &str) -> Option<Runtime> {
     if isolated::version().is_some() {
@@ -347,6 +354,20 @@ fn pooled_handles_give_the_numbers_of_cudarcs_own() {
             });
         }
     });
+}
+
+#[test]
+fn the_example_of_a_cudarc_program_passes_its_checks() {
+    if open("the_example_of_a_cudarc_program_passes_its_checks").is_some() {
+        cudarc_program::run().unwrap();
+    }
+}
+
+#[test]
+fn the_example_of_an_own_kernel_passes_its_checks() {
+    if open("the_example_of_an_own_kernel_passes_its_checks").is_some() {
+        own_kernel::run(false).unwrap();
+    }
 }
 
 /// The parts of candle-core 0.11.1 that take or return a stream, a slice or a handle of cudarc, with its signatures and its calls.
