@@ -18,6 +18,7 @@ only() {
 hal=highwater-hal cuda='highwater-(hal|driver|cuda)|cudarc' rocm='highwater-(hal|driver|rocm)'
 only $hal '' --all-features
 for package in core driver plugin mock conformance; do only highwater-$package "$hal" --all-features; done
+only highwater-cudarc "$hal|highwater-core|cudarc" --all-features
 only highwater-pytorch "$hal|highwater-core" --all-features
 only highwater-cuda "$cuda"
 only highwater-rocm "$rocm"

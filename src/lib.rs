@@ -78,7 +78,7 @@
 //!
 //! [from cudarc]: https://docs.rs/crate/highwater/latest/source/docs/from-cudarc.md
 //! [from PyTorch]: https://docs.rs/crate/highwater/latest/source/docs/from-pytorch.md
-//! [a kernel of their own]: https://docs.rs/crate/highwater/latest/source/docs/launch-your-own-kernel.md
+//! [a kernel of their own]: https://docs.rs/crate/highwater/latest/source/docs/own-kernels.md
 //! [asynchronous code]: https://docs.rs/crate/highwater/latest/source/docs/async.md
 //! [row-major matrices]: https://docs.rs/crate/highwater/latest/source/docs/row-major.md
 //! [several devices]: https://docs.rs/crate/highwater/latest/source/docs/several-devices.md
@@ -159,7 +159,7 @@ mod pages {
         Faq "../docs/faq.md"
         FromCudarc "../docs/from-cudarc.md"
         FromPyTorch "../docs/from-pytorch.md"
-        LaunchYourOwnKernel "../docs/launch-your-own-kernel.md"
+        OwnKernels "../docs/own-kernels.md"
         HostMemory "../docs/host-memory.md"
         RowMajor "../docs/row-major.md"
         SeveralDevices "../docs/several-devices.md"
