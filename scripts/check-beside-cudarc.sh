@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks that a program can use Highwater's CUDA backend beside cudarc with the features that candle asks for: both end up in
-# one build of cudarc, whose features are then the union. Needs no CUDA. Usage: scripts/check-beside-cudarc.sh
+# Checks that a program can use Highwater's CUDA backend and `highwater-cudarc` beside cudarc with the features that candle asks
+# for: all end up in one build of cudarc, whose features are then the union. Needs no CUDA. Usage: scripts/check-beside-cudarc.sh
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 scratch=$(mktemp -d)
@@ -14,6 +14,7 @@ edition = "2024"
 
 [dependencies]
 highwater = { path = "$root", default-features = false, features = ["cuda"] }
+highwater-cudarc = { path = "$root/interop/cudarc" }
 
 [dependencies.cudarc]
 version = "0.19"
@@ -27,6 +28,10 @@ fn main() {
     // Both crates are used, so that both are checked.
     let _: fn(usize) -> Result<std::sync::Arc<cudarc::driver::CudaContext>, cudarc::driver::DriverError> =
         cudarc::driver::CudaContext::new;
+    // The types of the joining crate are those of the same cudarc.
+    let _join = |runtime: &highwater::Runtime, stream: &std::sync::Arc<cudarc::driver::CudaStream>| {
+        <highwater::Stream as highwater_cudarc::StreamExt>::of(runtime, stream)
+    };
     println!("{:?}", highwater::Stream::synchronize as fn(&highwater::Stream) -> highwater::Result<()>);
 }
 RUST

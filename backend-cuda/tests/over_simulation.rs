@@ -353,6 +353,42 @@ fn an_open_of_another_slice_of_an_open_allocation_makes_no_call_of_the_driver() 
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
+#[test]
+fn copies_by_address_cross_the_borders_of_registrations() {
+    const TEST: &str = "copies_by_address_cross_the_borders_of_registrations";
+    const MIB: usize = 1 << 20;
+    if isolated::version().is_none() {
+        isolated::outside(TEST, &["cuda"], &[("HIGHWATER_MOCK", "latency=2ms")], None);
+        return;
+    }
+    let runtime = Runtime::new(highwater_cuda::open().unwrap()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let piece = device.capabilities().register_piece_bytes;
+    let mut pinned = runtime.pinned::<u32>((piece + 2 * MIB) / 4).unwrap();
+    let borders: Vec<_> = pinned.registrations().skip(1).map(|part| part.start / 4).collect();
+    assert!(!borders.is_empty());
+    // 1000 values on both sides of each border.
+    for border in borders {
+        let first = pinned.ptr().offset(4 * (border - 1000));
+        pinned.write().unwrap()[border - 1000..border + 1000].iter_mut().zip(0..).for_each(|(value, at)| *value = at);
+        let on_device = device.allocate::<u32>(2000).unwrap();
+        // SAFETY: The values are in the buffer, and `write` waits for the copy.
+        unsafe { stream.copy_from_raw(first, &on_device).unwrap() };
+        pinned.write().unwrap()[border - 1000..border + 1000].fill(u32::MAX);
+        // SAFETY: As above, and `read` waits.
+        unsafe { stream.copy_to_raw(&on_device, first).unwrap() };
+        assert!(pinned.read().unwrap()[border - 1000..border + 1000].iter().zip(0..).all(|(value, at)| *value == at));
+    }
+    let last = pinned.ptr().offset(4 * (pinned.len() - 1));
+    let two = device.allocate::<u32>(1 << 20).unwrap();
+    // SAFETY: The call is refused.
+    let refused = unsafe { stream.copy_from_raw(last, &two) }.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidPointer, "{refused}");
+    drop((pinned, two, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 /// Returns whether the primary context of a device exists.
 fn is_active(device: i32) -> bool {
     let (mut flags, mut active) = (0, 0);

@@ -1,8 +1,11 @@
 //! The host cache over the mock device: threads, a cap, and memory that other code copies by itself.
 
+use std::ptr::NonNull;
 use std::thread;
 
-use highwater_core::{Access, Backend, ErrorKind, Location, MemoryCopy, Runtime, RuntimeOptions};
+use highwater_core::{
+    Access, Backend, DeviceBuffer, ErrorKind, HostPtr, Location, MemoryCopy, Runtime, RuntimeOptions,
+};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
 const KIB: usize = 1 << 10;
@@ -79,4 +82,92 @@ fn a_refused_release_of_memory_above_the_cap_is_counted_and_tried_again() {
         assert_eq!(after.failed_releases, statistics.failed_releases);
         assert_eq!(runtime.close().unwrap().total(), 0);
     }
+}
+
+#[test]
+fn copies_by_address_cross_borders_and_are_waited_for() {
+    const MIB: usize = 1 << 20;
+    let options = MockOptions::new().with_capabilities(|can| can.register_piece_bytes = 2 * MIB);
+    let gpu = MockGpu::open(options).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let mut pinned = runtime.pinned::<u32>(2 * MIB).unwrap();
+    assert!(pinned.registrations().count() > 2);
+    pinned.write().unwrap().iter_mut().zip(0..).for_each(|(value, at)| *value = at);
+    // All values but the first and the last, so that no range begins at a border.
+    let len = 2 * MIB - 2;
+    let on_device = device.allocate::<u32>(len).unwrap();
+    gpu.set_latency(std::time::Duration::from_millis(5));
+    // SAFETY: the values are in the buffer, and `write` waits for the copy.
+    unsafe { stream.copy_from_raw(pinned.ptr().offset(4), &on_device).unwrap() };
+    pinned.write().unwrap().fill(u32::MAX);
+    // SAFETY: as above, and `read` waits.
+    unsafe { stream.copy_to_raw(&on_device, pinned.ptr().offset(4)).unwrap() };
+    let values = pinned.read().unwrap();
+    assert_eq!((values[0], values[2 * MIB - 1]), (u32::MAX, u32::MAX));
+    assert!(values[1..=len].iter().zip(1..).all(|(value, at)| *value == at), "a wait or a part is missing");
+
+    // Another stream waits on the device, and the pool reuses the memory only after the copy.
+    let other = device.create_stream().unwrap();
+    let small = runtime.pinned::<u32>(64).unwrap();
+    let (from, back) = (device.allocate::<u32>(64).unwrap(), device.allocate::<u32>(64).unwrap());
+    stream.fill(&from, 5_u32).unwrap();
+    // SAFETY: the values are in the buffer, which the CPU does not access.
+    unsafe {
+        stream.copy_to_raw(&from, small.ptr()).unwrap();
+        other.copy_from_raw(small.ptr(), &back).unwrap();
+    }
+    drop(small);
+    let mut next = runtime.pinned::<u32>(64).unwrap();
+    next.write().unwrap().fill(6);
+    assert_eq!(other.download(&back).unwrap(), [5; 64]);
+    assert_eq!(next.read().unwrap(), [6; 64]);
+
+    // A graph keeps the memory, and each launch counts as a use.
+    let mut kept = runtime.pinned::<u32>(64).unwrap();
+    kept.write().unwrap().fill(7);
+    let address = kept.ptr();
+    // SAFETY: the graph keeps the values.
+    let graph = stream.capture(|stream| unsafe { stream.copy_from_raw(address, &back) });
+    let mut graph = graph.unwrap();
+    drop(kept);
+    let mut others: Vec<_> = (0..4).map(|_| runtime.pinned::<u32>(64).unwrap()).collect();
+    others.iter_mut().for_each(|other| other.write().unwrap().fill(8));
+    graph.launch(&stream).unwrap();
+    assert_eq!(stream.download(&back).unwrap(), [7; 64]);
+    gpu.set_latency(std::time::Duration::ZERO);
+    drop((graph, others, next, pinned, from, back, on_device, stream, other, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn copies_by_addresses_of_other_memory_are_refused() {
+    let gpu = MockGpu::open(MockOptions::new().with_devices(2)).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let on_device = device.allocate::<u8>(4 * KIB).unwrap();
+    let pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
+    let refused = |address, device: &DeviceBuffer<u8>| {
+        // SAFETY: nothing is enqueued.
+        let [from, to] = unsafe { [stream.copy_from_raw(address, device), stream.copy_to_raw(device, address)] };
+        let [from, to] = [from.unwrap_err(), to.unwrap_err()];
+        assert_eq!((from.kind(), from.message(), from.hint()), (to.kind(), to.message(), to.hint()));
+        from
+    };
+    let mut plain = [0_u8; 16];
+    let outside = refused(HostPtr::new(NonNull::from(&mut plain).cast()), &on_device);
+    assert_eq!(outside.kind(), ErrorKind::InvalidPointer);
+    let leaves = refused(pinned.ptr().offset(1), &on_device);
+    assert_eq!(leaves.kind(), ErrorKind::InvalidPointer);
+    assert!(leaves.message().contains("4096 bytes") && leaves.message().contains("4095 bytes"), "{leaves}");
+    let elsewhere = runtime.device(1).unwrap().allocate::<u8>(16).unwrap();
+    assert_eq!(refused(pinned.ptr(), &elsewhere).kind(), ErrorKind::WrongDevice);
+    let other = Runtime::new(gpu).unwrap();
+    let theirs = other.pinned::<u8>(16).unwrap();
+    assert_eq!(refused(theirs.ptr(), &on_device).kind(), ErrorKind::InvalidPointer);
+    let address = pinned.ptr();
+    drop(pinned);
+    assert_eq!(refused(address, &on_device).kind(), ErrorKind::InvalidPointer);
 }

@@ -15,7 +15,7 @@ use crate::pool::block::OwnedBlock;
 use crate::pool::device_pool::DevicePool;
 use crate::pool::pinned::{Liveness, PinnedPool};
 use crate::pool::poison::{LIVE, PATTERN};
-use highwater_hal::{Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result};
+use highwater_hal::{Element, Error, ErrorKind, FillPattern, HostPtr, Location, MemoryCopy, MemoryFill, Result};
 
 /// Bytes that the test mode of device memory reads at once.
 const STAGED: usize = 4 << 20;
@@ -39,6 +39,12 @@ struct NotEnqueued {
 fn foreign(operation: &'static str, memory: &dyn std::fmt::Debug) -> Error {
     let message = format!("{memory:?} belongs to another runtime than the stream");
     Error::new(ErrorKind::InvalidPointer, operation, message).with_hint("allocate from the stream's own runtime")
+}
+
+/// The error of an address that no page-locked buffer has.
+fn not_pinned(operation: &'static str, ptr: HostPtr) -> Error {
+    Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr:?} is in no live page-locked buffer"))
+        .with_hint("pass an address in a live buffer of the runtime that the stream belongs to")
 }
 
 impl Stream {
@@ -200,6 +206,91 @@ impl Stream {
         self.copy_pinned("copy_to_host", &dst.into().0, src.into(), CopyKind::ToHost)
     }
 
+    /// As [`Stream::copy_to_device`], from an address in page-locked memory of this runtime instead of a buffer. It serves code that
+    /// keeps only addresses, such as other languages and libraries. The number of values is that of `dst`. The copy is split at the
+    /// borders of [registrations](crate::PinnedBuffer::registrations), and the buffer that has the address tracks the use.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// # let device = runtime.device(0)?;
+    /// # let stream = device.create_stream()?;
+    /// let mut pinned = runtime.pinned::<f32>(1000)?;
+    /// pinned.write()?.fill(2.0);
+    /// let on_device = device.allocate::<f32>(10)?;
+    /// // SAFETY: these 10 values are in the buffer, and nothing writes them meanwhile.
+    /// unsafe { stream.copy_from_raw(pinned.ptr().offset(400), &on_device)? };
+    /// drop(pinned); // reused after the copy
+    /// assert_eq!(stream.download(&on_device)?, [2.0; 10]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidPointer` if no live buffer of this runtime has the address, or if the values leave its memory; `WrongDevice` if `dst` is
+    /// not on this stream's device; otherwise the backend's error.
+    ///
+    /// # Safety
+    /// The caller must ensure that no code of the CPU writes these values until the stream has executed the copy. Slices of
+    /// [`PinnedBuffer::write`](crate::PinnedBuffer::write) that exist already do not wait for it.
+    pub unsafe fn copy_from_raw<'d, T: Element>(&self, src: HostPtr, dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
+        self.copy_at("copy_from_raw", src, dst.into(), CopyKind::ToDevice)
+    }
+
+    /// As [`Stream::copy_to_host`], to an address in page-locked memory of this runtime instead of a buffer. See
+    /// [`Stream::copy_from_raw`].
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// # let stream = runtime.device(0)?.create_stream()?;
+    /// let on_device = stream.upload(&[1.0_f32, 2.0])?;
+    /// let pinned = runtime.pinned::<f32>(1000)?;
+    /// // SAFETY: these 2 values are in the buffer, and nothing accesses them meanwhile.
+    /// unsafe { stream.copy_to_raw(&on_device, pinned.ptr())? };
+    /// assert_eq!(pinned.read()?[..2], [1.0, 2.0]); // `read` waits for the copy
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Stream::copy_from_raw`].
+    ///
+    /// # Safety
+    /// The caller must ensure that no code of the CPU accesses these values until the stream has executed the copy, and that this
+    /// process may write them. Slices that exist already do not wait for it.
+    pub unsafe fn copy_to_raw<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>, dst: HostPtr) -> Result<()> {
+        self.copy_at("copy_to_raw", dst, src.into(), CopyKind::ToHost)
+    }
+
+    /// Enqueues a copy of page-locked memory that is known by its address.
+    fn copy_at<T: Element>(
+        &self,
+        operation: &'static str,
+        host: HostPtr,
+        device: DeviceSlice<'_, T>,
+        kind: CopyKind,
+    ) -> Result<()> {
+        let pinned = &self.runtime.inner.pinned;
+        self.backend(operation)?;
+        self.check_here(operation, &device.untyped())?;
+        let kept = pinned.keep_live_block(host).ok_or_else(|| not_pinned(operation, host))?;
+        let (start, bytes) = (host.address() - kept.ptr.address(), device.bytes());
+        let copied = match start.checked_add(bytes) {
+            Some(end) if end <= kept.bytes() => self.copy_block(operation, &kept, start..end, device, kind),
+            _ => {
+                let message = format!(
+                    "{bytes} bytes at {host:?} leave the buffer, which has {} bytes from there",
+                    kept.bytes() - start
+                );
+                Err(Error::new(ErrorKind::InvalidPointer, operation, message)
+                    .with_hint("pass an address and a length inside one page-locked buffer"))
+            }
+        };
+        pinned.let_go(kept);
+        copied
+    }
+
     pub(super) fn copy_pinned<T: Element>(
         &self,
         operation: &'static str,
@@ -207,17 +298,28 @@ impl Stream {
         device: DeviceSlice<'_, T>,
         kind: CopyKind,
     ) -> Result<()> {
-        let backend = self.backend(operation)?;
-        let to_host = kind != CopyKind::ToDevice;
-        let inner = &self.runtime.inner;
-        if !host.is_of(&inner.pinned) {
+        self.backend(operation)?;
+        if !host.is_of(&self.runtime.inner.pinned) {
             return Err(foreign(operation, host));
         }
         self.check_here(operation, &device.untyped())?;
-        let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };
+        let (src_len, dst_len) =
+            if kind == CopyKind::ToDevice { (host.len(), device.len()) } else { (device.len(), host.len()) };
         Self::check_len(operation, src_len, dst_len)?;
-        let block = host.block();
-        let range = host.bytes();
+        self.copy_block(operation, host.block(), host.bytes(), device, kind)
+    }
+
+    /// Enqueues a copy of a range of a page-locked block, which is as long as `device`.
+    fn copy_block<T: Element>(
+        &self,
+        operation: &'static str,
+        block: &OwnedBlock,
+        range: Range<usize>,
+        device: DeviceSlice<'_, T>,
+        kind: CopyKind,
+    ) -> Result<()> {
+        let backend = &self.runtime.inner.backend;
+        let to_host = kind != CopyKind::ToDevice;
         let part_of = |part: &Range<usize>| {
             let ptr = device.ptr().offset(part.start - range.start);
             let on_device = Location::Device { device: device.device(), ptr };
