@@ -41,8 +41,8 @@
 //! ```
 //!
 //! # Versions
-//! The types are those of cudarc 0.19. candle-core 0.11 uses the same version, so its streams, slices and handles fit. Code that uses
-//! another version passes numbers: `Device::stream_from_raw` takes its `cu_stream()`, `DeviceBuffer::from_raw` the address of a
+//! The types are those of cudarc 0.19. candle-core 0.9.2 to 0.11 are built on it, so their streams and slices fit. Code that uses
+//! another version, such as candle-core 0.9.1 with cudarc 0.16, passes numbers: `Device::stream_from_raw` takes its `cu_stream()`, `DeviceBuffer::from_raw` the address of a
 //! slice, and `Stream::wait_raw` its events.
 //!
 //! cudarc is loaded at run time. Nothing needs CUDA to build.

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use cudarc::cublas::{CudaBlas, Gemm, GemmConfig, StridedBatchedConfig, sys};
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, HostSlice};
+use cudarc::driver::{
+    CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, HostSlice, ValidAsZeroBits,
+};
 use highwater_core::{CaptureMode, DeviceBuffer, ErrorKind, Matrix, Runtime, Stream};
 use highwater_cudarc::{CudarcPinned, JoinedStream, PooledBlas, StreamExt};
 use highwater_simulated_harness::isolated;
@@ -371,7 +373,17 @@ fn the_example_of_an_own_kernel_passes_its_checks() {
 }
 
 /// The parts of candle-core 0.11.1 that take or return a stream, a slice or a handle of cudarc, with its signatures and its calls.
-/// candle builds this over the same version of cudarc.
+/// The versions 0.9.2 to 0.11.1 are built on cudarc 0.19, as this crate is.
+///
+/// | surface | test |
+/// | --- | --- |
+/// | `Device::new_cuda`, `new_cuda_with_stream`, `CudaDevice::cuda_stream` | `candles_streams_are_joined` |
+/// | `CudaDevice::memcpy_htod`, `clone_htod`, `memcpy_dtoh`: `HostSlice` | `candles_copies_take_pinned_memory` |
+/// | `CudaDevice::memcpy_dtod`, `clone_dtoh`, `memcpy_htod`: `DevicePtr`, `DevicePtrMut` | `candles_copies_take_our_memory` |
+/// | `CudaDevice::alloc_zeros`, `CudaStorage::wrap_cuda_slice`, `as_cuda_slice`, `as_cuda_slice_mut` | `the_slices_of_candles_storages_go_through_our_products` |
+/// | `CudaDevice::cublas_handle` | `a_pooled_handle_takes_the_calls_of_candles_handle` |
+/// | `CudaFunc::builder`: `LaunchArgs` | `launch` of the example `own_kernel`; the simulation runs no kernels |
+/// | `CudaDevice::disable_event_tracking` | all |
 mod candle {
     use super::*;
 
@@ -412,6 +424,13 @@ mod candle {
         pub(super) unsafe fn disable_event_tracking(&self) {
             // SAFETY: As the caller promises.
             unsafe { self.context.disable_event_tracking() }
+        }
+
+        pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(
+            &self,
+            len: usize,
+        ) -> Result<CudaSlice<T>, DriverError> {
+            self.stream.alloc_zeros::<T>(len)
         }
 
         pub(super) fn memcpy_htod<T: DeviceRepr + 'static, Src: HostSlice<T> + ?Sized, Dst: DevicePtrMut<T>>(
@@ -538,7 +557,8 @@ fn the_slices_of_candles_storages_go_through_our_products() {
     with_devices(
         |_, device, stream| {
             let storage = |values: &[f32]| candle::CudaStorage::wrap_cuda_slice(device.clone_htod(values).unwrap());
-            let (a, mut c) = (storage(&[1.0, 2.0, 3.0, 4.0]), storage(&[0.0; 4]));
+            let a = storage(&[1.0, 2.0, 3.0, 4.0]);
+            let mut c = candle::CudaStorage::wrap_cuda_slice(device.alloc_zeros(4).unwrap());
             {
                 // SAFETY: The block uses both on the stream only, in no capture, and drops them.
                 let (a, c) =
@@ -605,4 +625,51 @@ fn a_pooled_handle_takes_the_calls_of_candles_handle() {
         },
         &runtime,
     );
+}
+
+/// candle-core 0.9.1 is built on cudarc 0.16, whose types are other types. Only numbers pass, and the caller orders the work.
+#[test]
+fn another_version_of_cudarc_is_bridged_by_numbers() {
+    let Some(runtime) = open("another_version_of_cudarc_is_bridged_by_numbers") else { return };
+    let candle = candle::CudaDevice::new_with_stream(0);
+    let theirs = candle.cuda_stream();
+    let slice = candle.clone_htod(&[1.0_f32, 2.0, 3.0, 4.0]).unwrap();
+    let apart = theirs.context().new_stream().unwrap();
+    let numbers = || {
+        let (address, _uses) = slice.device_ptr(&theirs);
+        (theirs.cu_stream().addr() as u64, address)
+    };
+    let (stream, address) = numbers();
+    let device = runtime.device(0).unwrap();
+    // SAFETY: The stream and the slice live until the end of the test, which waits for all work.
+    let (stream, values) = unsafe {
+        let address = highwater_core::DevicePtr::new(address);
+        (device.stream_from_raw(stream).unwrap(), DeviceBuffer::<f32>::from_raw(&device, address, 4).unwrap())
+    };
+    let product = device.allocate::<f32>(4).unwrap();
+    let [left, right, result] = [&values, &values, &product].map(|buffer| Matrix::row_major(buffer, 2, 2));
+    stream.matmul(left, right, result).run().unwrap();
+    assert_eq!(stream.download(&product).unwrap(), [7.0, 10.0, 15.0, 22.0]);
+
+    // A write of theirs on another stream, and an event behind it.
+    let scratch = device.allocate::<f32>(LEN).unwrap();
+    delay(&Stream::of(&runtime, &apart).unwrap(), &scratch);
+    let zeros = [0.0_f32; 4];
+    // SAFETY: The slice has four values, and the source lives until the wait below.
+    unsafe {
+        cudarc::driver::result::memcpy_htod_async(values.ptr().get(), &zeros, apart.cu_stream()).unwrap();
+    }
+    let event = apart.record_event(None).unwrap();
+    // SAFETY: The event lives until the call has returned.
+    unsafe { stream.wait_raw(event.cu_event().addr() as u64).unwrap() };
+    assert_eq!(stream.download(&values).unwrap(), zeros);
+
+    let mut bound = std::ptr::null_mut();
+    let bind = |raw: highwater_core::RawBlas| {
+        let handle = std::ptr::with_exposed_provenance_mut(raw.handle as usize);
+        // SAFETY: The handle is alive during the call.
+        unsafe { sys::cublasGetStream_v2(handle, &mut bound) }
+    };
+    assert_eq!(stream.blas().unwrap().with_raw(bind).unwrap(), sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+    assert_eq!(bound.addr(), theirs.cu_stream().addr());
 }
