@@ -281,6 +281,20 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(PinnedSliceMut(PinnedSlice::new(self.pool, self.block(), range)))
     }
 
+    /// Returns a view of some of the values to copy to, without an exclusive borrow. It is for bindings to other languages, in which
+    /// several threads use one buffer by its address.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::slice`].
+    ///
+    /// # Safety
+    /// The caller must ensure that no slice of the values exists from the copy's call until the copy has ended:
+    /// [`PinnedBuffer::read`], [`PinnedBuffer::write`], and the arguments of the closures of [`PinnedBuffer::read_with`] and
+    /// [`PinnedBuffer::write_with`].
+    pub unsafe fn slice_mut_shared(&self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
+        self.slice(range).map(PinnedSliceMut)
+    }
+
     /// Returns the values, once every stream that writes them is done.
     ///
     /// # Errors
