@@ -116,6 +116,7 @@ fn header() -> String {
     for one in parts.concat_all() {
         function(&mut text, one);
     }
+    text.push_str(include_str!("header/standing.h"));
     text.push_str(BOTTOM);
     text
 }

@@ -18,5 +18,6 @@ mod json;
 mod memory;
 mod opening;
 mod sharing;
+mod standing;
 mod stream;
 mod texts;

@@ -352,6 +352,36 @@ static int own(void) {
     return 1;
 }
 
+/* The functions without a runtime. */
+static void standing(void) {
+    char *first = highwater_torch_alloc(1000, 0, NULL), *second = highwater_torch_alloc(1000, 0, NULL);
+    EXPECT(first && second && (second >= first + 1000 || first >= second + 1000));
+    highwater_torch_record_stream(first, NULL);
+    highwater_torch_free(first, 1000, 0, NULL);
+    char *again = highwater_torch_alloc(1000, 0, NULL);
+    EXPECT(again == first); /* From the pool of the stream. */
+    EXPECT(highwater_torch_alloc(0, 0, NULL) == NULL);
+    EXPECT(highwater_torch_alloc(8, 99, NULL) == NULL && strstr(highwater_last_error(), "99"));
+    EXPECT(highwater_torch_alloc(-1, 0, NULL) == NULL && strstr(highwater_last_error(), "highwater_torch_alloc: invalid argument: the number of bytes is -1"));
+    highwater_torch_free(again, 1000, 0, NULL);
+    highwater_torch_free(second, 1000, 0, NULL);
+    highwater_torch_free(NULL, 0, 0, NULL);
+    highwater_torch_free(second, 1000, 0, NULL);
+    EXPECT(strstr(highwater_last_error(), "highwater_torch_free: invalid pointer"));
+    highwater_torch_record_stream(second, NULL);
+    EXPECT(strstr(highwater_last_error(), "highwater_torch_record_stream: invalid pointer"));
+
+    char *pinned = highwater_pinned_malloc(1000);
+    EXPECT(pinned && (uintptr_t)pinned % 256 == 0);
+    memset(pinned, 1, 1000);
+    highwater_pinned_free(pinned + 1);
+    EXPECT(strstr(highwater_last_error(), "highwater_pinned_free: invalid pointer"));
+    highwater_pinned_free(pinned);
+    highwater_pinned_free(NULL);
+    EXPECT(highwater_pinned_malloc(0) == NULL);
+    EXPECT(highwater_pinned_malloc(SIZE_MAX) == NULL);
+}
+
 /* Every call of a forked child is refused, and releases do nothing. */
 static void forked(void) {
     pid_t child = fork();
@@ -361,6 +391,8 @@ static void forked(void) {
         REFUSED(highwater_stream_synchronize(stream), FORKED, "fork");
         REFUSED(highwater_device_allocate(device, 8, &buffer), FORKED, "fork");
         OK(highwater_stream_release(&copy));
+        EXPECT(highwater_torch_alloc(8, 0, NULL) == NULL && strstr(highwater_last_error(), "fork"));
+        EXPECT(highwater_pinned_malloc(8) == NULL && strstr(highwater_last_error(), "fork"));
         _exit(0);
     }
     int status = -1;
@@ -430,6 +462,7 @@ int main(int count, char **arguments) {
     graphs();
     tickets();
     owner_dies(arguments[0]);
+    standing();
     forked();
     threads();
 
