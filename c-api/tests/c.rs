@@ -50,13 +50,18 @@ fn installed() -> &'static Path {
     &INSTALLED
 }
 
-/// Compiles a source of the tests or the examples. The warnings are errors.
+/// Compiles a source of the tests or the examples.
 fn compile(source: &str, flags: &[&str], output: &str) -> PathBuf {
+    compile_file(&Path::new(ROOT).join(source), flags, output)
+}
+
+/// Compiles a file. The warnings are errors.
+fn compile_file(source: &Path, flags: &[&str], output: &str) -> PathBuf {
     let (prefix, output) = (installed(), scratch(output));
     let (include, lib) = (prefix.join("include"), prefix.join("lib"));
     let mut cc = command(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
     cc.args(["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread", "-g"]).arg("-I").arg(include);
-    cc.arg(format!("{ROOT}/{source}")).arg("-L").arg(&lib).args(flags).arg("-o").arg(&output);
+    cc.arg(source).arg("-L").arg(&lib).args(flags).arg("-o").arg(&output);
     run(cc.arg(format!("-Wl,-rpath,{}", lib.display())));
     output
 }
@@ -154,6 +159,19 @@ fn the_examples_run_on_the_mock_and_over_the_simulated_cuda() {
 }
 
 #[test]
+fn an_example_runs_on_a_plugin() {
+    let plugin = compile(
+        "examples/c-backend/backend.c",
+        &["-shared", "-fPIC", &format!("-I{ROOT}/plugin/include")],
+        "plugin.so",
+    );
+    let program = compile("examples/c/gemm.c", &["-lhighwater"], "gemm-plugin");
+    let mut program = command(program);
+    program.env("HIGHWATER_BACKEND", plugin).env("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1");
+    assert_eq!(run(&mut program), "[58, 64, 139, 154]\n");
+}
+
+#[test]
 fn an_example_runs_from_the_static_library_and_valgrind_finds_nothing() {
     let archive = installed().join("lib/libhighwater.a").display().to_string();
     let rest = ["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"];
@@ -165,5 +183,34 @@ fn an_example_runs_from_the_static_library_and_valgrind_finds_nothing() {
         valgrind.args(["--quiet", "--error-exitcode=9", "--leak-check=full", "--show-leak-kinds=definite"]);
         valgrind.arg("--errors-for-leak-kinds=definite").arg(program);
         assert_eq!(run(valgrind.env("HIGHWATER_BACKEND", "mock")), print);
+    }
+}
+
+/// Returns the blocks of C of a page.
+fn blocks(page: &str) -> Vec<&str> {
+    let rest = page.split("\n```c\n").skip(1);
+    rest.map(|rest| rest.split_once("\n```").expect("a block ends").0).collect()
+}
+
+#[test]
+fn the_blocks_of_the_page_compile_and_the_programs_among_them_run() {
+    let page = std::fs::read_to_string(format!("{ROOT}/docs/c.md")).unwrap();
+    let (programs, parts): (Vec<_>, Vec<_>) = blocks(&page).into_iter().partition(|block| block.contains("int main("));
+    assert!(!programs.is_empty() && parts.len() > 5, "{} and {}", programs.len(), parts.len());
+    // A part is the body of a function, with the objects that the text of the page has by then.
+    let mut all = "#include <highwater/highwater.h>\n#include <stdio.h>\n".to_owned();
+    all += "void multiply(void *user, uint64_t handle, uint64_t workspace, size_t workspace_bytes);\n";
+    for (index, part) in parts.iter().enumerate() {
+        let objects = ["runtime", "device", "stream", "buffer", "pinned"];
+        let arguments = objects.map(|name| format!("highwater_{name} *{name}")).join(", ");
+        let used = objects.map(|name| format!("(void){name};")).concat();
+        all += &format!("void part_{index}({arguments});\nvoid part_{index}({arguments}) {{\n{used}\n{part}\n}}\n");
+    }
+    let write = |name: &str, text: &str| std::fs::write(scratch(name), text).map(|()| name.to_owned()).unwrap();
+    compile_file(&scratch(&write("page-parts.c", &all)), &["-c"], "page-parts.o");
+    for (index, program) in programs.iter().enumerate() {
+        let source = scratch(&write(&format!("page-{index}.c"), program));
+        let program = compile_file(&source, &["-lhighwater"], &format!("page-{index}"));
+        run(&mut command(program));
     }
 }
