@@ -105,3 +105,38 @@ pub(crate) fn vendor_code() -> Option<i64> {
     let code = |cell: &RefCell<Option<Last>>| cell.borrow().as_ref()?.error.as_ref()?.code();
     LAST.try_with(code).ok().flatten()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn last() -> String {
+        // SAFETY: The text is that of this thread, and no call comes between.
+        unsafe { CStr::from_ptr(message()) }.to_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_panic_becomes_a_status_with_its_text() {
+        assert_eq!(call("highwater_test", |_| panic!("a bug in the pools")), PANICKED);
+        assert!(
+            last().starts_with("highwater_test: panic: a bug in the pools; this is an error in Highwater"),
+            "{}",
+            last()
+        );
+        assert_eq!(vendor_code(), None);
+        // A callback's status of an earlier error does not bring back a panic.
+        assert_eq!(of_callback("highwater_test", PANICKED).kind(), ErrorKind::InvalidState);
+    }
+
+    #[test]
+    fn the_last_error_has_its_code_and_stays_after_a_success() {
+        let refused =
+            || Error::new(ErrorKind::Vendor, "copy", "no\0t today").with_code(719).with_hint("end the process");
+        assert_eq!(call("highwater_test", |_| Err(refused())), ErrorKind::Vendor.code().cast_signed());
+        assert_eq!(call("highwater_test", |_| Ok(())), OK);
+        assert!(last().contains("(vendor code 719); end the process"), "{}", last());
+        assert_eq!(vendor_code(), Some(719));
+        assert_eq!(of_callback("highwater_test", ErrorKind::Vendor.code().cast_signed()).code(), Some(719));
+        assert!(std::thread::spawn(last).join().unwrap().is_empty());
+    }
+}

@@ -284,6 +284,19 @@ impl<T: Element> PinnedBuffer<T> {
     /// Returns a view of some of the values to copy to, without an exclusive borrow. It is for bindings to other languages, in which
     /// several threads use one buffer by its address.
     ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let (on_device, pinned) = (stream.upload(&[7_u8; 4])?, runtime.pinned::<u8>(8)?);
+    /// // SAFETY: no slice of the values exists.
+    /// stream.copy_to_host(&on_device, unsafe { pinned.slice_mut_shared(4..8)? })?;
+    /// assert_eq!(pinned.read()?[4..], [7; 4]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// As [`PinnedBuffer::slice`].
     ///
