@@ -33,7 +33,8 @@ api! {
         make(stream, || device.legacy_default_stream())
     }
 
-    /// Wraps the default stream of each calling thread.
+    /// Wraps the default stream of the calling thread. Only this thread can use the handle; in others, calls return
+    /// HIGHWATER_ERROR_INVALID_STATE. Any thread may release it.
     fn highwater_stream_per_thread_default(device: *mut highwater_device, stream: *mut *mut highwater_stream) {
         let device = get(device)?;
         make(stream, || device.per_thread_default_stream())

@@ -361,6 +361,13 @@ static void standing(void) {
     char *again = highwater_torch_alloc(1000, 0, NULL);
     EXPECT(again == first); /* From the pool of the stream. */
     EXPECT(highwater_torch_alloc(0, 0, NULL) == NULL);
+    uint64_t raw = 0;
+    highwater_stream *of_thread = NULL;
+    OK(highwater_stream_per_thread_default(device, &of_thread));
+    OK(highwater_stream_raw(of_thread, &raw));
+    EXPECT(highwater_torch_alloc(8, 0, (void *)(uintptr_t)raw) == NULL);
+    EXPECT(strstr(highwater_last_error(), "per-thread") || strstr(highwater_last_error(), "per_thread"));
+    OK(highwater_stream_release(&of_thread));
     EXPECT(highwater_torch_alloc(8, 99, NULL) == NULL && strstr(highwater_last_error(), "99"));
     EXPECT(highwater_torch_alloc(-1, 0, NULL) == NULL && strstr(highwater_last_error(), "highwater_torch_alloc: invalid argument: the number of bytes is -1"));
     highwater_torch_free(again, 1000, 0, NULL);
@@ -400,9 +407,12 @@ static void forked(void) {
     OK(highwater_stream_synchronize(stream));
 }
 
+static highwater_stream *of_main_thread;
+
 static void *other_thread(void *unused) {
     (void)unused;
     EXPECT(strlen(highwater_last_error()) == 0);
+    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "thread");
     for (int i = 0; i < 50; i++) {
         highwater_buffer *buffer = NULL;
         highwater_pinned *pinned = NULL;
@@ -422,6 +432,7 @@ static void *other_thread(void *unused) {
 /* Several threads use one stream. Each has an error of its own. */
 static void threads(void) {
     pthread_t all[4];
+    OK(highwater_stream_per_thread_default(device, &of_main_thread));
     REFUSED(highwater_stream_synchronize(NULL), INVALID_ARGUMENT, "null");
     for (int i = 0; i < 4; i++) {
         EXPECT(pthread_create(&all[i], NULL, other_thread, NULL) == 0);
@@ -430,6 +441,7 @@ static void threads(void) {
         EXPECT(pthread_join(all[i], NULL) == 0);
     }
     EXPECT(strlen(highwater_last_error()) > 0);
+    OK(highwater_stream_release(&of_main_thread));
 }
 
 int main(int count, char **arguments) {

@@ -10,7 +10,7 @@
  * the handle and sets it to null. Releasing null does nothing. Handles can be released in any order: an object keeps what it needs.
  * A handle of another kind is refused, and so is a released one as far as its memory shows.
  *
- * Threads. Any thread may use any handle, and several may use one handle at once. No thread may use a handle during or after its
+ * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use a handle during or after its
  * release. The program orders accesses to the same memory: by one stream, by events, or by highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
@@ -262,7 +262,8 @@ highwater_status highwater_stream_wrap(highwater_device *device, uint64_t raw, h
 /* Wraps the legacy default stream of the device. */
 highwater_status highwater_stream_legacy_default(highwater_device *device, highwater_stream **stream);
 
-/* Wraps the default stream of each calling thread. */
+/* Wraps the default stream of the calling thread. Only this thread can use the handle; in others, calls return
+ * HIGHWATER_ERROR_INVALID_STATE. Any thread may release it. */
 highwater_status highwater_stream_per_thread_default(highwater_device *device, highwater_stream **stream);
 
 /* Writes the vendor's handle of the stream. The caller must not destroy it. */
@@ -463,8 +464,8 @@ highwater_status highwater_buffer_owner_wait(highwater_buffer *buffer, uint64_t 
  * the backend that HIGHWATER_BACKEND names, else the best real device. After an error they return null, or do nothing, and
  * highwater_last_error returns the message. They return null for 0 bytes, and accept null as an address to free. */
 
-/* For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream.
- * Every stream must live as long as the process, as PyTorch's do. */
+/* For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream. A
+ * per-thread default stream is refused. Every other stream must live as long as the process, as PyTorch's do. */
 void *highwater_torch_alloc(ptrdiff_t bytes, int device, void *stream);
 
 /* Frees memory of highwater_torch_alloc. Does not wait: it is reused after the work of its streams. */

@@ -3,8 +3,8 @@
  * the backend that HIGHWATER_BACKEND names, else the best real device. After an error they return null, or do nothing, and
  * highwater_last_error returns the message. They return null for 0 bytes, and accept null as an address to free. */
 
-/* For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream.
- * Every stream must live as long as the process, as PyTorch's do. */
+/* For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream. A
+ * per-thread default stream is refused. Every other stream must live as long as the process, as PyTorch's do. */
 void *highwater_torch_alloc(ptrdiff_t bytes, int device, void *stream);
 
 /* Frees memory of highwater_torch_alloc. Does not wait: it is reused after the work of its streams. */

@@ -10,7 +10,7 @@
  * the handle and sets it to null. Releasing null does nothing. Handles can be released in any order: an object keeps what it needs.
  * A handle of another kind is refused, and so is a released one as far as its memory shows.
  *
- * Threads. Any thread may use any handle, and several may use one handle at once. No thread may use a handle during or after its
+ * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use a handle during or after its
  * release. The program orders accesses to the same memory: by one stream, by events, or by highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
