@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 5
 CRATES = [
-    "core", "core/hal", "backend-driver", "backend-cuda", "backend-rocm", "backend-mock", "plugin", "conformance", "program", ".",
+    "core", "core/hal", "backend-driver", "backend-cuda", "backend-rocm", "backend-mock", "plugin", "c-api", "conformance", "program", ".",
     "conformance/example-backend", "examples/server", *(f"simulated/{name}" for name in ("engine", "blas", "cuda", "cublas", "cublaslt", "hip", "hipblas", "hipblaslt", "harness")),
 ]  # fmt: skip
 MOD = re.compile(r"((?:#\[[^\]]*\]\s*)*)(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+)\s*;")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Looks for errors of memory use with tools that watch every access. Usage: scripts/check-memory.sh [quick|all]
 #
-#   quick  address sanitizer over the mock's tests, those with several processes included (what CI runs)
+#   quick  address sanitizer over the mock's tests, those with several processes included, and valgrind over
+#          the examples in C where it is installed (what CI runs)
 #   all    that, address sanitizer over core's tests, and valgrind over the mock's tests
 #
 # Needs a nightly toolchain (installed when it is missing) and, for `all`, valgrind.
@@ -20,6 +21,19 @@ sanitize() {
 
 printf '=== address sanitizer: the mock\n'
 sanitize -p highwater-mock
+
+if command -v valgrind >/dev/null; then
+  printf '=== valgrind: the C library\n'
+  programs=$(realpath "$build")/c-examples
+  # Left out is `share`: valgrind does not emulate pidfd_open.
+  for example in gemm threads graph load_weights; do
+    make -s -C examples/c BUILD="$programs" "$programs/$example"
+    HIGHWATER_BACKEND=mock valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
+      --errors-for-leak-kinds=definite "$programs/$example" >/dev/null
+  done
+else
+  printf 'valgrind is not installed: the C library was left out\n'
+fi
 [ "$what" = all ] || exit 0
 
 printf '=== address sanitizer: core\n'

@@ -28,6 +28,7 @@ IN_EACH = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT"]
 IN_ONE = {
     "highwater-cli": [f"digits/{name}" for name in ("NOTICE", "test.safetensors", "weights.safetensors")],
     "highwater-plugin": ["include/highwater.h"],
+    "highwater-c": ["include/highwater/highwater.h"],
 }
 # Folders that no package may contain. Tests stay out, because they use scripts and crates that are not published.
 FORBIDDEN = re.compile(r"(.*/)?(\.ci|\.cargo|\.github|scripts|tests|target)/")

@@ -30,6 +30,8 @@ only highwater-simulated-cuda "$hal|highwater-(mock|simulated-.*)"
 only highwater "highwater-core|$cuda" --no-default-features --features cuda
 only highwater "highwater-(core|plugin)|$hal|serde_json|toml" --no-default-features --features plugins
 
+only highwater-c "highwater|highwater-(core|plugin|mock|rocm)|$cuda|serde_json|toml"
+
 # Comments and strings may speak of it; code may not have it.
 if grep -rnE '\bunsafe +(\{|fn|impl|extern|trait)' src program/src examples --include='*.rs'; then fail "unsafe code there"; fi
 echo "rooms: ok"

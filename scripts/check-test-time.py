@@ -46,6 +46,7 @@ for command in (
     cargo("--no-run"),
     *(["cargo", "build", "--quiet", "--locked", "-p", f"highwater-{name}-plugin"] for name in PLUGINS),
     ["cargo", "build", "--quiet", "--locked", "--examples", "-p", "highwater"],
+    ["cargo", "build", "--quiet", "--locked", "-p", "highwater-c"],
     ["cargo", "build", "--quiet", "--locked", "-p", "highwater-simulated-cuda"],
     ["cargo", "build", "--quiet", "--locked", "--profile", "simulated", "-p", "highwater-example-backend"],
     *(["scripts/simulated.sh", vendor, "true"] for vendor in ("cuda", "rocm", "rocm6")),

@@ -121,6 +121,20 @@ pub(crate) fn check_range(range: &Range<usize>, len: usize) -> Result<()> {
     Ok(())
 }
 
+/// Converts an offset and a length in bytes to values of `U`.
+fn in_values_of<U: Element>(offset: usize, bytes: usize) -> Result<(usize, usize)> {
+    let size = size_of::<U>();
+    if size == 0 || !offset.is_multiple_of(size) || !bytes.is_multiple_of(size) {
+        return Err(Error::new(
+            ErrorKind::InvalidArgument,
+            "reinterpret",
+            format!("{bytes} bytes at offset {offset} are not a whole number of {size}-byte values"),
+        )
+        .with_hint("use the type that the memory was written as"));
+    }
+    Ok((offset / size, bytes / size))
+}
+
 impl<T: Element> DeviceBuffer<T> {
     pub(crate) fn new(runtime: Runtime, device: u32, len: usize, kind: DeviceMemoryKind) -> Result<Self> {
         const OPERATION: &str = "allocate";
@@ -245,19 +259,11 @@ impl<T: Element> DeviceBuffer<T> {
     /// of values. The call drops the buffer then.
     pub fn reinterpret<U: Element>(self) -> Result<DeviceBuffer<U>> {
         let (offset, bytes) = (self.offset * size_of::<T>(), self.len * size_of::<T>());
-        let size = size_of::<U>();
-        if size == 0 || !offset.is_multiple_of(size) || !bytes.is_multiple_of(size) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "reinterpret",
-                format!("{bytes} bytes at offset {offset} are not a whole number of {size}-byte values"),
-            )
-            .with_hint("use the type that the memory was written as"));
-        }
+        let (offset, len) = in_values_of::<U>(offset, bytes)?;
         let this = ManuallyDrop::new(self);
         // SAFETY: Both fields are read once, and `this` is not dropped.
         let (block, keeps) = unsafe { (std::ptr::read(&this.block), std::ptr::read(&this._keeps)) };
-        Ok(DeviceBuffer { block, offset: offset / size, len: bytes / size, elements: PhantomData, _keeps: keeps })
+        Ok(DeviceBuffer { block, offset, len, elements: PhantomData, _keeps: keeps })
     }
 
     /// Returns a view of some of the values.
@@ -434,6 +440,30 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
 
     pub(crate) fn block(&self) -> &'b Arc<DeviceBlock> {
         self.block
+    }
+
+    /// Returns the same memory as a view of values of another type. The bytes stay as they are.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let device = Runtime::new(MockGpu::open(MockOptions::new())?)?.device(0)?;
+    /// # let stream = device.create_stream()?;
+    /// let bytes = stream.upload(&[0_u8; 8])?;
+    /// let values = bytes.slice(4..8)?.reinterpret::<f32>()?;
+    /// stream.fill(values, 0.5_f32)?;
+    /// assert_eq!(stream.download(&bytes)?, [0, 0, 0, 0, 0, 0, 0, 0x3f]);
+    /// assert!(bytes.slice(2..6)?.reinterpret::<f32>().is_err(), "between two values");
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the view does not begin at a multiple of the size of `U` in its allocation, or is not a whole number of
+    /// values.
+    pub fn reinterpret<U: Element>(self) -> Result<DeviceSlice<'b, U>> {
+        let (offset, bytes) = (self.offset * size_of::<T>(), self.bytes());
+        let (offset, len) = in_values_of::<U>(offset, bytes)?;
+        Ok(DeviceSlice { block: self.block, offset, len, elements: PhantomData })
     }
 
     /// Returns the same memory as a view of bytes, for example to share slices of different types in one batch.

@@ -31,6 +31,36 @@ impl Runtime {
     }
 }
 
+impl<T: Element> PinnedBuffer<T> {
+    /// Waits until the CPU can access the values by [`PinnedBuffer::ptr`] without a race with a device: for [`Access::Read`] until
+    /// every stream that writes them is done, else until every stream that uses them is done. That includes launches of graphs. The
+    /// caller must enqueue no work that would race before its access has ended.
+    ///
+    /// ```
+    /// use highwater_core::{Access, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let on_device = stream.upload(&[1_u8, 2, 3])?;
+    /// let mut pinned = runtime.pinned::<u8>(3)?;
+    /// stream.copy_to_host(&on_device, &mut pinned)?;
+    /// pinned.wait_for(Access::Read)?;
+    /// // SAFETY: the copy has ended, and the block has 3 bytes.
+    /// assert_eq!(unsafe { *pinned.ptr().as_ptr().cast::<[u8; 3]>() }, [1, 2, 3]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::read_with`].
+    pub fn wait_for(&self, access: Access) -> Result<()> {
+        let writes = access == Access::Write;
+        let _access = self.pool().access(self.block(), writes)?;
+        self.pool().note_access(self.ptr(), self.len() * size_of::<T>(), writes);
+        Ok(())
+    }
+}
+
 impl Stream {
     /// Notes that work enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that contains `ptr`. It is
     /// for copies and kernels that other code enqueues itself. `access` states whether they write the memory.

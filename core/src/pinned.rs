@@ -281,6 +281,33 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(PinnedSliceMut(PinnedSlice::new(self.pool, self.block(), range)))
     }
 
+    /// Returns a view of some of the values to copy to, without an exclusive borrow. It is for bindings to other languages, in which
+    /// several threads use one buffer by its address.
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let (on_device, pinned) = (stream.upload(&[7_u8; 4])?, runtime.pinned::<u8>(8)?);
+    /// // SAFETY: no slice of the values exists.
+    /// stream.copy_to_host(&on_device, unsafe { pinned.slice_mut_shared(4..8)? })?;
+    /// assert_eq!(pinned.read()?[4..], [7; 4]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::slice`].
+    ///
+    /// # Safety
+    /// The caller must ensure that no slice of the values exists from the copy's call until the copy has ended:
+    /// [`PinnedBuffer::read`], [`PinnedBuffer::write`], and the arguments of the closures of [`PinnedBuffer::read_with`] and
+    /// [`PinnedBuffer::write_with`].
+    pub unsafe fn slice_mut_shared(&self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
+        self.slice(range).map(PinnedSliceMut)
+    }
+
     /// Returns the values, once every stream that writes them is done.
     ///
     /// # Errors

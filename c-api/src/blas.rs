@@ -1,0 +1,166 @@
+//! Products, and raw BLAS handles.
+
+use std::ffi::c_void;
+
+use front::hal::Workspace;
+use front::hal::numbers::Coded as _;
+use front::half::{bf16, f16};
+use front::{DataType, DeviceBuffer, DeviceSlice, GemmShape, Result, Scalar, StridedBatch};
+
+use crate::declare::{api, structs};
+use crate::failure::invalid;
+use crate::handle::{Options, get, read};
+use crate::memory::highwater_buffer;
+use crate::stream::highwater_stream;
+
+structs! {
+    /// A product C = alpha * op(A) * op(B) + beta * C of column-major matrices. For row-major matrices, exchange A and B, and m and n.
+    /// Counts are in elements; offsets are in bytes.
+    struct highwater_gemm {
+        /// The type of the elements of A and B: HIGHWATER_DATA_TYPE_...
+        data_type: u32,
+        /// The type of the elements of C: that of A and B, or 32 bits for A and B of 16 bits.
+        output_type: u32,
+        /// If not 0, op(A) is A transposed.
+        transpose_a: u32,
+        /// If not 0, op(B) is B transposed.
+        transpose_b: u32,
+        /// Rows of op(A) and C.
+        m: usize,
+        /// Columns of op(B) and C.
+        n: usize,
+        /// Columns of op(A) and rows of op(B).
+        k: usize,
+        /// Elements from one column of A to the next; 0 if they are adjacent.
+        lda: usize,
+        /// The same of B.
+        ldb: usize,
+        /// The same of C.
+        ldc: usize,
+        /// Number of products of a batch; 0 is one product.
+        batch: usize,
+        /// Elements from one A of the batch to the next; 0 uses the same A.
+        stride_a: usize,
+        /// The same of B.
+        stride_b: usize,
+        /// Elements from one C of the batch to the next.
+        stride_c: usize,
+        /// The factor of the product.
+        alpha: f64,
+        /// The factor of the earlier C.
+        beta: f64,
+        /// The memory of A.
+        a: *mut highwater_buffer,
+        /// The memory of B.
+        b: *mut highwater_buffer,
+        /// The memory of C.
+        c: *mut highwater_buffer,
+        /// The first byte of A in its memory.
+        offset_a: usize,
+        /// The first byte of B in its memory.
+        offset_b: usize,
+        /// The first byte of C in its memory.
+        offset_c: usize,
+    }
+}
+
+// SAFETY: It begins with its size, and zeros are null pointers and numbers.
+unsafe impl Options for highwater_gemm {}
+
+fn data_type(code: u32, name: &str) -> Result<DataType> {
+    DataType::of(code).ok_or_else(|| {
+        invalid(format!("{name} is {code}, expected one of HIGHWATER_DATA_TYPE_..."), "use a constant of the header")
+    })
+}
+
+fn shape(given: &highwater_gemm) -> Result<GemmShape> {
+    let mut shape = GemmShape::new(data_type(given.data_type, "data_type")?, given.m, given.n, given.k);
+    shape.output = data_type(given.output_type, "output_type")?;
+    if given.transpose_a != 0 {
+        shape = shape.with_transposed_a();
+    }
+    if given.transpose_b != 0 {
+        shape = shape.with_transposed_b();
+    }
+    let or = |given: usize, packed: usize| if given == 0 { packed } else { given };
+    shape = shape.with_leading_dimensions(or(given.lda, shape.lda), or(given.ldb, shape.ldb), or(given.ldc, shape.ldc));
+    if given.batch != 0 {
+        let highwater_gemm { batch: count, stride_a, stride_b, stride_c, .. } = *given;
+        shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c });
+    }
+    Ok(shape)
+}
+
+/// Returns the values of a buffer from an offset on. Bytes behind the last whole value stay out.
+fn values<T: Scalar>(buffer: &DeviceBuffer<u8>, offset: usize) -> Result<DeviceSlice<'_, T>> {
+    let rest = buffer.len().saturating_sub(offset);
+    buffer.slice(offset..offset.saturating_add(rest - rest % size_of::<T>()))?.reinterpret()
+}
+
+/// Enqueues a product of one pair of types. `R` has the factors, converted from 64 bits.
+unsafe fn product<T: Scalar, R: Scalar>(
+    stream: *mut highwater_stream,
+    given: &highwater_gemm,
+    scale: impl Fn(f64) -> R,
+) -> Result<()> {
+    // SAFETY: The caller of the header's function passes handles.
+    let (stream, a, b, c) = unsafe { (get(stream)?, get(given.a)?, get(given.b)?, get(given.c)?) };
+    let (a, b) = (values::<T>(a, given.offset_a)?, values::<T>(b, given.offset_b)?);
+    let c = values::<R>(c, given.offset_c)?;
+    stream.blas()?.gemm_mixed(&shape(given)?, scale(given.alpha), a, b, scale(given.beta), c)
+}
+
+/// Lends a vendor's handle to a callback of C.
+fn lend(
+    callback: highwater_blas_callback,
+    user: *mut c_void,
+    lend: impl FnOnce(&dyn Fn(u64, Option<Workspace>)) -> Result<()>,
+) -> Result<()> {
+    let Some(callback) = callback else {
+        return Err(invalid("the callback is null, expected a function that uses the handle", "pass a function"));
+    };
+    lend(&|handle, workspace| {
+        let (workspace, bytes) = workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
+        // SAFETY: The caller promised that the function accepts these, and neither throws nor jumps.
+        unsafe { callback(user, handle, workspace, bytes) }
+    })
+}
+
+api! {
+    /// Enqueues a product with a BLAS handle of the pool and the workspace of the stream. Returns without waiting for it.
+    fn highwater_gemm_run(stream: *mut highwater_stream, gemm: *const highwater_gemm) {
+        let given = read(gemm, "highwater_gemm")?;
+        let types = (data_type(given.data_type, "data_type")?, data_type(given.output_type, "output_type")?);
+        let narrow = |value: f64| value as f32;
+        match types {
+            (DataType::F32, DataType::F32) => product::<f32, f32>(stream, &given, narrow),
+            (DataType::F64, DataType::F64) => product::<f64, f64>(stream, &given, |value| value),
+            (DataType::F16, DataType::F16) => product::<f16, f16>(stream, &given, f16::from_f64),
+            (DataType::Bf16, DataType::Bf16) => product::<bf16, bf16>(stream, &given, bf16::from_f64),
+            (DataType::F16, DataType::F32) => product::<f16, f32>(stream, &given, narrow),
+            (DataType::Bf16, DataType::F32) => product::<bf16, f32>(stream, &given, narrow),
+            (factors, output) => Err(invalid(
+                format!("factors of {factors:?} give no result of {output:?}"),
+                "use one type for all, or 32 bits for the result of 16-bit factors",
+            )),
+        }
+    }
+
+    /// Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
+    /// It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
+    /// jump. Afterward every setting of the handle is restored.
+    fn highwater_blas_lend(stream: *mut highwater_stream, callback: highwater_blas_callback, user: *mut c_void) {
+        let stream = get(stream)?;
+        lend(callback, user, |foreign| stream.blas()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+    }
+
+    /// As highwater_blas_lend, for an Lt handle. The callback passes the workspace to each call.
+    fn highwater_blas_lt_lend(stream: *mut highwater_stream, callback: highwater_blas_callback, user: *mut c_void) {
+        let stream = get(stream)?;
+        lend(callback, user, |foreign| stream.lt()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+    }
+}
+
+/// Uses a raw handle.
+pub(crate) type highwater_blas_callback =
+    Option<unsafe extern "C" fn(user: *mut c_void, handle: u64, workspace: u64, workspace_bytes: usize)>;

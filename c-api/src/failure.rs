@@ -1,0 +1,142 @@
+//! Statuses, and the last error of each thread.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use front::hal::numbers::Coded as _;
+use front::{Error, ErrorKind, Result};
+
+/// Success.
+pub(crate) const OK: i32 = 0;
+/// A panic was contained: an error in Highwater itself.
+pub(crate) const PANICKED: i32 = -1;
+
+/// The last error of a thread.
+struct Last {
+    error: Option<Error>,
+    message: CString,
+    hint: CString,
+}
+
+thread_local! {
+    static LAST: RefCell<Option<Last>> = const { RefCell::new(None) };
+}
+
+/// Returns a text as a C string. A NUL inside becomes a space.
+pub(crate) fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', " ")).unwrap_or_default()
+}
+
+/// Runs a function of the header.
+pub(crate) fn call(operation: &'static str, inside: impl FnOnce(&'static str) -> Result<()>) -> i32 {
+    match catch_unwind(AssertUnwindSafe(|| inside(operation))) {
+        Ok(Ok(())) => OK,
+        Ok(Err(error)) => {
+            let status = error.kind().code().cast_signed();
+            keep(Last { message: c_text(&error.to_string()), hint: c_text(error.hint()), error: Some(error) });
+            status
+        }
+        Err(payload) => panicked(operation, payload),
+    }
+}
+
+#[cold]
+fn panicked(operation: &str, payload: Box<dyn Any + Send>) -> i32 {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a text");
+    let hint = "this is an error in Highwater: report it, and end the process";
+    keep(Last { error: None, message: c_text(&format!("{operation}: panic: {text}; {hint}")), hint: c_text(hint) });
+    // Its destructor could panic too.
+    std::mem::forget(payload);
+    PANICKED
+}
+
+/// The cell is gone if the thread ends; then the status alone is returned.
+fn keep(last: Last) {
+    let _ = LAST.try_with(|cell| cell.replace(Some(last)));
+}
+
+/// The operation of errors of arguments, until [`naming`] has put the function's name in its place.
+pub(crate) const ARGUMENT: &str = "argument";
+
+/// Runs a body. Errors of arguments get the name of the function.
+#[inline]
+pub(crate) fn naming(operation: &'static str, body: impl FnOnce() -> Result<()>) -> Result<()> {
+    body().map_err(|error| match error.operation() {
+        ARGUMENT => Error::new(error.kind(), operation, error.message()).with_hint(error.hint()),
+        _ => error,
+    })
+}
+
+/// Returns the error of a callback that returned a status.
+pub(crate) fn of_callback(operation: &'static str, status: i32) -> Error {
+    let kept = LAST.try_with(|cell| cell.borrow().as_ref().and_then(|last| last.error.clone())).ok().flatten();
+    match kept {
+        Some(error) if error.kind().code().cast_signed() == status => error,
+        _ => Error::new(ErrorKind::InvalidState, operation, format!("the callback returned {status}, expected 0"))
+            .with_hint("return 0, or the status of the call that failed"),
+    }
+}
+
+/// Creates the error of an argument.
+pub(crate) fn invalid(message: impl Into<String>, hint: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, ARGUMENT, message).with_hint(hint)
+}
+
+fn text_of(choose: impl FnOnce(&Last) -> &CStr) -> *const c_char {
+    let text = LAST.try_with(|cell| cell.borrow().as_ref().map(|last| choose(last).as_ptr())).ok().flatten();
+    text.unwrap_or(c"".as_ptr())
+}
+
+/// Returns the last error's whole message, for the header.
+pub(crate) fn message() -> *const c_char {
+    text_of(|last| &last.message)
+}
+
+/// Returns the last error's hint, for the header.
+pub(crate) fn hint() -> *const c_char {
+    text_of(|last| &last.hint)
+}
+
+/// Returns the last error's code of the vendor, for the header.
+pub(crate) fn vendor_code() -> Option<i64> {
+    let code = |cell: &RefCell<Option<Last>>| cell.borrow().as_ref()?.error.as_ref()?.code();
+    LAST.try_with(code).ok().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn last() -> String {
+        // SAFETY: The text is that of this thread, and no call comes between.
+        unsafe { CStr::from_ptr(message()) }.to_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_panic_becomes_a_status_with_its_text() {
+        assert_eq!(call("highwater_test", |_| panic!("a bug in the pools")), PANICKED);
+        assert!(
+            last().starts_with("highwater_test: panic: a bug in the pools; this is an error in Highwater"),
+            "{}",
+            last()
+        );
+        assert_eq!(vendor_code(), None);
+        // A callback's status of an earlier error does not bring back a panic.
+        assert_eq!(of_callback("highwater_test", PANICKED).kind(), ErrorKind::InvalidState);
+    }
+
+    #[test]
+    fn the_last_error_has_its_code_and_stays_after_a_success() {
+        let refused =
+            || Error::new(ErrorKind::Vendor, "copy", "no\0t today").with_code(719).with_hint("end the process");
+        assert_eq!(call("highwater_test", |_| Err(refused())), ErrorKind::Vendor.code().cast_signed());
+        assert_eq!(call("highwater_test", |_| Ok(())), OK);
+        assert!(last().contains("(vendor code 719); end the process"), "{}", last());
+        assert_eq!(vendor_code(), Some(719));
+        assert_eq!(of_callback("highwater_test", ErrorKind::Vendor.code().cast_signed()).code(), Some(719));
+        assert!(std::thread::spawn(last).join().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,209 @@
+//! Opaque handles, and the pointers that C passes.
+
+use std::ffi::{CStr, c_char};
+use std::mem::size_of;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use front::hal::fork::Generation;
+use front::{Error, ErrorKind, Result};
+
+use crate::failure::{ARGUMENT, invalid};
+
+/// A type that C has handles of.
+pub(crate) trait Kind: Send + Sync {
+    /// The word at the start of a live object: eight letters.
+    const MAGIC: u64;
+    /// The name in C.
+    const NAME: &'static str;
+}
+
+/// What the word becomes at the release.
+const RELEASED: u64 = u64::from_ne_bytes(*b"released");
+
+/// An object behind a handle. The word at its start tells a live object from another kind and from a released one, as far as memory
+/// that was freed can tell.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Handle<T> {
+    magic: AtomicU64,
+    generation: Generation,
+    value: T,
+}
+
+/// Declares the kinds of handles.
+macro_rules! kinds {
+    ($($(#[doc = $doc:literal])+ $name:ident($type:ty) = $magic:literal;)+) => {
+        $(
+            #[doc = concat!("The handle `", stringify!($name), "`.")]
+            pub(crate) type $name = crate::handle::Handle<$type>;
+
+            impl crate::handle::Kind for $type {
+                const MAGIC: u64 = u64::from_ne_bytes(*$magic);
+                const NAME: &'static str = stringify!($name);
+            }
+        )+
+
+        #[cfg(test)]
+        pub(crate) const KINDS: &[(&str, &[&str])] = &[$((stringify!($name), &[$($doc),+])),+];
+    };
+}
+pub(crate) use kinds;
+
+fn null(name: &str, expected: &str) -> Error {
+    invalid(format!("the {name} is null, expected {expected}"), "check the status of the call that makes it")
+}
+
+fn stale<T: Kind>(found: u64) -> Error {
+    let found = match found {
+        RELEASED => "a released handle".to_owned(),
+        _ => "a pointer that is no such handle".to_owned(),
+    };
+    let name = T::NAME;
+    Error::new(ErrorKind::InvalidHandle, ARGUMENT, format!("{found}, expected a live {name}"))
+        .with_hint(format!("pass a {name} that was made and not released, of this library"))
+}
+
+fn checked<'a, T: Kind>(handle: *mut Handle<T>) -> Result<&'a Handle<T>> {
+    if handle.is_null() {
+        return Err(null(T::NAME, "a live handle"));
+    }
+    if !handle.is_aligned() {
+        return Err(stale::<T>(0));
+    }
+    // SAFETY: The caller of the header's function passes a handle. Every kind begins with its word.
+    let magic = unsafe { &*handle.cast::<AtomicU64>() }.load(Ordering::Relaxed);
+    if magic != T::MAGIC {
+        return Err(stale::<T>(magic));
+    }
+    // SAFETY: The word names this type, and the caller releases no handle during a call on it.
+    Ok(unsafe { &*handle })
+}
+
+/// Returns the object of a handle.
+///
+/// # Safety
+/// The caller must pass a pointer as the header describes it, and end the borrow with the call.
+#[inline]
+pub(crate) unsafe fn get<'a, T: Kind>(handle: *mut Handle<T>) -> Result<&'a T> {
+    let object = checked(handle)?;
+    // A child must not reach a lock that a thread of the parent may hold.
+    if object.generation.is_current() { Ok(&object.value) } else { Err(Generation::error(ARGUMENT)) }
+}
+
+/// Checks a place for an answer, before the work whose answer it gets.
+pub(crate) fn place<T>(place: *mut T, name: &str) -> Result<()> {
+    if place.is_null() || !place.is_aligned() {
+        return Err(invalid(
+            format!("the place for the {name} is null or misaligned, expected an address to write it to"),
+            "pass the address of a variable of that type",
+        ));
+    }
+    Ok(())
+}
+
+/// Writes an answer.
+///
+/// # Safety
+/// The caller must pass a place that [`place`] has checked.
+pub(crate) unsafe fn put<T>(place: *mut T, value: T) {
+    // SAFETY: As the caller promises.
+    unsafe { place.write(value) }
+}
+
+/// Makes a handle of what `make` returns, and writes it to `slot`.
+///
+/// # Safety
+/// The caller must pass a place as the header describes it.
+pub(crate) unsafe fn make<T: Kind>(slot: *mut *mut Handle<T>, make: impl FnOnce() -> Result<T>) -> Result<()> {
+    place(slot, T::NAME)?;
+    let generation = Generation::current();
+    let handle = Handle { magic: AtomicU64::new(T::MAGIC), generation, value: make()? };
+    // SAFETY: The place was checked, and the caller promises that it is one.
+    unsafe { put(slot, Box::into_raw(Box::new(handle))) };
+    Ok(())
+}
+
+/// Takes the object of a handle, and writes null in its place. `None` if it is null.
+///
+/// # Safety
+/// The caller must pass a place as the header describes it.
+pub(crate) unsafe fn take<T: Kind>(slot: *mut *mut Handle<T>) -> Result<Option<T>> {
+    place(slot, T::NAME)?;
+    // SAFETY: The place was checked, and the caller promises that it is one.
+    let handle = unsafe { slot.read() };
+    if handle.is_null() {
+        return Ok(None);
+    }
+    let object = checked(handle)?;
+    if let Err(found) = object.magic.compare_exchange(T::MAGIC, RELEASED, Ordering::AcqRel, Ordering::Relaxed) {
+        return Err(stale::<T>(found));
+    }
+    // SAFETY: `make` made the pointer from a box, and the exchange gave it to this call alone.
+    let object = unsafe {
+        put(slot, std::ptr::null_mut());
+        Box::from_raw(handle)
+    };
+    Ok(Some(object.value))
+}
+
+/// Releases a handle.
+///
+/// # Safety
+/// As for [`take`].
+pub(crate) unsafe fn release<T: Kind>(slot: *mut *mut Handle<T>) -> Result<()> {
+    // SAFETY: As the caller promises. In a forked child, drops return at once.
+    unsafe { take(slot) }.map(drop)
+}
+
+/// A struct that begins with its size, for which all zeros are a value.
+///
+/// # Safety
+/// The struct must be `repr(C)`, begin with a `usize`, and accept zeros in all its fields.
+pub(crate) unsafe trait Options: Copy {}
+
+/// Reads a struct of the caller. Missing fields are zero; fields beyond those that are known must be zero.
+///
+/// # Safety
+/// The caller must pass null, or a struct that begins with its size.
+pub(crate) unsafe fn read<T: Options>(given: *const T, name: &str) -> Result<T> {
+    if given.is_null() || !given.is_aligned() {
+        return Err(null(name, "the address of such a struct"));
+    }
+    // SAFETY: The caller passes a struct that begins with its size.
+    let size = unsafe { given.cast::<usize>().read() };
+    if !(size_of::<usize>()..=4096).contains(&size) {
+        return Err(invalid(
+            format!("{name}.size is {size}, expected {}", size_of::<T>()),
+            "set it to the sizeof of the struct",
+        ));
+    }
+    // SAFETY: As above: the struct has this many bytes.
+    let bytes = unsafe { std::slice::from_raw_parts(given.cast::<u8>(), size) };
+    if bytes.iter().skip(size_of::<T>()).any(|&byte| byte != 0) {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            ARGUMENT,
+            format!("{name} sets fields after its first {} bytes, which this library does not know", size_of::<T>()),
+        )
+        .with_hint("use a newer library, or leave the new fields zero"));
+    }
+    let mut known = std::mem::MaybeUninit::<T>::zeroed();
+    // SAFETY: Both have at least this many bytes. Zeros are a value of every field, and so are the bytes that the caller wrote.
+    unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), known.as_mut_ptr().cast(), size.min(size_of::<T>()));
+        Ok(known.assume_init())
+    }
+}
+
+/// Returns a text of the caller.
+///
+/// # Safety
+/// The caller must pass null, or a text that ends with NUL.
+pub(crate) unsafe fn text<'a>(given: *const c_char, name: &str) -> Result<Option<&'a str>> {
+    if given.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: As the caller promises.
+    let text = unsafe { CStr::from_ptr(given) }.to_str();
+    text.map(Some).map_err(|error| invalid(format!("the {name} is not UTF-8: {error}"), "pass a text in UTF-8"))
+}

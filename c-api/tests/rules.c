@@ -1,0 +1,491 @@
+/* The rules of the header: what is refused, and what a refusal says. Ends with 0 if all of them hold. */
+#define _GNU_SOURCE
+#include <highwater/highwater.h>
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define EXPECT(condition)                                                                                   \
+    do {                                                                                                    \
+        if (!(condition)) {                                                                                 \
+            fprintf(stderr, "%s:%d: not %s; %s\n", __FILE__, __LINE__, #condition, highwater_last_error()); \
+            exit(1);                                                                                        \
+        }                                                                                                   \
+    } while (0)
+#define OK(call) EXPECT((call) == HIGHWATER_OK)
+/* The call is refused, and the message has the name of the function, the words and a remedy. */
+#define REFUSED(call, kind, words)                                              \
+    do {                                                                        \
+        EXPECT((call) == HIGHWATER_ERROR_##kind);                               \
+        EXPECT(strstr(highwater_last_error(), (words)) != NULL);                \
+        EXPECT(strlen(highwater_last_hint()) > 10);                             \
+        EXPECT(strstr(highwater_last_error(), highwater_last_hint()) != NULL);  \
+    } while (0)
+
+static highwater_runtime *runtime;
+static highwater_device *device;
+static highwater_stream *stream;
+
+static void statuses(void) {
+    EXPECT(strcmp(highwater_status_text(HIGHWATER_OK), "success") == 0);
+    EXPECT(strcmp(highwater_status_text(HIGHWATER_ERROR_OUT_OF_MEMORY), "out of memory") == 0);
+    EXPECT(strcmp(highwater_status_text(HIGHWATER_PANICKED), "panic") == 0);
+    EXPECT(strcmp(highwater_status_text(12345), "unknown status") == 0);
+    EXPECT(strchr(highwater_version(), '.') != NULL);
+    int64_t code = 7;
+    EXPECT(!highwater_last_vendor_code(&code) && code == 7);
+}
+
+static void opening(void) {
+    highwater_runtime *none = NULL;
+    char *report = NULL;
+    REFUSED(highwater_open("metal", NULL, &none, &report), UNKNOWN_BACKEND, "`metal`");
+    EXPECT(none == NULL && strstr(report, "\"backends\":[{") != NULL);
+    highwater_text_release(&report);
+    highwater_text_release(&report);
+    EXPECT(report == NULL);
+    REFUSED(highwater_open("mock", NULL, NULL, NULL), INVALID_ARGUMENT, "highwater_open: ");
+    REFUSED(highwater_open("m\xff", NULL, &none, NULL), INVALID_ARGUMENT, "UTF-8");
+
+    highwater_open_options options = {0};
+    REFUSED(highwater_open("mock", &options, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.size is 0");
+    /* A newer program passes a longer struct. */
+    struct {
+        highwater_open_options known;
+        uint64_t unknown;
+    } longer = {{.size = sizeof longer}, 1};
+    REFUSED(highwater_open("mock", &longer.known, &none, NULL), UNSUPPORTED, "does not know");
+    longer.unknown = 0;
+    OK(highwater_open("mock", &longer.known, &none, NULL));
+    OK(highwater_close(&none, NULL));
+    /* An older one passes a shorter struct: its missing fields are zero. */
+    options.size = offsetof(highwater_open_options, pinned_cap_bytes);
+    options.pinned_cap_bytes = 1;
+    OK(highwater_open("mock", &options, &none, NULL));
+    highwater_pinned *pinned = NULL;
+    OK(highwater_pinned_allocate(none, 4096, &pinned));
+    OK(highwater_pinned_release(&pinned));
+    OK(highwater_close(&none, NULL));
+    options.size = sizeof options;
+    OK(highwater_open("mock", &options, &none, NULL));
+    REFUSED(highwater_pinned_allocate(none, 4096, &pinned), INVALID_ARGUMENT, "4096");
+    OK(highwater_close(&none, NULL));
+    OK(highwater_survey(&report));
+    EXPECT(strstr(report, "\"mock\"") != NULL);
+    highwater_text_release(&report);
+}
+
+static void handles(void) {
+    highwater_buffer *buffer = NULL;
+    uint64_t number = 0;
+    REFUSED(highwater_stream_synchronize(NULL), INVALID_ARGUMENT, "highwater_stream_synchronize: invalid argument: the highwater_stream is null");
+    REFUSED(highwater_stream_synchronize((highwater_stream *)device), INVALID_HANDLE, "expected a live highwater_stream");
+    REFUSED(highwater_stream_synchronize((highwater_stream *)((char *)stream + 1)), INVALID_HANDLE, "no such handle");
+    REFUSED(highwater_buffer_address(buffer, &number), INVALID_ARGUMENT, "the highwater_buffer is null");
+    REFUSED(highwater_device_allocate(device, 4, NULL), INVALID_ARGUMENT, "the place for the highwater_buffer");
+    REFUSED(highwater_stream_raw(stream, NULL), INVALID_ARGUMENT, "the place for the raw stream");
+    REFUSED(highwater_buffer_release(NULL), INVALID_ARGUMENT, "the place for the highwater_buffer");
+    OK(highwater_buffer_release(&buffer));
+    OK(highwater_device_allocate(device, 4, &buffer));
+    highwater_stream *wrong = (highwater_stream *)buffer;
+    REFUSED(highwater_stream_release(&wrong), INVALID_HANDLE, "expected a live highwater_stream");
+    OK(highwater_buffer_release(&buffer));
+    EXPECT(buffer == NULL);
+    OK(highwater_buffer_release(&buffer));
+    REFUSED(highwater_device_get(runtime, 99, (highwater_device **)&wrong), INVALID_ARGUMENT, "99");
+}
+
+static void memory(void) {
+    highwater_buffer *buffer = NULL, *other = NULL;
+    highwater_pinned *pinned = NULL;
+    unsigned char bytes[8] = {1, 2, 3, 4, 5, 6, 7, 8}, found[8] = {0};
+    void *data = NULL;
+    size_t count = 0;
+    uint64_t address = 0;
+    bool complete = false;
+    REFUSED(highwater_device_allocate(device, SIZE_MAX, &buffer), INVALID_ARGUMENT, "address space");
+    OK(highwater_device_allocate(device, 8, &buffer));
+    OK(highwater_stream_allocate(stream, 8, &other));
+    OK(highwater_buffer_bytes(buffer, &count));
+    OK(highwater_buffer_address(buffer, &address));
+    EXPECT(count == 8 && address != 0);
+    REFUSED(highwater_write(stream, bytes, buffer, 4, 8), INVALID_ARGUMENT, "4..12");
+    REFUSED(highwater_write(stream, bytes, buffer, SIZE_MAX, 8), INVALID_ARGUMENT, "exceed");
+    REFUSED(highwater_write(stream, NULL, buffer, 0, 8), INVALID_ARGUMENT, "the source is null");
+    REFUSED(highwater_read(stream, buffer, 0, NULL, 8), INVALID_ARGUMENT, "the destination is null");
+    OK(highwater_write(stream, NULL, buffer, 0, 0));
+    OK(highwater_write(stream, bytes, buffer, 0, 8));
+    OK(highwater_copy(stream, buffer, 2, other, 0, 6));
+    OK(highwater_fill(stream, other, 6, 2, 9));
+    OK(highwater_read(stream, other, 0, found, 8));
+    EXPECT(found[0] == 3 && found[5] == 8 && found[7] == 9);
+    REFUSED(highwater_copy(stream, buffer, 0, buffer, 2, 4), INVALID_ARGUMENT, "overlap");
+
+    OK(highwater_pinned_allocate(runtime, 8, &pinned));
+    OK(highwater_pinned_bytes(pinned, &count));
+    OK(highwater_pinned_data(pinned, &data));
+    OK(highwater_copy_to_host(stream, buffer, 0, pinned, 1, 7));
+    OK(highwater_pinned_wait(pinned, false));
+    EXPECT(count == 8 && ((unsigned char *)data)[7] == 7);
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, pinned, 2, 7), INVALID_ARGUMENT, "2..9");
+    OK(highwater_copy_to_device(stream, pinned, 1, buffer, 0, 4));
+    OK(highwater_pinned_used_on(pinned, stream, false));
+    OK(highwater_buffer_used_on(buffer, stream));
+    OK(highwater_pinned_release(&pinned));
+    OK(highwater_buffer_release(&buffer));
+    OK(highwater_buffer_release(&other));
+    OK(highwater_stream_synchronize(stream));
+    OK(highwater_stream_is_complete(stream, &complete));
+    EXPECT(complete);
+}
+
+static void ends(void *user) {
+    ++*(int *)user;
+}
+
+static void adopted(void) {
+    highwater_buffer *owner = NULL, *buffer = NULL;
+    uint64_t address = 0;
+    int ended = 0;
+    OK(highwater_device_allocate(device, 64, &owner));
+    OK(highwater_buffer_address(owner, &address));
+    OK(highwater_device_adopt(device, address, 64, ends, &ended, &buffer));
+    OK(highwater_fill(stream, buffer, 0, 64, 5));
+    EXPECT(ended == 0);
+    OK(highwater_buffer_release(&buffer));
+    OK(highwater_device_synchronize(device));
+    OK(highwater_trim(runtime));
+    EXPECT(ended == 1);
+    unsigned char found = 0;
+    OK(highwater_read(stream, owner, 63, &found, 1));
+    EXPECT(found == 5);
+    REFUSED(highwater_device_adopt(device, 0, 64, ends, &ended, &buffer), INVALID_POINTER, "null");
+    EXPECT(ended == 2);
+    OK(highwater_buffer_release(&owner));
+}
+
+static void streams(void) {
+    highwater_stream *wrapped = NULL;
+    highwater_event *earlier = NULL, *later = NULL, *event = NULL;
+    uint64_t raw = 0, nanoseconds = 0;
+    bool complete = false;
+    OK(highwater_stream_raw(stream, &raw));
+    OK(highwater_stream_wrap(device, raw, &wrapped));
+    OK(highwater_stream_record_timed(stream, &earlier));
+    OK(highwater_stream_record_timed(stream, &later));
+    OK(highwater_stream_wait(wrapped, later));
+    OK(highwater_event_synchronize(later));
+    OK(highwater_event_is_complete(earlier, &complete));
+    EXPECT(complete);
+    OK(highwater_event_elapsed_ns(earlier, later, &nanoseconds));
+    OK(highwater_stream_record(stream, &event));
+    REFUSED(highwater_event_elapsed_ns(earlier, event, &nanoseconds), INVALID_ARGUMENT, "tim");
+    REFUSED(highwater_stream_wait_raw(stream, 0), INVALID_ARGUMENT, "0");
+    OK(highwater_event_release(&event));
+    OK(highwater_event_release(&later));
+    OK(highwater_event_release(&earlier));
+    OK(highwater_stream_release(&wrapped));
+    OK(highwater_stream_legacy_default(device, &wrapped));
+    OK(highwater_stream_release(&wrapped));
+    OK(highwater_stream_per_thread_default(device, &wrapped));
+    OK(highwater_stream_release(&wrapped));
+}
+
+static void lent(void *user, uint64_t handle, uint64_t workspace, size_t workspace_bytes) {
+    EXPECT(handle != 0 && workspace != 0 && workspace_bytes > 0);
+    ++*(int *)user;
+}
+
+static void products(void) {
+    highwater_buffer *a = NULL, *b = NULL, *c = NULL;
+    const double two = 2, three = 3;
+    /* 1 and 256 in 16 bits: f16, and bf16. */
+    const uint16_t half_one = 0x3c00, brain_one = 0x3f80;
+    double product = 0;
+    float single = 0;
+    uint16_t small = 0;
+    int lends = 0;
+    OK(highwater_device_allocate(device, 16, &a));
+    OK(highwater_device_allocate(device, 8, &b));
+    OK(highwater_device_allocate(device, 8, &c));
+    OK(highwater_write(stream, &two, a, 8, 8));
+    OK(highwater_write(stream, &three, b, 0, 8));
+    highwater_gemm gemm = {.size = sizeof gemm,
+                           .data_type = HIGHWATER_DATA_TYPE_F64,
+                           .output_type = HIGHWATER_DATA_TYPE_F64,
+                           .m = 1,
+                           .n = 1,
+                           .k = 1,
+                           .alpha = 0.5,
+                           .a = a,
+                           .b = b,
+                           .c = c,
+                           .offset_a = 8};
+    OK(highwater_gemm_run(stream, &gemm));
+    OK(highwater_read(stream, c, 0, &product, 8));
+    EXPECT(product == 3);
+    gemm.offset_a = 4;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "offset 4");
+    gemm.offset_a = 16;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "");
+    gemm.offset_a = 8;
+    gemm.m = 2;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "");
+    gemm.m = 1;
+    gemm.c = NULL;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "the highwater_buffer is null");
+    gemm.c = a;
+    gemm.offset_c = 8;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "overlap");
+    gemm.c = c;
+    gemm.offset_c = 0;
+    gemm.data_type = 9;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "data_type is 9");
+    gemm.data_type = HIGHWATER_DATA_TYPE_F16;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "give no result");
+    REFUSED(highwater_gemm_run(stream, NULL), INVALID_ARGUMENT, "highwater_gemm is null");
+
+    gemm.alpha = 1;
+    gemm.offset_a = 0;
+    for (uint32_t type = HIGHWATER_DATA_TYPE_F16; type <= HIGHWATER_DATA_TYPE_BF16; type++) {
+        uint16_t one = type == HIGHWATER_DATA_TYPE_F16 ? half_one : brain_one;
+        OK(highwater_write(stream, &one, a, 0, 2));
+        OK(highwater_write(stream, &one, b, 0, 2));
+        gemm.data_type = gemm.output_type = type;
+        OK(highwater_gemm_run(stream, &gemm));
+        OK(highwater_read(stream, c, 0, &small, 2));
+        EXPECT(small == one);
+        gemm.output_type = HIGHWATER_DATA_TYPE_F32;
+        OK(highwater_gemm_run(stream, &gemm));
+        OK(highwater_read(stream, c, 0, &single, 4));
+        EXPECT(single == 1);
+    }
+    OK(highwater_blas_lend(stream, lent, &lends));
+    EXPECT(lends == 1);
+    REFUSED(highwater_blas_lend(stream, NULL, NULL), INVALID_ARGUMENT, "the callback is null");
+    OK(highwater_device_warm(device, 1));
+    OK(highwater_buffer_release(&a));
+    OK(highwater_buffer_release(&b));
+    OK(highwater_buffer_release(&c));
+}
+
+static highwater_status fails(void *user) {
+    return user ? highwater_stream_synchronize(NULL) : 77;
+}
+
+static void graphs(void) {
+    highwater_graph *graph = NULL;
+    REFUSED(highwater_capture(stream, 9, fails, NULL, &graph), INVALID_ARGUMENT, "the mode is 9");
+    REFUSED(highwater_capture(stream, HIGHWATER_CAPTURE_GLOBAL, NULL, NULL, &graph), INVALID_ARGUMENT, "callback");
+    REFUSED(highwater_capture(stream, HIGHWATER_CAPTURE_GLOBAL, fails, NULL, &graph), INVALID_STATE, "returned 77");
+    REFUSED(highwater_capture(stream, HIGHWATER_CAPTURE_GLOBAL, fails, stream, &graph), INVALID_ARGUMENT, "highwater_stream_synchronize");
+    EXPECT(graph == NULL);
+    OK(highwater_stream_synchronize(stream));
+}
+
+static void tickets(void) {
+    highwater_buffer *buffer = NULL, *opened = NULL;
+    char *ticket = NULL;
+    bool answer = false;
+    OK(highwater_device_allocate(device, 8, &buffer));
+    REFUSED(highwater_buffer_share(buffer, &ticket), INVALID_ARGUMENT, "");
+    OK(highwater_buffer_release(&buffer));
+    OK(highwater_device_allocate_shared(device, 8, &buffer));
+    OK(highwater_buffer_share(buffer, &ticket));
+    REFUSED(highwater_ticket_open(runtime, NULL, 0, &opened), INVALID_ARGUMENT, "the ticket is null");
+    REFUSED(highwater_ticket_open(runtime, "nonsense", 0, &opened), INVALID_ARGUMENT, "");
+    REFUSED(highwater_ticket_open(runtime, ticket, 3, &opened), INVALID_ARGUMENT, "owner_death is 3");
+    OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &opened));
+    REFUSED(highwater_buffer_owner_is_alive(opened, &answer), INVALID_ARGUMENT, "no other owner");
+    OK(highwater_buffer_release(&opened));
+    OK(highwater_buffer_release(&buffer));
+    highwater_text_release(&ticket);
+}
+
+/* The exporter ends by a signal, and the importer learns of it and keeps the bytes. */
+static void owner_dies(const char *program) {
+    int ticket_pipe[2];
+    EXPECT(pipe(ticket_pipe) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ticket_pipe[1], STDOUT_FILENO);
+        execl("/proc/self/exe", program, "owner", (char *)NULL);
+        _exit(1);
+    }
+    close(ticket_pipe[1]);
+    FILE *tickets = fdopen(ticket_pipe[0], "r");
+    char ticket[4096];
+    EXPECT(fgets(ticket, sizeof ticket, tickets) != NULL);
+    highwater_buffer *kept = NULL;
+    bool alive = false, dead = true;
+    unsigned char found = 0;
+    OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &kept));
+    OK(highwater_buffer_owner_is_alive(kept, &alive));
+    OK(highwater_buffer_owner_wait(kept, 0, &dead));
+    EXPECT(alive && !dead);
+    EXPECT(kill(child, SIGKILL) == 0);
+    OK(highwater_buffer_owner_wait(kept, 60000, &dead));
+    EXPECT(dead);
+    OK(highwater_buffer_owner_is_alive(kept, &alive));
+    EXPECT(!alive);
+    OK(highwater_read(stream, kept, 7, &found, 1));
+    EXPECT(found == 3);
+    OK(highwater_buffer_release(&kept));
+    EXPECT(waitpid(child, NULL, 0) == child);
+    fclose(tickets);
+}
+
+static int own(void) {
+    highwater_buffer *buffer = NULL;
+    char *ticket = NULL;
+    OK(highwater_device_allocate_shared(device, 8, &buffer));
+    OK(highwater_fill(stream, buffer, 0, 8, 3));
+    OK(highwater_buffer_share(buffer, &ticket));
+    puts(ticket);
+    fflush(stdout);
+    pause();
+    return 1;
+}
+
+/* The functions without a runtime. */
+static void standing(void) {
+    char *first = highwater_torch_alloc(1000, 0, NULL), *second = highwater_torch_alloc(1000, 0, NULL);
+    EXPECT(first && second && (second >= first + 1000 || first >= second + 1000));
+    highwater_torch_record_stream(first, NULL);
+    highwater_torch_free(first, 1000, 0, NULL);
+    char *again = highwater_torch_alloc(1000, 0, NULL);
+    EXPECT(again == first); /* From the pool of the stream. */
+    EXPECT(highwater_torch_alloc(0, 0, NULL) == NULL);
+    uint64_t raw = 0;
+    highwater_stream *of_thread = NULL;
+    OK(highwater_stream_per_thread_default(device, &of_thread));
+    OK(highwater_stream_raw(of_thread, &raw));
+    EXPECT(highwater_torch_alloc(8, 0, (void *)(uintptr_t)raw) == NULL);
+    /* On CUDA the number names it in every runtime. Each runtime of the mock has a device of its own. */
+    EXPECT(strstr(highwater_last_error(), raw == 2 ? "ordered by a per-thread default stream" : "not a live stream"));
+    OK(highwater_stream_release(&of_thread));
+    EXPECT(highwater_torch_alloc(8, 99, NULL) == NULL && strstr(highwater_last_error(), "99"));
+    EXPECT(highwater_torch_alloc(-1, 0, NULL) == NULL && strstr(highwater_last_error(), "highwater_torch_alloc: invalid argument: the number of bytes is -1"));
+    highwater_torch_free(again, 1000, 0, NULL);
+    highwater_torch_free(second, 1000, 0, NULL);
+    highwater_torch_free(NULL, 0, 0, NULL);
+    highwater_torch_free(second, 1000, 0, NULL);
+    EXPECT(strstr(highwater_last_error(), "highwater_torch_free: invalid pointer"));
+    highwater_torch_record_stream(second, NULL);
+    EXPECT(strstr(highwater_last_error(), "highwater_torch_record_stream: invalid pointer"));
+
+    char *pinned = highwater_pinned_malloc(1000);
+    EXPECT(pinned && (uintptr_t)pinned % 256 == 0);
+    memset(pinned, 1, 1000);
+    highwater_pinned_free(pinned + 1);
+    EXPECT(strstr(highwater_last_error(), "highwater_pinned_free: invalid pointer"));
+    highwater_pinned_free(pinned);
+    highwater_pinned_free(NULL);
+    EXPECT(highwater_pinned_malloc(0) == NULL);
+    EXPECT(highwater_pinned_malloc(SIZE_MAX) == NULL);
+}
+
+/* Every call of a forked child is refused, and releases do nothing. */
+static void forked(void) {
+    pid_t child = fork();
+    if (child == 0) {
+        highwater_stream *copy = stream;
+        highwater_buffer *buffer = NULL;
+        REFUSED(highwater_stream_synchronize(stream), FORKED, "fork");
+        REFUSED(highwater_device_allocate(device, 8, &buffer), FORKED, "fork");
+        OK(highwater_stream_release(&copy));
+        EXPECT(highwater_torch_alloc(8, 0, NULL) == NULL && strstr(highwater_last_error(), "fork"));
+        EXPECT(highwater_pinned_malloc(8) == NULL && strstr(highwater_last_error(), "fork"));
+        _exit(0);
+    }
+    int status = -1;
+    EXPECT(waitpid(child, &status, 0) == child && status == 0);
+    OK(highwater_stream_synchronize(stream));
+}
+
+static highwater_stream *of_main_thread;
+
+static void *other_thread(void *unused) {
+    (void)unused;
+    EXPECT(strlen(highwater_last_error()) == 0);
+    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "thread");
+    for (int i = 0; i < 50; i++) {
+        highwater_buffer *buffer = NULL;
+        highwater_pinned *pinned = NULL;
+        unsigned char found = 0;
+        OK(highwater_stream_allocate(stream, 64, &buffer));
+        OK(highwater_pinned_allocate(runtime, 64, &pinned));
+        OK(highwater_fill(stream, buffer, 0, 64, (uint8_t)i));
+        OK(highwater_copy_to_host(stream, buffer, 0, pinned, 0, 64));
+        OK(highwater_read(stream, buffer, 63, &found, 1));
+        EXPECT(found == i);
+        OK(highwater_pinned_release(&pinned));
+        OK(highwater_buffer_release(&buffer));
+    }
+    return NULL;
+}
+
+/* Several threads use one stream. Each has an error of its own. */
+static void threads(void) {
+    pthread_t all[4];
+    OK(highwater_stream_per_thread_default(device, &of_main_thread));
+    REFUSED(highwater_stream_synchronize(NULL), INVALID_ARGUMENT, "null");
+    for (int i = 0; i < 4; i++) {
+        EXPECT(pthread_create(&all[i], NULL, other_thread, NULL) == 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        EXPECT(pthread_join(all[i], NULL) == 0);
+    }
+    EXPECT(strlen(highwater_last_error()) > 0);
+    OK(highwater_stream_release(&of_main_thread));
+}
+
+int main(int count, char **arguments) {
+    const char *backend = getenv("HIGHWATER_BACKEND");
+    char *text = NULL;
+    uint32_t devices = 0;
+    uint64_t unused_bytes = 0, all_bytes = 0, live = 1;
+    statuses();
+    OK(highwater_open(backend, NULL, &runtime, &text));
+    EXPECT(strstr(text, "\"taken\":\"") != NULL);
+    highwater_text_release(&text);
+    OK(highwater_device_count(runtime, &devices));
+    EXPECT(devices >= 1);
+    OK(highwater_device_get(runtime, 0, &device));
+    OK(highwater_stream_create(device, &stream));
+    if (count > 1) {
+        return own();
+    }
+    OK(highwater_device_describe(device, &text));
+    EXPECT(strstr(text, "\"abilities\":{") != NULL && strstr(text, "\"ordinal\":0") != NULL);
+    highwater_text_release(&text);
+    OK(highwater_device_memory(device, &unused_bytes, &all_bytes));
+    EXPECT(unused_bytes > 0 && unused_bytes <= all_bytes);
+    opening();
+    handles();
+    memory();
+    adopted();
+    streams();
+    products();
+    graphs();
+    tickets();
+    owner_dies(arguments[0]);
+    standing();
+    forked();
+    threads();
+
+    /* A runtime with live objects does not close, and ends with the last of them. */
+    REFUSED(highwater_close(&runtime, &live), INVALID_STATE, "alive");
+    EXPECT(runtime == NULL && live == 1);
+    OK(highwater_close(&runtime, &live));
+
+    OK(highwater_stream_release(&stream));
+    OK(highwater_device_release(&device));
+    puts("the rules hold");
+    return 0;
+}
