@@ -1,4 +1,4 @@
-"""The statistics of a runtime, as dataclasses. Sizes are in bytes; the other numbers are counts, unless the text says otherwise."""
+"""The statistics of a runtime, as dataclasses. Sizes are in bytes. Other numbers are counts, unless the text has a unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HandlePoolStatistics:
     removed: int
     """Handles that left the pool, to be destroyed or kept for another key."""
     warmed: int
-    """Handles that `HandlePool::warm` or a runtime made before a thread asked for one."""
+    """Handles that a runtime made before a thread asked for one."""
     idle: int
     """Handles that no thread has claimed."""
     leased: int
@@ -44,13 +44,16 @@ class HostCacheStatistics:
     requested_bytes: int
     """Bytes requested by the live buffers."""
     rounding_bytes: int
-    """Bytes that the blocks of those buffers have in addition. Requests of up to 2 KiB are rounded up to multiples of 256 bytes, larger ones to pages."""
+    """Bytes that the blocks of those buffers have in addition. Requests of up to 2 KiB are rounded up to multiples
+    of 256 bytes, larger ones to pages."""
     held_bytes: int
     """Bytes of page-locked memory held, in any state."""
     peak_held_bytes: int
     """Maximum of `held_bytes` so far."""
     peak_live_bytes: int
-    """Maximum so far of `live_bytes`, `cached_bytes` and the bytes that wait in thread caches together, as a bound of the maximum of `live_bytes`. The bound is too large by at most the other two at the time of that maximum. It is found on slow paths, because a hit of a thread cache does not change the sum."""
+    """Maximum so far of `live_bytes`, `cached_bytes` and the bytes that wait in thread caches together, as a bound
+    of the maximum of `live_bytes`. The bound is too large by at most the other two at the time of that maximum. It
+    is found on slow paths, because a hit of a thread cache does not change the sum."""
     pieces: int
     """Pieces held: memory that the backend registered, or allocated, in one call."""
     live_blocks: int
@@ -64,7 +67,8 @@ class HostCacheStatistics:
     free_bytes: int
     """Bytes of free pages, which any request can use."""
     slab_bytes: int
-    """Bytes of slabs that are in no block. A slab has 64 KiB and blocks of one size, a multiple of 256 bytes up to 2 KiB."""
+    """Bytes of slabs that are in no block. A slab has 64 KiB and blocks of one size, a multiple of 256 bytes up to
+    2 KiB."""
     cached_blocks: int
     """Free blocks that threads keep for requests of the same size. They are merged before the pool grows."""
     cached_bytes: int
@@ -74,7 +78,8 @@ class HostCacheStatistics:
     inbox_bytes: int
     """Bytes of those."""
     waiting_blocks: int
-    """Blocks whose streams may not have passed their last use. A block counts until the pool queries its completion events, even if its streams are done. The pool does so at the latest before it grows, and in each trim."""
+    """Blocks whose streams may not have passed their last use. A block counts until the pool queries its completion
+    events, even if its streams are done. The pool does so at the latest before it grows, and in each trim."""
     waiting_bytes: int
     """Bytes of those."""
     unmarked_blocks: int
@@ -82,7 +87,8 @@ class HostCacheStatistics:
     unmarked_bytes: int
     """Bytes of those."""
     remnant_blocks: int
-    """Pieces that the backend released, and whose pages the system did not take back. They are not held, and no code uses them. `Runtime.trim` and the end of the runtime retry them."""
+    """Pieces that the backend released, and whose pages the system did not take back. They are not held, and no
+    code uses them. `Runtime.trim` and the end of the runtime retry them."""
     remnant_bytes: int
     """Bytes of those."""
     hits: int
@@ -94,7 +100,8 @@ class HostCacheStatistics:
     free_hits: int
     """Of those, requests that free pages served."""
     waiting_hits: int
-    """Of those, requests that a block served whose streams were found to be done: one that waited in the cache of the thread, or free pages after waiting blocks had been collected."""
+    """Of those, requests that a block served whose streams were found to be done: one that waited in the cache of
+    the thread, or free pages after waiting blocks had been collected."""
     merged_hits: int
     """Of those, requests that free pages served after all thread caches had been emptied and their blocks merged."""
     misses: int
@@ -110,7 +117,8 @@ class HostCacheStatistics:
     idle_time_frees: int
     """Pieces that were released because no request had used them for the idle time."""
     exhaustion_frees: int
-    """Pieces that were released because memory was scarce for a growth: below the cap, on the machine or in the backend."""
+    """Pieces that were released because memory was scarce for a growth: below the cap, on the machine or in the
+    backend."""
     failed_growth_frees: int
     """Pieces that were released because a later piece of the same growth failed."""
 
@@ -130,7 +138,7 @@ class DeviceMemoryStatistics:
     live_bytes: int
     """Bytes of those blocks, rounded up to pages of 4 KiB or parts of a slab."""
     peak_live_bytes: int
-    """The most live bytes, as a sum over the devices: seen at growths and at calls of `Runtime::statistics`."""
+    """The most live bytes, as a sum over the devices: seen at growths and at calls of `Runtime.statistics`."""
     free_bytes: int
     """Bytes of free pages in the memories of streams."""
     slab_bytes: int
@@ -186,13 +194,15 @@ class SharingStatistics:
     lost_exporters: int
     """Exporters that ended while this runtime was connected to them."""
     imports: int
-    """Opens of allocations of other processes that buffers hold: one for each ticket, and one for each allocation of a batch."""
+    """Opens of allocations of other processes that buffers hold: one for each ticket, and one for each allocation
+    of a batch."""
     mappings: int
     """Allocations of other processes that are mapped, open or kept for the next open."""
     mapped_bytes: int
     """Bytes of those."""
     pinned_blocks: int
-    """Blocks of page-locked memory of this runtime that can be shared, shared or not. The counts above contain those that were shared."""
+    """Blocks of page-locked memory of this runtime that can be shared, shared or not. The counts above contain
+    those that were shared."""
     pinned_bytes: int
     """Bytes of those, in whole pages. They count toward the cap of page-locked memory."""
     pinned_mappings: int
@@ -204,9 +214,11 @@ class SharingStatistics:
     kept_opens: int
     """Of those, opens with an existing mapping."""
     trims: int
-    """Number of searches for memory that other processes have released. `Runtime::trim_shared` (earlier `Runtime::collect`), `Runtime.trim`, the end of the runtime, and allocations that found no memory make them."""
+    """Number of searches for memory that other processes have released. `Runtime.trim`, the end of the runtime, and
+    allocations that found no memory make them."""
     trimmed_bytes: int
-    """Bytes in limbo that those searches freed. The sharing thread frees most of the memory earlier, as soon as it is released."""
+    """Bytes in limbo that those searches freed. The sharing thread frees most of the memory earlier, as soon as it
+    is released."""
 
 
 @dataclass(frozen=True)
@@ -230,13 +242,13 @@ class Limits:
     """The limits of a runtime that its options or the variable `HIGHWATER_HOST_MEMORY` set. `None` means unlimited."""
 
     pinned_bytes: int | None
-    """Bytes of page-locked memory that the runtime may hold: `HostMemoryOptions::cap_bytes`."""
+    """Bytes of page-locked memory that the runtime may hold."""
     idle_pinned_bytes: int | None
-    """Bytes of page-locked memory that no buffer owns: `HostMemoryOptions::idle_cap_bytes`."""
+    """Bytes of page-locked memory that no buffer owns."""
     idle_pinned_time: float | None
-    """The time after which such memory is released: `HostMemoryOptions::idle_time`. In seconds."""
+    """The time after which such memory is released. In seconds."""
     device_bytes: int | None
-    """Bytes of memory of each device that streams may hold: `DeviceMemoryOptions::cap_bytes`."""
+    """Bytes of memory of each device that streams may hold."""
 
 
 @dataclass(frozen=True)
@@ -270,10 +282,13 @@ class Statistics:
     limits: Limits
     """The limits in force."""
     warnings: int
-    """Number of warnings that core has given in this process, of all its runtimes: the events of level `WARN` of `tracing`."""
+    """Number of warnings that core has given in this process, of all its runtimes: the events of level `WARN` of
+    `tracing`."""
     failed_releases: int
     """Releases that the backend refused."""
     refused_destroys: int
-    """Of those, streams, events and graphs that still wait to be destroyed. `Runtime::trim_device_memory`, `Runtime.trim` and the end of the runtime retry them. An object for which the backend returns `InvalidHandle` no longer exists, so it is not retried."""
+    """Of those, streams, events and graphs that still wait to be destroyed. `Runtime.trim_device_memory`,
+    `Runtime.trim` and the end of the runtime retry them. An object for which the backend returns `InvalidHandle` no
+    longer exists, so it is not retried."""
     left_at_exit: int
     """Streams, events, buffers and handles that were left on purpose because the process was exiting."""

@@ -173,7 +173,8 @@ def test_a_consumers_stream_waits_for_the_producers(slow: highwater.Runtime) -> 
     device = slow.device(0)
     producer, consumer = device.create_stream(), device.create_stream()
     source = device.allocate(1000, "float32")
-    producer.fill(source, 4.0)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        producer.fill(source, value)
     taken = consumer.from_dlpack(source)
     assert not producer.is_complete and source.__dlpack_device__() == (2, 0)
     result = device.allocate(1000, "float32")
@@ -215,7 +216,8 @@ def test_memory_is_not_reused_under_copies_that_highwater_does_not_see(slow: hig
             ctypes.memmove(address, values.ctypes.data, values.nbytes)
             tensor = {"array": lambda: source.array, "pinned": source.__dlpack__, "pointer": lambda: None}[kind]()
         copy = driver.cuMemcpyDtoDAsync_v2 if kind == "device" else driver.cuMemcpyHtoDAsync_v2
-        assert copy(pointer(target.ptr), pointer(address), size(values.nbytes), others) == 0
+        for _ in range(4):
+            assert copy(pointer(target.ptr), pointer(address), size(values.nbytes), others) == 0
         del source, tensor
         gc.collect()
         # Takes the memory, if it is free, and overwrites it.

@@ -53,7 +53,10 @@ def test_a_product_is_numpys(stream: highwater.Stream, dtype: str) -> None:
     assert np.array_equal(stream.download(out), 2 * (a @ b.T) + 3)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float32", 1.5), ("float16", -2.0), ("int8", -3), ("uint32", 2**32 - 1), ("float64", 0)])
+FILLS = [("float32", 1.5), ("float16", -2.0), ("int8", -3), ("uint32", 2**32 - 1), ("float64", 0)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), FILLS)
 def test_a_fill_writes_each_value(stream: highwater.Stream, dtype: str, value: float) -> None:
     buffer = stream.upload(np.ones(1000, dtype))
     stream.fill(buffer, value)
@@ -131,7 +134,7 @@ def test_a_wait_lets_other_threads_run(slow: highwater.Runtime, wait: str) -> No
         "device": device.synchronize,
         "dlpack": lambda: pinned.__dlpack__(),
     }
-    for _ in range(3):
+    for _ in range(8):
         stream.copy(buffer, pinned)
     ended = threading.Event()
 
@@ -140,15 +143,14 @@ def test_a_wait_lets_other_threads_run(slow: highwater.Runtime, wait: str) -> No
         ended.set()
 
     thread = threading.Thread(target=call)
-    start = time.monotonic()
     thread.start()
     steps = 0
     while not ended.is_set():
         steps += 1
         time.sleep(0.001)
     thread.join()
-    # The three copies take 120 ms. A call that keeps the lock lets this thread make one or two steps.
-    assert time.monotonic() - start > 0.08 and steps > 10
+    # The copies take 320 ms. A call that keeps the lock lets this thread make one or two steps.
+    assert steps > 10
 
 
 @pytest.mark.parametrize("exported", [False, True])
