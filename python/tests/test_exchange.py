@@ -96,7 +96,8 @@ def test_an_import_ends_its_tensor_once_its_work_is_done(slow: highwater.Runtime
 
     imported = stream.from_dlpack(Watched(device.allocate(1000, "float32")))
     result = device.allocate(1000, "float32")
-    stream.fill(imported, 3.0)
+    for number in range(10):
+        stream.fill(imported, number - 6.0)
     stream.copy(imported, result)
     del imported
     gc.collect()
@@ -173,8 +174,8 @@ def test_a_consumers_stream_waits_for_the_producers(slow: highwater.Runtime) -> 
     device = slow.device(0)
     producer, consumer = device.create_stream(), device.create_stream()
     source = device.allocate(1000, "float32")
-    for value in (1.0, 2.0, 3.0, 4.0):
-        producer.fill(source, value)
+    for number in range(10):
+        producer.fill(source, number - 5.0)
     taken = consumer.from_dlpack(source)
     assert not producer.is_complete and source.__dlpack_device__() == (2, 0)
     result = device.allocate(1000, "float32")

@@ -91,11 +91,13 @@ def test_an_array_is_the_page_locked_memory_and_keeps_it(runtime: highwater.Runt
 
 def test_streams_wait_for_events(slow: highwater.Runtime) -> None:
     first, second = slow.device(0).create_stream(), slow.device(0).create_stream()
-    buffer = first.upload(np.arange(10))
+    buffer = slow.device(0).allocate(10, "int64")
+    for number in range(10):
+        first.write(np.arange(10) * number, buffer)
     event = first.record()
     assert not event.is_complete and not first.is_complete
     second.wait(event)
-    assert np.array_equal(second.download(buffer), np.arange(10)) and event.is_complete
+    assert np.array_equal(second.download(buffer), np.arange(10) * 9) and event.is_complete
 
 
 def test_timed_events_measure(stream: highwater.Stream) -> None:
