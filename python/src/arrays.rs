@@ -1,0 +1,110 @@
+//! Shapes, and the arrays of the host that values are copied from and to.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::dtype::DType;
+use crate::error::invalid;
+
+/// Returns the lengths of the dimensions, from one number or a sequence.
+pub(crate) fn shape_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let lengths = match object.extract::<isize>() {
+        Ok(length) => vec![length],
+        Err(_) => object.extract::<Vec<isize>>()?,
+    };
+    let checked = lengths.iter().map(|&length| usize::try_from(length));
+    checked.collect::<Result<_, _>>().map_err(|_| {
+        let message = format!("the shape {lengths:?} has a negative length");
+        invalid("shape", message, "pass lengths of at least 0")
+    })
+}
+
+/// Returns the number of values, if their bytes fit the address space.
+pub(crate) fn count(shape: &[usize], dtype: DType) -> PyResult<usize> {
+    let values = shape.iter().try_fold(1_usize, |product, &length| product.checked_mul(length));
+    let fits = |values: &usize| values.checked_mul(dtype.bytes()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
+    values.filter(fits).ok_or_else(|| {
+        let message = format!("{shape:?} values of {} exceed the address space", dtype.name());
+        invalid("shape", message, "pass a smaller shape")
+    })
+}
+
+/// A contiguous array of NumPy, kept alive.
+pub(crate) struct HostArray<'py> {
+    pub(crate) object: Bound<'py, PyAny>,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    address: usize,
+    bytes: usize,
+}
+
+impl<'py> HostArray<'py> {
+    /// Returns the values of an object as a contiguous array. Copies them if they are not one.
+    pub(crate) fn of(values: &Bound<'py, PyAny>, dtype: Option<DType>) -> PyResult<Self> {
+        let numpy = values.py().import("numpy")?;
+        let named = PyDict::new(values.py());
+        named.set_item("order", "C")?;
+        let has_bits_of = match dtype {
+            // Bits of bfloat16 stay as they are: NumPy cannot convert to it.
+            Some(DType::BFloat16) => dtype,
+            Some(dtype) => {
+                named.set_item("dtype", dtype.name())?;
+                None
+            }
+            None => None,
+        };
+        let object = numpy.call_method("asarray", (values,), Some(&named))?;
+        let array = Self::contiguous(object)?;
+        match has_bits_of {
+            Some(_) if matches!(array.dtype, DType::UInt16 | DType::BFloat16) => {
+                Ok(Self { dtype: DType::BFloat16, ..array })
+            }
+            Some(_) => {
+                let message = format!("{} values cannot become bfloat16", array.dtype.name());
+                Err(invalid("upload", message, "pass the bits as uint16, or an array of `ml_dtypes.bfloat16`"))
+            }
+            None => Ok(array),
+        }
+    }
+
+    /// Returns a new array.
+    pub(crate) fn empty(py: Python<'py>, shape: &[usize], dtype: DType) -> PyResult<Self> {
+        let arguments = (PyTuple::new(py, shape)?, dtype.numpy_name());
+        let array = Self::contiguous(py.import("numpy")?.call_method1("empty", arguments)?)?;
+        Ok(Self { dtype, ..array })
+    }
+
+    fn contiguous(object: Bound<'py, PyAny>) -> PyResult<Self> {
+        let numpys = object.getattr("dtype")?;
+        let dtype = DType::of(&numpys)?;
+        if !numpys.getattr("isnative")?.is_truthy()? {
+            let message = format!("the array has {} values of the other byte order", dtype.name());
+            return Err(invalid("upload", message, "convert it with `array.astype(array.dtype.newbyteorder(\"=\"))`"));
+        }
+        let (address, _): (usize, bool) = object.getattr("__array_interface__")?.get_item("data")?.extract()?;
+        let (bytes, shape) = (object.getattr("nbytes")?.extract()?, object.getattr("shape")?.extract()?);
+        Ok(Self { object, dtype, shape, address, bytes })
+    }
+
+    /// Returns the bytes of the values. The caller must keep the array while it uses them.
+    pub(crate) fn bytes<'a>(&self) -> &'a [u8] {
+        if self.bytes == 0 {
+            return &[];
+        }
+        // SAFETY: NumPy reports the address and the size of a contiguous array. The caller keeps it. Another thread that writes the
+        // array meanwhile changes the values that are copied, as it does for NumPy's own copies.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes) }
+    }
+
+    /// Returns the bytes of a new array for writing. The caller must keep the array while it uses them.
+    ///
+    /// # Safety
+    /// The caller must have made the array with [`HostArray::empty`], show it to no other code before, and call this once.
+    pub(crate) unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
+        if self.bytes == 0 {
+            return &mut [];
+        }
+        // SAFETY: As in `bytes`. No other code has the array.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
+    }
+}

@@ -1,0 +1,109 @@
+//! [`DType`]: the types of elements, by the names that NumPy and PyTorch give them.
+
+use highwater::half::{bf16, f16};
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use crate::error::invalid;
+
+macro_rules! types {
+    ($($name:ident $text:literal $bytes:literal $typestr:literal $code:literal,)+) => {
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum DType { $($name,)+ }
+
+        impl DType {
+            const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// Returns NumPy's name.
+            pub(crate) fn name(self) -> &'static str { match self { $(Self::$name => $text),+ } }
+            /// Returns the size of an element.
+            pub(crate) fn bytes(self) -> usize { match self { $(Self::$name => $bytes),+ } }
+            /// Returns the type in the array interface. NumPy knows no bfloat16, and sees its bits.
+            pub(crate) fn typestr(self) -> &'static str { match self { $(Self::$name => $typestr),+ } }
+            /// Returns the code of the type in DLPack.
+            pub(crate) fn dlpack_code(self) -> u8 { match self { $(Self::$name => $code),+ } }
+        }
+    };
+}
+
+types! {
+    Bool "bool" 1 "|b1" 6,
+    Int8 "int8" 1 "|i1" 0,
+    Int16 "int16" 2 "<i2" 0,
+    Int32 "int32" 4 "<i4" 0,
+    Int64 "int64" 8 "<i8" 0,
+    UInt8 "uint8" 1 "|u1" 1,
+    UInt16 "uint16" 2 "<u2" 1,
+    UInt32 "uint32" 4 "<u4" 1,
+    UInt64 "uint64" 8 "<u8" 1,
+    Float16 "float16" 2 "<f2" 2,
+    BFloat16 "bfloat16" 2 "<u2" 4,
+    Float32 "float32" 4 "<f4" 2,
+    Float64 "float64" 8 "<f8" 2,
+    Complex64 "complex64" 8 "<c8" 5,
+    Complex128 "complex128" 16 "<c16" 5,
+}
+
+impl DType {
+    /// Returns the type that an object names: a string, a type of NumPy or PyTorch, or `float`, `int` or `bool`.
+    pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let text = if object.is_instance_of::<PyString>() {
+            object.to_string()
+        } else if let Some(name) = object.getattr_opt("name")?.or(object.getattr_opt("__name__")?) {
+            name.to_string()
+        } else {
+            object.to_string()
+        };
+        let name = match text.strip_prefix("torch.").unwrap_or(&text) {
+            "float" => "float64",
+            "int" => "int64",
+            name => name,
+        };
+        Self::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|dtype| dtype.name()).collect();
+            let message = format!("`{text}` is no type of elements; expected one of {}", names.join(", "));
+            invalid("dtype", message, "pass a name such as \"float32\", or a type of NumPy or PyTorch")
+        })
+    }
+
+    /// Returns the type with these fields in DLPack.
+    pub(crate) fn of_dlpack(code: u8, bits: u8) -> Option<Self> {
+        Self::ALL.iter().copied().find(|dtype| dtype.dlpack_code() == code && dtype.bytes() * 8 == usize::from(bits))
+    }
+
+    /// Returns the type as NumPy stores it.
+    pub(crate) fn numpy_name(self) -> &'static str {
+        if self == Self::BFloat16 { "uint16" } else { self.name() }
+    }
+
+    /// Returns the bytes of a number as this type.
+    pub(crate) fn bytes_of(self, value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        macro_rules! whole {
+            ($type:ty) => {{
+                let refused = |_| {
+                    let message = format!("{value} is no {}", self.name());
+                    invalid("fill", message, "pass a whole number in the range of the buffer's type")
+                };
+                value.extract::<$type>().map_err(refused)?.to_ne_bytes().to_vec()
+            }};
+        }
+        let real = || value.extract::<f64>();
+        Ok(match self {
+            Self::Bool => vec![u8::from(value.is_truthy()?)],
+            Self::Int8 => whole!(i8),
+            Self::Int16 => whole!(i16),
+            Self::Int32 => whole!(i32),
+            Self::Int64 => whole!(i64),
+            Self::UInt8 => whole!(u8),
+            Self::UInt16 => whole!(u16),
+            Self::UInt32 => whole!(u32),
+            Self::UInt64 => whole!(u64),
+            Self::Float16 => f16::from_f64(real()?).to_ne_bytes().to_vec(),
+            Self::BFloat16 => bf16::from_f64(real()?).to_ne_bytes().to_vec(),
+            Self::Float32 => (real()? as f32).to_ne_bytes().to_vec(),
+            Self::Float64 => real()?.to_ne_bytes().to_vec(),
+            Self::Complex64 => [(real()? as f32).to_ne_bytes(), 0_f32.to_ne_bytes()].concat(),
+            Self::Complex128 => [real()?.to_ne_bytes(), 0_f64.to_ne_bytes()].concat(),
+        })
+    }
+}

@@ -1,0 +1,38 @@
+//! The compiled part of the Python package `highwater`: classes over the types of the crate `highwater`.
+//!
+//! - `error`: errors become the exceptions of `highwater/_errors.py`; `detached`: objects that end without the interpreter's lock
+//! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
+//! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
+//! - `dlpack`: tensors of other libraries, both ways
+//!
+//! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
+//! waiting thread holds. No Python object is touched without the lock. Memory whose address other code has seen is released after
+//! the devices have ended all work. A child of `fork` takes no lock of this crate that another thread may have held.
+
+mod arrays;
+mod detached;
+mod dlpack;
+mod dtype;
+mod error;
+mod memory;
+mod runtime;
+mod statistics;
+mod stream;
+mod ticket;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<runtime::Runtime>()?;
+    module.add_class::<runtime::Device>()?;
+    module.add_class::<stream::Stream>()?;
+    module.add_class::<stream::Event>()?;
+    module.add_class::<memory::Buffer>()?;
+    module.add_class::<memory::Pinned>()?;
+    module.add_class::<ticket::Ticket>()?;
+    module.add_class::<ticket::Owner>()?;
+    module.add_function(wrap_pyfunction!(runtime::open, module)?)?;
+    module.add_function(wrap_pyfunction!(runtime::survey, module)?)
+}

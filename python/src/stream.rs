@@ -1,0 +1,390 @@
+//! [`Stream`] and [`Event`].
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use highwater::half::{bf16, f16};
+use highwater::{DeviceBuffer, Error, Matrix, Scalar};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+use crate::arrays::{HostArray, count, shape_of};
+use crate::detached::Detached;
+use crate::dlpack;
+use crate::dtype::DType;
+use crate::error::{invalid, raised, unsupported};
+use crate::memory::{Buffer, Memory, Pinned, Values, make_values, with_values};
+
+/// A stream of the library. Buffers refer to the streams that used them.
+pub(crate) type Queue = Detached<highwater::Stream>;
+
+/// A stream that is not a class's own.
+pub(crate) struct StreamOf(Queue);
+
+impl StreamOf {
+    pub(crate) fn new(stream: highwater::Stream) -> Self {
+        Self(Detached::new(stream))
+    }
+}
+
+impl Deref for StreamOf {
+    type Target = highwater::Stream;
+
+    fn deref(&self) -> &highwater::Stream {
+        &self.0
+    }
+}
+
+/// A queue of operations of one device, executed in the order of the calls.
+///
+/// Work of two streams on one buffer is ordered by the program, with `record` and `wait`. A buffer and page-locked memory may be
+/// dropped while work uses them: their memory is reused after that work.
+#[pyclass(frozen, module = "highwater")]
+pub(crate) struct Stream {
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) device: Detached<highwater::Device>,
+}
+
+impl Stream {
+    pub(crate) fn new(stream: highwater::Stream, device: highwater::Device) -> Self {
+        Self { queue: Arc::new(Detached::new(stream)), device: Detached::new(device) }
+    }
+
+    fn made(&self, py: Python<'_>, dtype: DType, shape: Vec<usize>) -> PyResult<Memory> {
+        let len = count(&shape, dtype)?;
+        let values = py.detach(|| make_values!(dtype, self.queue.allocate(len))).map_err(raised)?;
+        let memory = Memory::new(values, self.device.clone(), dtype, shape);
+        // The memory may have belonged to earlier work of this stream.
+        memory.note(py, &self.queue);
+        Ok(memory)
+    }
+
+    fn write_all(&self, py: Python<'_>, array: &HostArray<'_>, memory: &Memory) -> PyResult<()> {
+        let bytes = array.bytes();
+        memory.note(py, &self.queue);
+        let write = || with_values!(&*memory.values, buffer => self.queue.write(bytes, buffer.slice(0..buffer.len())?.as_bytes()));
+        py.detach(write).map_err(raised)
+    }
+}
+
+/// Returns an error if two sides of a copy do not have the same values.
+fn check_same(operation: &'static str, dst: (&[usize], DType), src: (&[usize], DType)) -> PyResult<()> {
+    let len = |shape: &[usize]| shape.iter().product::<usize>();
+    if dst.1 == src.1 && len(dst.0) == len(src.0) {
+        return Ok(());
+    }
+    let message = format!(
+        "the source has {:?} values of {}, the destination {:?} of {}",
+        src.0,
+        src.1.name(),
+        dst.0,
+        dst.1.name()
+    );
+    Err(invalid(operation, message, "pass as many values of the same type"))
+}
+
+/// The rows and columns of a factor, before a transposition.
+fn matrix_of(name: &str, memory: &Memory) -> PyResult<(usize, usize)> {
+    match *memory.shape {
+        [rows, columns] => Ok((rows, columns)),
+        _ => {
+            let message = format!("{name} has the shape {:?}", memory.shape);
+            Err(invalid("matmul", message, "pass matrices, whose shapes have two lengths"))
+        }
+    }
+}
+
+#[pymethods]
+impl Stream {
+    /// The ordinal of the device.
+    #[getter]
+    fn device(&self) -> u32 {
+        self.device.ordinal()
+    }
+
+    /// The vendor's handle as a number: a `cudaStream_t` on CUDA, a `hipStream_t` on ROCm.
+    #[getter]
+    fn raw(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.queue.raw()).map_err(raised)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<highwater.Stream of device {}>", self.device.ordinal())
+    }
+
+    /// Waits for the work of the stream. Raises the error of failed work.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.queue.synchronize()).map_err(raised)
+    }
+
+    /// Whether all work of the stream is done. Does not wait.
+    #[getter]
+    fn is_complete(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.queue.is_complete()).map_err(raised)
+    }
+
+    /// Records the point that the stream has reached. With `timed`, `Event.elapsed_ns` can measure from it.
+    #[pyo3(signature = (*, timed=false))]
+    fn record(&self, py: Python<'_>, timed: bool) -> PyResult<Event> {
+        let record = || if timed { self.queue.record_timed() } else { self.queue.record() };
+        Ok(Event(Detached::new(py.detach(record).map_err(raised)?)))
+    }
+
+    /// Makes all work enqueued from here on wait, on the device, for an event of any stream of the same runtime.
+    fn wait(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
+        py.detach(|| self.queue.wait(&event.0)).map_err(raised)
+    }
+
+    /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are unspecified.
+    ///
+    /// The first use on each other stream waits, on the device, for earlier work of this one. Raises the errors of
+    /// `Device.allocate`.
+    fn allocate(&self, py: Python<'_>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        Ok(Buffer::new(self.made(py, DType::of(dtype)?, shape_of(shape)?)?))
+    }
+
+    /// Copies an array, or what NumPy makes one of, to new memory of the device. The values may change after the call.
+    ///
+    /// `dtype` converts the values. With `"bfloat16"`, the values must be `uint16` bits or of `ml_dtypes.bfloat16`. Raises the
+    /// errors of `allocate`, and `InvalidArgument` for values of another type or byte order.
+    #[pyo3(signature = (values, dtype=None))]
+    fn upload(&self, values: &Bound<'_, PyAny>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Buffer> {
+        let array = HostArray::of(values, dtype.map(DType::of).transpose()?)?;
+        let memory = self.made(values.py(), array.dtype, array.shape.clone())?;
+        self.write_all(values.py(), &array, &memory)?;
+        Ok(Buffer::new(memory))
+    }
+
+    /// Copies an array to a buffer, which has as many values. The values are converted to its type, and may change after the call.
+    ///
+    /// Raises `InvalidArgument` for another number of values.
+    fn write(&self, values: &Bound<'_, PyAny>, dst: &Buffer) -> PyResult<()> {
+        let array = HostArray::of(values, Some(dst.0.dtype))?;
+        check_same("write", (&dst.0.shape, dst.0.dtype), (&array.shape, array.dtype))?;
+        self.write_all(values.py(), &array, &dst.0)
+    }
+
+    /// Waits for the work of the stream on a buffer, and returns its values as a new array of the same shape.
+    ///
+    /// NumPy has no bfloat16: such values are returned as their bits, in `uint16`. Raises the error of failed work.
+    fn download<'py>(&self, py: Python<'py>, src: &Buffer) -> PyResult<Bound<'py, PyAny>> {
+        let memory = &src.0;
+        let array = HostArray::empty(py, &memory.shape, memory.dtype)?;
+        // SAFETY: The array is new, and kept here.
+        let bytes = unsafe { array.bytes_mut() };
+        memory.note(py, &self.queue);
+        let copy = |dst| {
+            self.queue.scope(|scope| {
+                with_values!(&*memory.values, buffer => scope.copy_to_host(buffer.slice(0..buffer.len())?.as_bytes(), dst))
+            })
+        };
+        py.detach(|| copy(bytes)).map_err(raised)?;
+        Ok(array.object)
+    }
+
+    /// Enqueues a copy between buffers, or between a buffer and page-locked memory. Returns at once.
+    ///
+    /// The values of `src` must stay until the copy is done; see `Pinned.wait`. Either object may be dropped. Both sides need as many
+    /// values of the same type. Raises `InvalidArgument` if they have not, and `InvalidPointer` for memory of another runtime.
+    fn copy(&self, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
+        const OPERATION: &str = "copy";
+        let py = src.py();
+        let queue = &self.queue;
+        if let (Ok(src), Ok(dst)) = (src.cast::<Buffer>(), dst.cast::<Buffer>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            check_same(OPERATION, (&dst.shape, dst.dtype), (&src.shape, src.dtype))?;
+            src.note(py, queue);
+            dst.note(py, queue);
+            let copy = || {
+                with_values!(&*src.values, from => with_values!(&*dst.values, to => {
+                    queue.copy(from.slice(0..from.len())?.as_bytes(), to.slice(0..to.len())?.as_bytes())
+                }))
+            };
+            return py.detach(copy).map_err(raised);
+        }
+        if let (Ok(src), Ok(dst)) = (src.cast::<Pinned>(), dst.cast::<Buffer>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            check_same(OPERATION, (&dst.shape, dst.dtype), (&src.shape, src.dtype))?;
+            dst.note(py, queue);
+            return src.with(py, OPERATION, |pinned| {
+                with_values!(&*dst.values, to => queue.copy_to_device(&*pinned, to.slice(0..to.len())?.as_bytes()))
+            });
+        }
+        if let (Ok(src), Ok(dst)) = (src.cast::<Buffer>(), dst.cast::<Pinned>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            check_same(OPERATION, (&dst.shape, dst.dtype), (&src.shape, src.dtype))?;
+            src.note(py, queue);
+            return dst.with(py, OPERATION, |pinned| {
+                with_values!(&*src.values, from => queue.copy_to_host(from.slice(0..from.len())?.as_bytes(), pinned))
+            });
+        }
+        Err(PyTypeError::new_err("copy takes a Buffer and a Buffer, a Pinned and a Buffer, or a Buffer and a Pinned"))
+    }
+
+    /// Enqueues a fill of a buffer with one value. Devices fill values of 1, 2 or 4 bytes, and any type with 0.
+    ///
+    /// Raises `InvalidArgument` for other values, and for a number that the type does not hold.
+    fn fill(&self, dst: &Buffer, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, memory) = (value.py(), &dst.0);
+        let bytes = memory.dtype.bytes_of(value)?;
+        memory.note(py, &self.queue);
+        let queue = &self.queue;
+        let fill = || -> Result<(), Error> {
+            macro_rules! value {
+                ($type:ty) => {{
+                    let mut value = [0; size_of::<$type>()];
+                    value.copy_from_slice(&bytes);
+                    <$type>::from_ne_bytes(value)
+                }};
+            }
+            if bytes.iter().all(|&byte| byte == 0) {
+                return with_values!(&*memory.values, buffer => queue.fill_zero(buffer));
+            }
+            match &*memory.values {
+                Values::Half(buffer) => queue.fill(buffer, value!(f16)),
+                Values::Brain(buffer) => queue.fill(buffer, value!(bf16)),
+                Values::Single(buffer) => queue.fill(buffer, value!(f32)),
+                Values::Double(buffer) => queue.fill(buffer, value!(f64)),
+                Values::One(buffer) => queue.fill(buffer, value!(u8)),
+                Values::Two(buffer) => queue.fill(buffer, value!(u16)),
+                Values::Four(buffer) => queue.fill(buffer, value!(u32)),
+                Values::Eight(buffer) => queue.fill(buffer, value!(u64)),
+                Values::Sixteen(buffer) => queue.fill(buffer, value!(u128)),
+            }
+        };
+        py.detach(fill).map_err(raised)
+    }
+
+    /// Enqueues the product `out = alpha * a @ b + beta * out`, and returns `out`.
+    ///
+    /// `a` has the shape (m, k), or (k, m) with `transpose_a`. `b` has the shape (k, n), or (n, k) with `transpose_b`. `out` has the
+    /// shape (m, n). Without `out`, the call allocates it on this stream, in the type of the factors. The types are float16,
+    /// bfloat16, float32 and float64. `out` may be float32 for the first two.
+    ///
+    /// Raises `InvalidArgument` if the shapes do not fit or `out` overlaps a factor, and `Unsupported` for other types.
+    #[pyo3(signature = (a, b, out=None, *, transpose_a=false, transpose_b=false, alpha=1.0, beta=0.0))]
+    #[expect(clippy::too_many_arguments, reason = "they are named in Python")]
+    fn matmul(
+        &self,
+        py: Python<'_>,
+        a: &Buffer,
+        b: &Buffer,
+        out: Option<Py<Buffer>>,
+        transpose_a: bool,
+        transpose_b: bool,
+        alpha: f64,
+        beta: f64,
+    ) -> PyResult<Py<Buffer>> {
+        const OPERATION: &str = "matmul";
+        let (of_a, of_b) = (matrix_of("a", &a.0)?, matrix_of("b", &b.0)?);
+        let out = match out {
+            Some(out) => out,
+            None if beta != 0.0 => {
+                let message = format!("beta is {beta}, and there is no `out` that it scales");
+                return Err(invalid(OPERATION, message, "pass `out`, or a beta of 0"));
+            }
+            None => {
+                let rows = if transpose_a { of_a.1 } else { of_a.0 };
+                let columns = if transpose_b { of_b.0 } else { of_b.1 };
+                Py::new(py, Buffer::new(self.made(py, a.0.dtype, vec![rows, columns])?))?
+            }
+        };
+        let c = &out.get().0;
+        let of_c = matrix_of("out", c)?;
+        [&a.0, &b.0, c].into_iter().for_each(|memory| memory.note(py, &self.queue));
+        let factors =
+            Factors { a: of_a, b: of_b, c: of_c, transposed: (transpose_a, transpose_b), scale: (alpha, beta) };
+        let queue = &self.queue;
+        let run = || match (&*a.0.values, &*b.0.values, &*c.values) {
+            (Values::Single(a), Values::Single(b), Values::Single(c)) => {
+                Some(factors.run(queue, a, b, c, |number| number as f32))
+            }
+            (Values::Double(a), Values::Double(b), Values::Double(c)) => {
+                Some(factors.run(queue, a, b, c, |number| number))
+            }
+            (Values::Half(a), Values::Half(b), Values::Half(c)) => Some(factors.run(queue, a, b, c, f16::from_f64)),
+            (Values::Half(a), Values::Half(b), Values::Single(c)) => {
+                Some(factors.run(queue, a, b, c, |number| number as f32))
+            }
+            (Values::Brain(a), Values::Brain(b), Values::Brain(c)) => Some(factors.run(queue, a, b, c, bf16::from_f64)),
+            (Values::Brain(a), Values::Brain(b), Values::Single(c)) => {
+                Some(factors.run(queue, a, b, c, |number| number as f32))
+            }
+            _ => None,
+        };
+        match py.detach(run) {
+            Some(done) => done.map_err(raised)?,
+            None => {
+                let [a, b, c] = [&a.0, &b.0, c].map(|memory| memory.dtype.name());
+                return Err(unsupported(
+                    OPERATION,
+                    format!("no product of {a} and {b} into {c}"),
+                    "pass factors of one of float16, bfloat16, float32 or float64, and a result of that type or float32",
+                ));
+            }
+        }
+        Ok(out)
+    }
+
+    /// Returns a tensor of another library as a buffer, without a copy. This stream waits for the producer's work.
+    ///
+    /// The tensor stays alive until the last use of the buffer has ended. It must be contiguous, writable, and on the device of this
+    /// stream. On the mock, which has no memory of its own, only tensors of the mock's own buffers are.
+    ///
+    /// Raises `InvalidArgument`, `InvalidPointer` or `WrongDevice` for other tensors, and `Unsupported` for other types.
+    #[pyo3(name = "from_dlpack")]
+    fn import_dlpack(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        Ok(Buffer::new(dlpack::import(tensor, &self.queue, &self.device)?))
+    }
+}
+
+/// The shapes of a product.
+struct Factors {
+    a: (usize, usize),
+    b: (usize, usize),
+    c: (usize, usize),
+    transposed: (bool, bool),
+    scale: (f64, f64),
+}
+
+impl Factors {
+    fn run<T: Scalar, R: Scalar>(
+        &self,
+        stream: &highwater::Stream,
+        a: &DeviceBuffer<T>,
+        b: &DeviceBuffer<T>,
+        c: &DeviceBuffer<R>,
+        number: impl Fn(f64) -> R,
+    ) -> Result<(), Error> {
+        let (a, b) = (Matrix::row_major(a, self.a.0, self.a.1), Matrix::row_major(b, self.b.0, self.b.1));
+        let (a, b) =
+            (if self.transposed.0 { a.transposed() } else { a }, if self.transposed.1 { b.transposed() } else { b });
+        let c = Matrix::row_major(c, self.c.0, self.c.1);
+        stream.matmul(a, b, c).scale(number(self.scale.0), number(self.scale.1)).run()
+    }
+}
+
+/// A point in the work of a stream. `Stream.record` returns it.
+#[pyclass(frozen, module = "highwater")]
+pub(crate) struct Event(Detached<highwater::Event>);
+
+#[pymethods]
+impl Event {
+    /// Whether the stream has passed the event. Does not wait.
+    #[getter]
+    fn is_complete(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.0.is_complete()).map_err(raised)
+    }
+
+    /// Waits until the stream has passed the event.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.synchronize()).map_err(raised)
+    }
+
+    /// Returns the nanoseconds from this event to a later one, and 0 if `later` is the earlier of the two.
+    ///
+    /// Raises `InvalidArgument` unless both were recorded with `timed`, and `InvalidState` if the stream has not passed one.
+    fn elapsed_ns(&self, py: Python<'_>, later: &Self) -> PyResult<u64> {
+        py.detach(|| self.0.elapsed_ns(&later.0)).map_err(raised)
+    }
+}

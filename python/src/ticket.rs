@@ -1,0 +1,130 @@
+//! [`Ticket`]: names memory of another process. [`Owner`]: that process.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::arrays::{count, shape_of};
+use crate::dtype::DType;
+use crate::error::{invalid, raised};
+
+/// Names shared memory for other processes. `Buffer.share` returns it. It can be pickled, and goes through queues.
+///
+/// The memory stays shared while the process that shared it runs and keeps the buffer, or another process has it open.
+/// `Ticket(data, shape, dtype)` makes one of the bytes of `to_bytes`. It raises an `Error` for other bytes, and `InvalidArgument`
+/// if the shape does not fit. By default, the values are bytes. The bytes may hold a secret, so keep them from other users.
+#[pyclass(frozen, module = "highwater")]
+pub(crate) struct Ticket {
+    pub(crate) ticket: highwater::Ticket,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl Ticket {
+    pub(crate) fn with(ticket: highwater::Ticket, dtype: DType, shape: Vec<usize>) -> Self {
+        Self { ticket, dtype, shape }
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    #[new]
+    #[pyo3(signature = (data, shape=None, dtype=None))]
+    fn new(data: &[u8], shape: Option<&Bound<'_, PyAny>>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let ticket = highwater::Ticket::from_bytes(data).map_err(raised)?;
+        let dtype = dtype.map_or(Ok(DType::UInt8), DType::of)?;
+        let size = dtype.bytes();
+        let shape = match shape {
+            Some(shape) => shape_of(shape)?,
+            None => vec![usize::try_from(ticket.bytes()).unwrap_or(usize::MAX) / size],
+        };
+        let bytes = count(&shape, dtype)? * size;
+        if bytes as u64 != ticket.bytes() {
+            let message =
+                format!("{shape:?} values of {} have {bytes} bytes, the ticket names {}", dtype.name(), ticket.bytes());
+            return Err(invalid("ticket", message, "pass the shape and the type of the buffer that was shared"));
+        }
+        Ok(Self { ticket, dtype, shape })
+    }
+
+    /// Returns the ticket as 136 bytes, without the shape and the type. Programs in Rust use the same bytes.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.ticket.to_bytes())
+    }
+
+    /// The lengths of the dimensions.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// The name of the type, such as `"float32"`.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name()
+    }
+
+    /// Bytes of the values.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.ticket.bytes()
+    }
+
+    /// The id of the process that shared the memory, as that process sees it.
+    #[getter]
+    fn exporter_pid(&self) -> u32 {
+        self.ticket.exporter_pid()
+    }
+
+    /// The UUID of the device: 32 hexadecimal digits.
+    #[getter]
+    fn device_uuid(&self) -> String {
+        hexadecimal(&self.ticket.device_uuid())
+    }
+
+    /// Pickles the ticket, as queues do.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let (py, this) = (slf.py(), slf.get());
+        let arguments = (this.to_bytes(py), this.shape(py)?, this.dtype());
+        Ok((slf.get_type().into_any(), arguments.into_pyobject(py)?))
+    }
+
+    fn __repr__(&self) -> String {
+        // Without its secret.
+        let pid = self.ticket.exporter_pid();
+        format!("<highwater.Ticket {:?} {} of process {pid}>", self.shape, self.dtype.name())
+    }
+}
+
+/// The process that owns memory which this process opened. `Buffer.owner` returns it.
+#[pyclass(frozen, module = "highwater")]
+pub(crate) struct Owner(pub(crate) highwater::Owner);
+
+#[pymethods]
+impl Owner {
+    /// The id of the process. `None` for a process of another PID namespace.
+    #[getter]
+    fn pid(&self) -> Option<u32> {
+        self.0.pid()
+    }
+
+    /// Whether the process is alive.
+    #[getter]
+    fn is_alive(&self) -> bool {
+        self.0.is_alive()
+    }
+
+    /// Waits for the death of the process, for at most `timeout` seconds. Returns whether it is dead.
+    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+        let timeout = Duration::try_from_secs_f64(timeout).map_err(|_| {
+            let message = format!("{timeout} is no time");
+            invalid("wait", message, "pass seconds of at least 0")
+        })?;
+        py.detach(|| self.0.wait(timeout)).map_err(raised)
+    }
+}
+
+pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,66 @@
+"""Everything public has a docstring and a type, and the types are those of the classes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+import highwater
+
+ROOT = pathlib.Path(__file__).parents[2]
+STUBS = pathlib.Path(highwater.__file__).with_name("_highwater.pyi")
+
+
+def test_everything_public_has_a_docstring() -> None:
+    for name in highwater.__all__:
+        public = getattr(highwater, name)
+        assert name == "__version__" or public.__doc__, name
+        if not isinstance(public, type) or issubclass(public, highwater.Error) or dataclasses.is_dataclass(public):
+            continue
+        for member, value in vars(public).items():
+            assert member.startswith("_") or value.__doc__, f"{name}.{member}"
+
+
+
+def test_the_stubs_have_the_members_of_the_classes() -> None:
+    for stub in ast.parse(STUBS.read_text()).body:
+        if not isinstance(stub, ast.ClassDef) or stub.name.startswith("_"):
+            continue
+        written = {item.name for item in stub.body if isinstance(item, ast.FunctionDef)}
+        inherited = {"__doc__", "__module__", "__repr__", "__reduce__", "__new__"}
+        found = {member for member in vars(getattr(highwater, stub.name)) if member not in inherited}
+        assert written - {"__new__"} == found, stub.name
+
+
+@pytest.mark.parametrize("page", ["docs/python.md", "python/README.md"])
+def test_the_examples_of_the_pages_run(page: str) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert examples
+    for number, example in enumerate(examples):
+        exec(compile(example, f"{page}, example {number}", "exec"), {})
+
+
+def fields_in_rust(name: str) -> list[str]:
+    """The public fields of a structure of the library, in order."""
+    for source in (ROOT / "core/src").rglob("*.rs"):
+        found = re.search(rf"pub struct {name} \{{\n(.*?)\n\}}", source.read_text(), re.DOTALL)
+        if found:
+            return re.findall(r"^    pub (\w+):", found[1], re.MULTILINE)
+    raise AssertionError(f"no structure {name}")
+
+
+@pytest.mark.parametrize("name", [name for name in highwater.__all__ if name.endswith("Statistics")] + ["Limits"])
+def test_the_dataclasses_have_every_field_of_the_library(name: str) -> None:
+    assert [field.name for field in dataclasses.fields(getattr(highwater, name))] == fields_in_rust(name)
+
+
+def test_every_kind_of_error_has_a_class() -> None:
+    kinds = re.search(r"pub enum ErrorKind \{\n(.*?)\n\}", (ROOT / "core/hal/src/error.rs").read_text(), re.DOTALL)
+    assert kinds
+    names = re.findall(r"^    (\w+),", kinds[1], re.MULTILINE)
+    classes = {error.__name__ for error in highwater.Error.__subclasses__()}
+    assert set(names) == classes and classes <= set(highwater.__all__)

@@ -1,0 +1,144 @@
+"""Device memory that processes share, also after one of them was killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import highwater
+from conftest import BACKEND, Child
+
+PRODUCER = """
+import sys, pickle, highwater
+runtime = highwater.open(sys.argv[1])
+stream = runtime.device(0).create_stream()
+buffer = runtime.device(0).allocate_shared((25, 40), "float32")
+stream.fill(buffer, 0.5)
+print(pickle.dumps(buffer.share()).hex(), flush=True)
+for line in sys.stdin:
+    stream.fill(buffer, float(line))
+    stream.synchronize()
+    print("done", flush=True)
+"""
+
+CONSUMER = """
+import sys, pickle, highwater
+runtime = highwater.open(sys.argv[1])
+stream = runtime.device(0).create_stream()
+for line in sys.stdin:
+    buffer = runtime.open_shared(pickle.loads(bytes.fromhex(line)))
+    print(stream.download(buffer).sum(), flush=True)
+"""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for another process, at most 20 seconds."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_process_opens_the_memory_of_another(
+    runtime: highwater.Runtime, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    producer = child(PRODUCER)
+    ticket = pickle.loads(bytes.fromhex(producer.read()))
+    assert (ticket.shape, ticket.dtype, ticket.nbytes) == ((25, 40), "float32", 4000)
+    assert ticket.exporter_pid == producer.process.pid and ticket.to_bytes().hex() not in repr(ticket)
+    buffer = runtime.open_shared(ticket)
+    assert np.array_equal(stream.download(buffer), np.full((25, 40), 0.5))
+    producer.write("2.0")
+    assert producer.read() == "done" and np.array_equal(stream.download(buffer), np.full((25, 40), 2))
+    owner = buffer.owner
+    assert owner is not None and owner.pid == producer.process.pid and owner.is_alive and not owner.wait(0)
+    for time_that_is_none in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError):
+            owner.wait(time_that_is_none)
+
+
+def test_a_killed_producer_is_noticed_and_its_memory_stays(
+    runtime: highwater.Runtime, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    producer = child(PRODUCER)
+    ticket = pickle.loads(bytes.fromhex(producer.read()))
+    buffer = runtime.open_shared(ticket)
+    owner = buffer.owner
+    assert owner is not None
+    producer.kill()
+    assert owner.wait(20) and not owner.is_alive
+    assert np.array_equal(stream.download(buffer), np.full((25, 40), 0.5))
+    # This runtime may still have the mapping, and opens it again.
+    with pytest.raises((highwater.Expired, highwater.PeerLost)):
+        highwater.open(BACKEND).open_shared(ticket)
+
+
+def test_memory_of_a_killed_producer_is_released_on_request(
+    runtime: highwater.Runtime, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    producer = child(PRODUCER)
+    buffer = runtime.open_shared(pickle.loads(bytes.fromhex(producer.read())), owner_death="release")
+    producer.kill()
+
+    def is_released() -> bool:
+        try:
+            stream.download(buffer)
+        except highwater.Expired:
+            return True
+        return False
+
+    until(is_released)
+
+
+def test_a_killed_consumer_keeps_nothing(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    buffer = device.allocate_shared(1000, np.float32)
+    stream.fill(buffer, 1.5)
+    consumers = [child(CONSUMER) for _ in range(2)]
+    for consumer in consumers:
+        consumer.write(pickle.dumps(buffer.share()).hex())
+    assert [float(consumer.read()) for consumer in consumers] == [1500, 1500]
+    consumers[0].kill()
+    until(lambda: runtime.statistics().sharing.lost_peers == 1)
+    assert np.array_equal(stream.download(buffer), np.full(1000, 1.5))
+    del buffer
+    assert runtime.statistics().sharing.limbo_blocks == 1  # The living consumer has it.
+    consumers[1].kill()
+    until(lambda: runtime.statistics().sharing.limbo_blocks == 0)
+    assert runtime.statistics().sharing.exported_bytes == 0
+
+
+def consume(queue: Any, results: Any) -> None:
+    with highwater.open(BACKEND) as runtime:
+        stream = runtime.device(0).create_stream()
+        results.put(float(stream.download(runtime.open_shared(queue.get())).sum()))
+
+
+def test_tickets_go_through_queues(device: highwater.Device, stream: highwater.Stream) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue, results = context.Queue(), context.Queue()
+    process = context.Process(target=consume, args=(queue, results))
+    process.start()
+    buffer = device.allocate_shared(100, "float64")
+    stream.write(np.full(100, 2.0), buffer)
+    queue.put(buffer.share())
+    assert results.get(timeout=60) == 200
+    process.join()
+
+
+def test_a_ticket_of_this_runtime_opens_the_original(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream
+) -> None:
+    buffer = device.allocate_shared((2, 4), "int16")
+    ticket = buffer.share()
+    again = runtime.open_shared(highwater.Ticket(ticket.to_bytes(), (2, 4), "int16"))
+    stream.write([[1, 2, 3, 4], [5, 6, 7, 8]], buffer)
+    assert np.array_equal(stream.download(again), [[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert again.owner is None and ticket.device_uuid == device.uuid

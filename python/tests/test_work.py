@@ -1,0 +1,249 @@
+"""Streams, buffers, page-locked memory and products."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import highwater
+from conftest import BACKEND
+
+NUMBERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 3, 2)])
+def test_values_come_back_with_their_shape_and_type(stream: highwater.Stream, dtype: str, shape: tuple[int, ...]) -> None:
+    values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    buffer = stream.upload(values)
+    assert (buffer.shape, buffer.dtype, buffer.nbytes) == (shape, dtype, values.nbytes)
+    back = stream.download(buffer)
+    assert back.dtype == values.dtype and back.shape == shape and np.array_equal(back, values)
+
+
+def test_strided_values_and_lists_are_uploaded_in_row_major_order(stream: highwater.Stream) -> None:
+    values = np.arange(12.0).reshape(3, 4)
+    assert np.array_equal(stream.download(stream.upload(values.T[::2])), values.T[::2])
+    assert np.array_equal(stream.download(stream.upload([[1, 2], [3, 4]], "float32")), [[1, 2], [3, 4]])
+
+
+def test_bfloat16_goes_as_its_bits(stream: highwater.Stream) -> None:
+    ones = stream.upload(np.full((2, 2), 0x3F80, "uint16"), "bfloat16")
+    out = stream.allocate((2, 2), "float32")
+    assert np.array_equal(stream.download(stream.matmul(ones, ones, out)), [[2, 2], [2, 2]])
+    assert np.array_equal(stream.download(stream.matmul(ones, ones)), np.full((2, 2), 0x4000))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_product_is_numpys(stream: highwater.Stream, dtype: str) -> None:
+    a, b = np.arange(6).reshape(2, 3).astype(dtype), np.arange(12).reshape(4, 3).astype(dtype)
+    on_device = stream.upload(a), stream.upload(b)
+    assert np.array_equal(stream.download(stream.matmul(*on_device, transpose_b=True)), a @ b.T)
+    out = stream.upload(np.ones((2, 4), dtype))
+    assert stream.matmul(*on_device, out, transpose_b=True, alpha=2, beta=3) is out
+    assert np.array_equal(stream.download(out), 2 * (a @ b.T) + 3)
+
+
+FILLS = [("float32", 1.5), ("float16", -2.0), ("int8", -3), ("uint32", 2**32 - 1), ("float64", 0)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), FILLS)
+def test_a_fill_writes_each_value(stream: highwater.Stream, dtype: str, value: float) -> None:
+    buffer = stream.upload(np.ones(1000, dtype))
+    stream.fill(buffer, value)
+    assert np.array_equal(stream.download(buffer), np.full(1000, value, dtype))
+
+
+def test_copies_go_between_page_locked_memory_and_devices(runtime: highwater.Runtime, stream: highwater.Stream) -> None:
+    source, result = runtime.pinned((50, 20), "int32"), runtime.device(0).pinned((50, 20), np.int32)
+    source.array[:] = np.arange(1000).reshape(50, 20)
+    first, second = stream.allocate((50, 20), "int32"), runtime.device().allocate(1000, "int32")
+    stream.copy(source, first)
+    stream.copy(first, second)
+    stream.copy(second, result)
+    assert np.array_equal(result.array, source.array)
+    stream.write(np.zeros(1000, "int32"), second)
+    assert not stream.download(second).any()
+
+
+def test_an_array_is_the_page_locked_memory_and_keeps_it(runtime: highwater.Runtime) -> None:
+    pinned = runtime.pinned((4, 5), "float32")
+    array = pinned.array
+    assert array.ctypes.data == pinned.ptr and array.flags.writeable and array.shape == (4, 5)
+    array[:] = 3
+    alive = weakref.ref(array)
+    part = array[1]
+    del pinned, array
+    gc.collect()
+    assert runtime.statistics().host.live_blocks == 1 and (part == 3).all()
+    del part
+    assert alive() is None and runtime.statistics().host.live_blocks == 0
+
+
+def test_streams_wait_for_events(slow: highwater.Runtime) -> None:
+    first, second = slow.device(0).create_stream(), slow.device(0).create_stream()
+    buffer = slow.device(0).allocate(10, "int64")
+    for number in range(10):
+        first.write(np.arange(10) * number, buffer)
+    event = first.record()
+    assert not event.is_complete and not first.is_complete
+    second.wait(event)
+    assert np.array_equal(second.download(buffer), np.arange(10) * 9) and event.is_complete
+
+
+def test_timed_events_measure(stream: highwater.Stream) -> None:
+    first, buffer = stream.record(timed=True), stream.upload(np.zeros(1000))
+    second = stream.record(timed=True)
+    second.synchronize()
+    assert first.elapsed_ns(second) > 0 and second.elapsed_ns(first) == 0
+    assert buffer.nbytes == 8000
+
+
+def test_a_stream_of_other_code_is_wrapped(device: highwater.Device, stream: highwater.Stream) -> None:
+    class OfTorch:
+        cuda_stream = stream.raw
+
+    for raw in (stream.raw, OfTorch()):
+        wrapped = device.stream_from_raw(raw)
+        assert wrapped.raw == stream.raw and wrapped.device == 0
+        buffer = wrapped.upload(np.ones(10))
+        assert np.array_equal(stream.download(buffer), np.ones(10))
+        del wrapped, buffer
+    OfTorch.cuda_stream = 0  # PyTorch's default stream.
+    assert device.stream_from_raw(OfTorch()).raw == device.default_stream().raw
+
+
+@pytest.mark.parametrize("wait", ["synchronize", "download", "event", "pinned", "array", "device", "dlpack"])
+def test_a_wait_lets_other_threads_run(slow: highwater.Runtime, wait: str) -> None:
+    device = slow.device(0)
+    stream = device.create_stream()
+    buffer, pinned = device.allocate(1000, "float32"), slow.pinned(1000, "float32")
+    calls: dict[str, Callable[[], Any]] = {
+        "synchronize": stream.synchronize,
+        "download": lambda: stream.download(buffer),
+        "event": lambda: stream.record().synchronize(),
+        "pinned": pinned.wait,
+        "array": lambda: pinned.array,
+        "device": device.synchronize,
+        "dlpack": lambda: pinned.__dlpack__(),
+    }
+    for _ in range(8):
+        stream.copy(buffer, pinned)
+    ended = threading.Event()
+
+    def call() -> None:
+        calls[wait]()
+        ended.set()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    steps = 0
+    while not ended.is_set():
+        steps += 1
+        time.sleep(0.001)
+    thread.join()
+    # The copies take 320 ms. A call that keeps the lock lets this thread make one or two steps.
+    assert steps > 10
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_page_locked_memory_that_is_dropped_under_a_copy_is_not_reused(slow: highwater.Runtime, exported: bool) -> None:
+    device = slow.device(0)
+    stream = device.create_stream()
+    for number in range(3):
+        buffer, source = device.allocate(10_000, "int64"), slow.pinned(10_000, "int64")
+        values = np.arange(10_000) * (number + 1)
+        if exported:
+            source.array[:] = values
+        else:
+            stream.copy(stream.upload(values), source)
+        stream.copy(source, buffer)
+        del source
+        other = slow.pinned(10_000, "int64")
+        other.array[:] = -1
+        assert np.array_equal(stream.download(buffer), values)
+
+
+def test_device_memory_that_is_dropped_under_work_is_not_reused(stream: highwater.Stream, device: highwater.Device) -> None:
+    other = device.create_stream()
+    for number in range(1000):
+        values = np.full(1000, number)
+        source, target = stream.upload(values), device.allocate(1000, "int64")
+        stream.copy(source, target)
+        del source
+        other.fill(other.allocate(1000, "int64"), 0)
+        assert np.array_equal(stream.download(target), values)
+
+
+def test_statistics_are_dataclasses_with_every_number(runtime: highwater.Runtime, stream: highwater.Stream) -> None:
+    before = runtime.statistics()
+    assert isinstance(before, highwater.Statistics) and isinstance(before.limits, highwater.Limits)
+    pinned = runtime.pinned(1 << 20, "uint8")
+    after = runtime.statistics()
+    assert after.host.live_blocks == before.host.live_blocks + 1
+    assert after.host.live_bytes >= before.host.live_bytes + pinned.nbytes
+
+    def numbers(part: Any) -> int:
+        values = [getattr(part, field.name) for field in dataclasses.fields(part)]
+        return sum(numbers(value) if dataclasses.is_dataclass(value) else 1 for value in values)
+
+    assert numbers(after) > 100
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.events = 0  # type: ignore[misc]
+
+
+def test_a_device_describes_itself(device: highwater.Device) -> None:
+    info = device.memory_info()
+    assert 0 < info.free <= info.total and device.memory_bytes > 0 and len(device.uuid) == 32
+    assert device.name and device.architecture and device.ordinal == 0 and "Device 0" in repr(device)
+
+
+def test_threads_share_everything(runtime: highwater.Runtime, device: highwater.Device) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            stream = device.create_stream()
+            for step in range(50):
+                pinned = runtime.pinned(1000, "int64")
+                pinned.array[:] = number * 1000 + step
+                buffer = stream.allocate(1000, "int64")
+                stream.copy(pinned, buffer)
+                del pinned
+                assert (stream.download(buffer) == number * 1000 + step).all()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_runtime_closes_and_reports_what_is_left() -> None:
+    runtime = highwater.open(BACKEND)
+    device = runtime.device(0)
+    with pytest.raises(highwater.InvalidState, match="alive"):
+        runtime.close()
+    assert runtime.is_closed and "closed" in repr(runtime)
+    with pytest.raises(highwater.InvalidState, match="closed"):
+        runtime.device(0)
+    assert device.create_stream().is_complete  # The runtime ends with its last object.
+    runtime.close()
+    del device
+    other = highwater.open(BACKEND)
+    other.close()
+    with highwater.open(BACKEND) as left:
+        pinned = left.pinned(4, "float32")
+    assert left.is_closed and pinned.array.shape == (4,)
