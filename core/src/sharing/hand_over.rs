@@ -153,9 +153,7 @@ impl Sharing {
     fn try_to_take(&self, link: &Arc<Link>) -> bool {
         let imports = self.importer.heirs_of(link);
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
-        if link.hand_over() == Progress::Done
-            && let Some(socket) = link.late_hand_over()
-        {
+        if !is_offered && let Some(socket) = link.late_hand_over() {
             self.inherit_from(link, socket);
             return true;
         }

@@ -415,7 +415,7 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        let late = (link.hand_over() == Progress::Done).then(|| link.late_hand_over()).flatten();
+        let late = (!is_offered).then(|| link.late_hand_over()).flatten();
         if late.is_none() && (!is_offered || self.is_stopping.load(Ordering::Acquire)) {
             return true;
         }
