@@ -205,10 +205,10 @@ impl DeviceBlock {
     /// Refuses all later uses of the memory of a dead owner. Returns the streams that used it. A call that was noted earlier
     /// checks under the submission lock. So it either comes before the completion of its stream or finds the memory revoked.
     /// `None` if other code has the address: the memory is then released with the block.
-    pub(crate) fn revoke(&self) -> Option<Vec<StreamUse>> {
+    pub(crate) fn revoke(&self, owner: String) -> Option<Vec<StreamUse>> {
         let revocation = self.revocation()?;
         let uses = self.uses.lock();
-        revocation.revoke().then(|| uses.iter().map(|(use_, _)| use_.clone()).collect())
+        revocation.revoke(owner).then(|| uses.iter().map(|(use_, _)| use_.clone()).collect())
     }
 
     /// Returns the process that owns the memory, unless it is this one.

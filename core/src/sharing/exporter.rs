@@ -733,9 +733,12 @@ impl Exporter {
                     false
                 }
             };
-            if is_over && let HandOver::Offered(offer) = std::mem::take(&mut state.hand_over) {
+            // An heir may have taken them as the time ended.
+            if is_over && let HandOver::Offered(offer) = &mut state.hand_over {
+                let refused = offer.refused.take();
+                state.hand_over = HandOver::None;
                 state.publish_hand_over(Progress::None, &mut Vec::new());
-                let reason = match &offer.refused {
+                let reason = match &refused {
                     Some(error) => error.message().to_owned(),
                     None => "no importer keeps it with `OwnerDeath::Inherit`".to_owned(),
                 };
@@ -783,8 +786,9 @@ impl Exporter {
                 let what = "the owner of the memory is alive, and does not hand it over";
                 return Err(Error::new(ErrorKind::InvalidArgument, "inherit", what));
             };
-            let claims = offer.claims.get(&peer);
-            let lacking = kept.iter().filter(|key| !claims.is_some_and(|claims| claims.contains(*key))).count();
+            // Before each attempt, the heir claims what it keeps then.
+            let claims = offer.claims.remove(&peer).unwrap_or_default();
+            let lacking = kept.iter().filter(|key| !claims.contains(*key)).count();
             let is_pending = state.watches.iter().any(|watch| kept.contains(&watch.key));
             if lacking > 0 || is_pending {
                 let what = match lacking {

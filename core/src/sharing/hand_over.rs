@@ -153,6 +153,10 @@ impl Sharing {
     fn try_to_take(&self, link: &Arc<Link>) -> bool {
         let imports = self.importer.heirs_of(link);
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
+        if !is_offered && let Some(socket) = link.late_hand_over() {
+            self.inherit_from(link, socket);
+            return true;
+        }
         if imports.is_empty() || !is_offered || self.is_stopping() || self.mapper().check().is_err() {
             return true;
         }
@@ -211,6 +215,7 @@ mod tests {
     use highwater_hal::{MemoryHandle, Transport};
 
     use super::super::exporter::{Exporter, SharedFile, WeakMemory};
+    use super::super::message::ExportKey;
     use super::*;
 
     #[derive(Debug)]
@@ -222,9 +227,9 @@ mod tests {
         }
     }
 
-    fn register(exporter: &Exporter, transport: Transport) {
+    fn register(exporter: &Exporter, transport: Transport) -> ExportKey {
         let memory: Weak<dyn SharedFile> = Weak::<Pages>::new();
-        exporter.register(WeakMemory::Pinned(memory), 8, transport, [0; 16], None).unwrap();
+        exporter.register(WeakMemory::Pinned(memory), 8, transport, [0; 16], None).unwrap()
     }
 
     #[test]
@@ -252,5 +257,44 @@ mod tests {
         assert!(error.message().contains("the heir keeps all but 1 of 1 allocations"), "{error}");
         assert!(!exporter.is_offering() && !exporter.has_handed_over());
         assert_eq!(exporter.hand_over(1, || unreachable!()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn an_heir_that_takes_the_memory_as_the_time_ends_has_it() {
+        let exporter = Exporter::default();
+        let key = register(&exporter, Transport::Descriptor);
+        exporter.offer().unwrap();
+        exporter.claim_offered(1, key, None).unwrap();
+        let until = Instant::now() + Duration::from_millis(40);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| exporter.wait_for_heir(Some(until)));
+            std::thread::sleep(Duration::from_millis(20));
+            // The time ends while the lock of the exporter is held.
+            let give = || {
+                while Instant::now() < until + Duration::from_millis(40) {
+                    std::thread::yield_now();
+                }
+                Ok(())
+            };
+            exporter.hand_over(1, give).unwrap();
+            waiting.join().unwrap().unwrap();
+        });
+        assert!(exporter.has_handed_over(), "the exporter has forgotten that its heir answers");
+    }
+
+    #[test]
+    fn claims_of_an_earlier_attempt_do_not_count() {
+        let exporter = Exporter::default();
+        let keys = [(); 2].map(|()| register(&exporter, Transport::Descriptor));
+        exporter.offer().unwrap();
+        exporter.claim_offered(1, keys[0], None).unwrap();
+        assert!(exporter.hand_over(1, || unreachable!()).is_err());
+        // The heir has dropped its buffer of the first allocation since.
+        exporter.claim_offered(1, keys[1], None).unwrap();
+        let error = exporter.hand_over(1, || Ok(())).unwrap_err();
+        assert!(error.message().contains("all but 1 of 2"), "{error}");
+        keys.iter().for_each(|key| exporter.claim_offered(1, *key, None).unwrap());
+        exporter.hand_over(1, || Ok(())).unwrap();
+        assert!(exporter.has_handed_over());
     }
 }

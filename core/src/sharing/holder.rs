@@ -70,9 +70,9 @@ pub enum HeldState {
         /// The process id.
         pid: Option<u32>,
     },
-    /// The owner is dead, and no process answers yet.
+    /// The owner is dead or has handed over, and this holder is not counted at an heir yet.
     Orphaned,
-    /// The owner is dead, and this holder answers.
+    /// The owner is dead or has handed over, and this holder answers.
     Inherited,
     /// The owner has dropped the memory, or an heir has refused it. The holder keeps it no more.
     Released,
@@ -118,7 +118,9 @@ enum Place {
 
 impl Held {
     fn is_widowed(&self) -> bool {
-        matches!(&self.place, Place::Other(link) if link.has_no_process())
+        // What the owner dropped while it lived needs no heir. A former owner waits until it is released.
+        let is_shared = || !self.counted.is_closed(self.memory.key);
+        matches!(&self.place, Place::Other(link) if link.has_no_process() && is_shared())
     }
 
     fn link(&self) -> Option<&Arc<Link>> {
@@ -342,7 +344,7 @@ impl State {
         }
         reception.drop_silent_peers(visitors.desks());
         for held in &mut *self.held.lock() {
-            if held.link().is_some_and(|link| !link.is_lost()) && held.counted.is_closed(held.memory.key) {
+            if held.link().is_some() && held.counted.is_closed(held.memory.key) {
                 held.end();
             }
         }
@@ -413,11 +415,13 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        if !is_offered || self.is_stopping.load(Ordering::Acquire) {
+        let late = (!is_offered).then(|| link.late_hand_over()).flatten();
+        if late.is_none() && (!is_offered || self.is_stopping.load(Ordering::Acquire)) {
             return true;
         }
         let mut patience = Patience::new(Duration::from_secs(1));
-        let socket = match link.take_over(claimed.iter().map(|(held, _)| &**held), &NoMapper(self), &mut patience) {
+        let take = || link.take_over(claimed.iter().map(|(held, _)| &**held), &NoMapper(self), &mut patience);
+        let socket = match late.map_or_else(take, Ok) {
             Ok(socket) => socket,
             Err(error) => {
                 tracing::debug!("memory that is handed over was not taken yet: {error}");

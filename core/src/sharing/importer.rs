@@ -971,17 +971,21 @@ impl Importer {
 
     /// Returns the connection to the exporter of a ticket.
     fn link(&self, ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Arc<Link>> {
-        match self.find(ticket.incarnation, |state| &mut state.links, ticket, &mut Some(patience))? {
-            Found::There(link) if link.is_lost() => Err(link.ended()),
-            Found::There(link) => Ok(link),
-            Found::Mine(place) => {
-                let link = Link::connect(ticket, mapper, patience);
-                self.note_answer(ticket, &link);
-                let link = Arc::new(link?);
-                place.fill(Arc::clone(&link));
-                // From here on, the service listens to the exporter's end.
-                mapper.bell().ring();
-                Ok(link)
+        loop {
+            match self.find(ticket.incarnation, |state| &mut state.links, ticket, &mut Some(patience))? {
+                // Its heir has the name.
+                Found::There(link) if link.is_handed_over() => self.state.lock().retire(&link),
+                Found::There(link) if link.is_dead() => return Err(link.ended()),
+                Found::There(link) => return Ok(link),
+                Found::Mine(place) => {
+                    let link = Link::connect(ticket, mapper, patience);
+                    self.note_answer(ticket, &link);
+                    let link = Arc::new(link?);
+                    place.fill(Arc::clone(&link));
+                    // From here on, the service listens to the exporter's end.
+                    mapper.bell().ring();
+                    return Ok(link);
+                }
             }
         }
     }
@@ -1650,6 +1654,38 @@ mod tests {
             .collect();
         assert!(took[0] >= Duration::from_millis(1500), "{took:?}");
         assert!(took[1..].iter().all(|took| *took < Duration::from_millis(1500)), "{took:?}");
+    }
+
+    /// The socket in an unread message keeps the name, so that no process could answer under it.
+    #[test]
+    fn an_heir_finds_the_answer_to_an_attempt_that_it_gave_up() {
+        let incarnation = highwater_hal::random(OPERATION).unwrap();
+        let listener = listen(&incarnation);
+        let (answer, may_answer) = std::sync::mpsc::channel();
+        let owner = std::thread::spawn(move || {
+            let socket = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            assert!(hear(socket.as_fd()), "a greeting");
+            let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing: None };
+            send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
+            assert!(hear(socket.as_fd()), "an attempt");
+            may_answer.recv().unwrap();
+            let refused = Message::refusal(7, &Error::new(ErrorKind::InvalidState, "inherit", "an old one"));
+            send(socket.as_fd(), &refused.encode(), &[]).unwrap();
+            send(socket.as_fd(), &Message::HandedOver { question: 1 }.encode(), &[listener.as_fd()]).unwrap();
+            socket
+        });
+        let mapper = NoMapper::new();
+        let link = Link::connect(&ticket(incarnation), &mapper, Patience::new(Duration::from_secs(10))).unwrap();
+        assert!(link.late_hand_over().is_none());
+        let error = link.take_over(std::iter::empty(), &mapper, &mut Patience::new(Duration::ZERO)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+        answer.send(()).unwrap();
+        let connection = owner.join().unwrap();
+        // It is the socket that has the name.
+        let socket = link.late_hand_over().unwrap();
+        let name = rustix::net::getsockname(&socket).unwrap();
+        assert_eq!(name, rustix::net::getsockname(&connection).unwrap());
+        assert!(link.late_hand_over().is_none());
     }
 
     #[test]

@@ -526,17 +526,28 @@ impl Sharing {
         Ok(memory)
     }
 
-    pub(crate) fn open(&self, wanted: Wanted<'_>) -> Result<Arc<Import>> {
+    pub(crate) fn open(self: &Arc<Self>, wanted: Wanted<'_>) -> Result<Arc<Import>> {
         self.check_boot(wanted.ticket)?;
-        self.importer.open(wanted, &self.mapper())
+        let import = self.importer.open(wanted, &self.mapper())?;
+        self.look_after_open(&import);
+        Ok(import)
+    }
+
+    /// Turns to the heir of an import whose owner has died or handed over during the open. The service did not know it then.
+    fn look_after_open(self: &Arc<Self>, import: &Import) {
+        if import.link.is_lost() && import.is_widowed() {
+            self.succeed(import.ticket.incarnation);
+        }
     }
 
     /// Opens allocations of other runtimes, each once. If one cannot be opened, none is.
-    pub(crate) fn open_all(&self, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+    pub(crate) fn open_all(self: &Arc<Self>, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
         for (at, wanted) in wanted.iter().enumerate() {
             self.check_boot(wanted.ticket).map_err(|error| (at, error))?;
         }
-        self.importer.open_all(wanted, &self.mapper())
+        let imports = self.importer.open_all(wanted, &self.mapper())?;
+        imports.iter().for_each(|import| self.look_after_open(import));
+        Ok(imports)
     }
 
     fn check_boot(&self, ticket: &Ticket) -> Result<()> {
@@ -581,7 +592,7 @@ impl Sharing {
 
     fn revoke_if(&self, is_revoked: impl Fn(&Arc<Import>) -> bool) {
         for (import, block) in self.importer.take_revocable(is_revoked) {
-            if let Some(uses) = block.revoke() {
+            if let Some(uses) = block.revoke(import.last_owner()) {
                 self.importer.release_after_uses(import, uses, &self.bell);
             }
         }

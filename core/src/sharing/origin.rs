@@ -66,7 +66,7 @@ pub(crate) struct Imported {
 impl Imported {
     pub(crate) fn new(runtime: Runtime, import: Arc<Import>, options: &ImportOptions) -> Self {
         let is_revocable = options.owner_death() == OwnerDeath::Release;
-        let revocation = is_revocable.then(|| Revocation::new(Arc::clone(&import.link.process)));
+        let revocation = is_revocable.then(Revocation::default);
         Self { runtime, import, revocation }
     }
 }

@@ -11,34 +11,31 @@
 //! state under the submission lock of the stream. So a call that finds the memory usable is in the list. The release records its
 //! completion event under the same submission lock, so the event comes after the work of the call.
 
-use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use super::identity::Process;
 use highwater_hal::{Error, ErrorKind, Result};
 
 const REVOKED: u8 = 1;
 const LENT: u8 = 2;
 
 /// The state of a block that is revoked when its owner dies.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Revocation {
-    owner: Arc<Process>,
+    /// The owner that has died. It may have been handed the memory after the open.
+    owner: OnceLock<String>,
     state: AtomicU8,
 }
 
 impl Revocation {
-    pub(super) fn new(owner: Arc<Process>) -> Self {
-        Self { owner, state: AtomicU8::new(0) }
-    }
-
     /// Refuses a use of memory that was revoked.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         // Relaxed: the caller's locks order the state.
         if self.state.load(Ordering::Relaxed) & REVOKED == 0 {
             return Ok(());
         }
-        let message = format!("the owner of the buffer ({}) has died, and its memory was released", self.owner);
+        let owner = self.owner.get().map_or("a process", String::as_str);
+        let message = format!("the owner of the buffer ({owner}) has died, and its memory was released");
         Err(Error::new(ErrorKind::Expired, operation, message).with_hint(
             "drop the buffer and request a new ticket; to keep the memory of a dead owner, open it with `OwnerDeath::Keep`",
         ))
@@ -53,7 +50,8 @@ impl Revocation {
     }
 
     /// Revokes the memory. Returns whether the caller releases it. The caller must hold the lock of the uses.
-    pub(crate) fn revoke(&self) -> bool {
+    pub(crate) fn revoke(&self, owner: String) -> bool {
+        let _ = self.owner.set(owner);
         self.state.fetch_or(REVOKED, Ordering::Relaxed) == 0
     }
 

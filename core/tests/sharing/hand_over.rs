@@ -264,11 +264,46 @@ fn a_chain_of_hand_overs_ends_at_a_holder_and_pages_and_buffers_go_along() {
     assert_eq!(stranger.tell("pinned-read p"), "9");
     stranger.kill();
     // Memory that goes with its owner goes with the last one.
+    let last = format!("(process {})", holder.pid());
     holder.kill();
     until("it is revoked", || third.stream.download(&follower).is_err());
+    // The first owner has handed over, and the second. The last one has died.
+    let error = third.stream.download(&follower).unwrap_err();
+    assert!(error.kind() == ErrorKind::Expired && error.message().contains(&last), "{error}");
     drop(follower);
     until("nothing is mapped", || third.runtime.statistics().sharing.mappings == 0);
     third.end();
+}
+
+/// Catches a holder that takes what the owner has dropped for a part of the hand-over: it would wait in limbo as long as the holder lives.
+#[test]
+fn memory_that_was_dropped_before_the_hand_over_goes_back_to_its_owner() {
+    let (owner, heir, third) = (Exporter::new(), Exporter::new(), Exporter::new());
+    let (dropped, dropped_ticket) = owner.make_shared(1000, 7);
+    let (buffer, ticket) = owner.make_shared(1000, 8);
+    let kept = heir.open_as_heir(&ticket).unwrap();
+    let mut holder = Peer::start();
+    holder.tell(&format!("hold {dropped_ticket}"));
+    holder.tell(&format!("hold {ticket}"));
+    // It learns of the drop and of the hand-over at once.
+    holder.signal(Signal::STOP);
+    drop(dropped);
+    until("it is in limbo", || owner.exports().1 == 1);
+    // Either may be the heir. The holder is stopped.
+    owner.runtime.hand_over(LIMIT).unwrap();
+    holder.signal(Signal::CONT);
+    until("the owner has it back", || owner.exports().0 == 0);
+    assert_eq!(third.refusal(&dropped_ticket), ErrorKind::Expired);
+    until("the heir counts the holder", || heir.exports() == (1, 0, 1));
+    third.assert_value(&third.runtime.open_shared::<u32>(&ticket).unwrap(), 8);
+    let states = holder.tell("held");
+    assert!(states.starts_with("Released,Owned"), "{states}");
+    holder.kill();
+    drop((kept, buffer));
+    until("it is released", || heir.exports() == (0, 0, 0));
+    for exporter in [heir, third, owner] {
+        exporter.end();
+    }
 }
 
 #[test]

@@ -27,6 +27,8 @@ pub(super) enum Operation {
     /// Drops memory of its own, which others may have open.
     Drop,
     Trim,
+    /// Hands its shared memory over to another runtime of the worker, which answers for it until the worker ends.
+    HandOver,
     /// Cuts its sockets, and continues to use the memory that it has.
     Cut,
     /// Starts a child that holds its descriptors.
@@ -35,7 +37,7 @@ pub(super) enum Operation {
 
 impl Operation {
     /// All operations, each with its name and its weight among the random choices.
-    pub(super) const ALL: [(Self, &str, u64); 12] = [
+    pub(super) const ALL: [(Self, &str, u64); 13] = [
         (Self::Share, "share", 70),
         (Self::Adopt, "adopt", 50),
         (Self::ShareAll, "share_all", 40),
@@ -46,6 +48,7 @@ impl Operation {
         (Self::Release, "release", 120),
         (Self::Drop, "drop", 90),
         (Self::Trim, "trim", 14),
+        (Self::HandOver, "hand_over", 4),
         (Self::Cut, "cut", 3),
         (Self::Bequeath, "bequeath", 3),
     ];

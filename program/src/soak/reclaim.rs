@@ -28,11 +28,13 @@ fn listed(runtime: &Runtime) -> HashSet<u32> {
     // This process keeps the memory of some, and page-locked memory of all: the kind without a device.
     let opened = list.opened.iter().filter(|opened| opened.allocation.device.is_some());
     let owners = opened.map(|opened| opened.owner).filter(|owner| !keeps(list.pid, *owner));
-    holders.chain(owners).collect()
+    // The heir of a worker is in the same process.
+    holders.chain(owners).filter(|other| *other != list.pid).collect()
 }
 
 /// The thread of a worker.
 pub(super) struct Watcher {
+    runtimes: Arc<Mutex<Vec<Runtime>>>,
     traces: Arc<Mutex<Vec<Trace>>>,
     is_over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -41,11 +43,13 @@ pub(super) struct Watcher {
 impl Watcher {
     pub(super) fn start(runtime: &Runtime) -> Self {
         let (traces, is_over) = (Arc::<Mutex<Vec<Trace>>>::default(), Arc::<AtomicBool>::default());
-        let (noted, stops, runtime) = (Arc::clone(&traces), Arc::clone(&is_over), runtime.clone());
+        let runtimes = Arc::new(Mutex::new(vec![runtime.clone()]));
+        let (noted, stops, watched) = (Arc::clone(&traces), Arc::clone(&is_over), Arc::clone(&runtimes));
         let thread = thread::spawn(move || {
             let mut before = HashSet::new();
             while !stops.load(Ordering::Relaxed) {
-                let (list, at) = (listed(&runtime), now());
+                let runtimes = watched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let (list, at): (HashSet<u32>, u64) = (runtimes.iter().flat_map(listed).collect(), now());
                 let trace = |is_there| move |pid: &u32| Trace { pid: *pid, is_there, at };
                 let new = list.difference(&before).map(trace(true));
                 let gone = before.difference(&list).map(trace(false));
@@ -54,7 +58,12 @@ impl Watcher {
                 thread::sleep(LOOK);
             }
         });
-        Self { traces, is_over, thread: Some(thread) }
+        Self { runtimes, traces, is_over, thread: Some(thread) }
+    }
+
+    /// Also looks at the list of another runtime.
+    pub(super) fn add(&self, runtime: &Runtime) {
+        self.runtimes.lock().unwrap_or_else(PoisonError::into_inner).push(runtime.clone());
     }
 
     /// Returns the records since the last call.

@@ -236,12 +236,13 @@ impl Report {
         table.add_row([
             "shared",
             &format!(
-                "{} buffers, {} adopted, {} batches, {} page-locked; {} dropped",
+                "{} buffers, {} adopted, {} batches, {} page-locked; {} dropped; {} hand-overs",
                 count(Operation::Share),
                 count(Operation::Adopt),
                 count(Operation::ShareAll),
                 count(Operation::SharePinned),
-                count(Operation::Drop)
+                count(Operation::Drop),
+                count(Operation::HandOver)
             ),
         ]);
         table.add_row([

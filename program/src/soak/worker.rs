@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::hal::Backend as _;
+use highwater::hal::Backend;
 use highwater::mock::MockGpu;
 use highwater::sharing::{Rendezvous, SharingOptions};
 use highwater::{
@@ -42,6 +42,8 @@ const MOST_HELD: usize = 8;
 const MOST_OFFERS: usize = 8;
 /// The maximum number of operations that it enqueues before it waits for its stream. A busy machine takes long for each.
 const MOST_QUEUED: u64 = 16;
+/// The time in which the heir of a worker takes the memory.
+const TAKEN_WITHIN: Duration = Duration::from_secs(20);
 /// The percentage of workers that may cut their sockets, and of those that may start a child.
 const MAY: u64 = 40;
 /// The longest pause between two steps.
@@ -92,12 +94,16 @@ fn work(
         RuntimeOptions::new().with_sharing(SharingOptions::new().with_rendezvous(rendezvous))
     });
     let runtime = Runtime::with_options(Arc::clone(&opened.backend), &options)?;
-    let mut worker = Worker::new(socket, inbox, &runtime, opened.mock.clone(), random)?;
+    let mut worker = Worker::new(socket, inbox, &runtime, opened, random)?;
+    worker.options = options;
     worker.may_cut = worker.random.percent(MAY) && !is_spared;
     worker.may_bequeath = worker.random.percent(MAY);
     worker.live()?;
-    let mut remains = worker.end()?;
+    let (mut remains, heir) = worker.end()?;
     remains.objects = runtime.close()?.total();
+    if let Some(heir) = heir {
+        remains.objects += heir.close()?.total();
+    }
     before.compare(opened, &mut remains)?;
     Ok(remains)
 }
@@ -136,6 +142,9 @@ enum Memory {
 struct Own {
     number: u64,
     memory: Memory,
+    is_adopted: bool,
+    /// The same memory at the heir, after a hand-over.
+    kept: Vec<DeviceBuffer<u32>>,
 }
 
 /// Memory of another worker.
@@ -157,6 +166,12 @@ struct Worker<'s> {
     violations: u64,
     watcher: Watcher,
     runtime: Runtime,
+    backend: Arc<dyn Backend>,
+    options: RuntimeOptions,
+    /// The runtime that answers for the memory, after a hand-over.
+    heir: Option<Runtime>,
+    /// Memory that was handed over and that the heir has dropped. The mock reuses freed memory although others have it open.
+    former: Vec<Memory>,
     device: Device,
     stream: Stream,
     random: Random,
@@ -182,23 +197,21 @@ struct Worker<'s> {
 }
 
 impl<'s> Worker<'s> {
-    fn new(
-        socket: &'s UnixStream,
-        inbox: Inbox,
-        runtime: &Runtime,
-        mock: Option<Arc<MockGpu>>,
-        random: Random,
-    ) -> Result<Self> {
+    fn new(socket: &'s UnixStream, inbox: Inbox, runtime: &Runtime, opened: &Opened, random: Random) -> Result<Self> {
         let device = runtime.device(0)?;
         let stream = device.create_stream()?;
         Notice::Ready.send(socket)?;
         Ok(Self {
             socket,
             inbox,
-            mock,
+            mock: opened.mock.clone(),
             violations: 0,
             watcher: Watcher::start(runtime),
             runtime: runtime.clone(),
+            backend: Arc::clone(&opened.backend),
+            options: RuntimeOptions::new(),
+            heir: None,
+            former: Vec::new(),
             device,
             stream,
             random,
@@ -309,7 +322,8 @@ impl<'s> Worker<'s> {
 
     /// Takes a step. After a cut, the worker has its memory and looks dead to the others.
     fn step(&mut self, operation: Operation) -> Result<()> {
-        let has_space = self.own.len() < MOST_OWN && !self.cut_off;
+        // A former owner shares nothing more.
+        let has_space = self.own.len() < MOST_OWN && !self.cut_off && self.heir.is_none();
         let is_done = match operation {
             Operation::Share if has_space => self.share()?,
             Operation::Adopt if has_space => self.adopt()?,
@@ -323,6 +337,7 @@ impl<'s> Worker<'s> {
                 self.timed(operation, None, || self.runtime.trim_shared())?.0?;
                 true
             }
+            Operation::HandOver if !self.cut_off && self.heir.is_none() => self.hand_over()?,
             Operation::Cut if self.may_cut && !self.cut_off && !self.held.is_empty() => self.cut()?,
             Operation::Bequeath if self.may_bequeath && !self.bequeathed && !self.held.is_empty() => self.bequeath()?,
             Operation::Check => self.check()?,
@@ -351,7 +366,7 @@ impl<'s> Worker<'s> {
             Memory::Device(buffers) => buffers.iter().map(|(pattern, _)| *pattern).collect(),
             Memory::Pinned(pattern, _) => vec![*pattern],
         };
-        self.own.push(Own { number, memory });
+        self.own.push(Own { number, memory, is_adopted: false, kept: Vec::new() });
         self.tell(&Notice::Shared(Offer { owner: self.pid, number, form, bytes, patterns }))?;
         Ok(true)
     }
@@ -378,7 +393,9 @@ impl<'s> Worker<'s> {
             Ok((buffer.share()?.to_bytes(), buffer))
         };
         let (ticket, buffer) = self.timed(Operation::Adopt, None, call)?.0.map_err(failed("adopt"))?;
-        self.offer(Form::Ticket, ticket, Memory::Device(vec![(pattern, buffer)]))
+        let is_done = self.offer(Form::Ticket, ticket, Memory::Device(vec![(pattern, buffer)]))?;
+        self.own.last_mut().into_iter().for_each(|own| own.is_adopted = true);
+        Ok(is_done)
     }
 
     fn share_all(&mut self) -> Result<bool> {
@@ -596,10 +613,56 @@ impl<'s> Worker<'s> {
         if self.own.is_empty() {
             return Ok(false);
         }
-        let own = self.own.swap_remove(self.random.index(self.own.len()));
-        self.tell(&Notice::Dropping(own.number))?;
-        self.timed(Operation::Drop, None, || drop(own))?;
+        let Own { number, memory, kept, .. } = self.own.swap_remove(self.random.index(self.own.len()));
+        self.tell(&Notice::Dropping(number))?;
+        let memory = if kept.is_empty() {
+            Some(memory)
+        } else {
+            self.former.push(memory);
+            None
+        };
+        self.timed(Operation::Drop, None, || drop((kept, memory)))?;
         Ok(true)
+    }
+
+    /// Hands its memory over to another runtime of this process, while others open it. Drops what no heir can keep.
+    fn hand_over(&mut self) -> Result<bool> {
+        let can_go = |own: &Own| match &own.memory {
+            Memory::Device(buffers) => {
+                let transports = buffers.iter().map(|(_, buffer)| buffer.transport());
+                !own.is_adopted && transports.into_iter().all(|transport| transport.is_ok_and(is_descriptor))
+            }
+            Memory::Pinned(..) => false,
+        };
+        if !self.own.iter().any(can_go) {
+            return Ok(false);
+        }
+        while let Some(at) = self.own.iter().position(|own| !can_go(own)) {
+            let own = self.own.swap_remove(at);
+            self.tell(&Notice::Dropping(own.number))?;
+            self.timed(Operation::Drop, None, || drop(own))?;
+        }
+        let heir = Runtime::with_options(Arc::clone(&self.backend), &self.options)?;
+        self.watcher.add(&heir);
+        let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+        for own in &mut self.own {
+            let Memory::Device(buffers) = &own.memory else { continue };
+            let keep = |(_, buffer): &(Pattern, DeviceBuffer<u32>)| heir.open_shared_with(&buffer.share()?, &options);
+            own.kept = buffers.iter().map(keep).collect::<highwater::Result<_>>().map_err(failed("hand_over"))?;
+        }
+        self.heir = Some(heir);
+        let started = Instant::now();
+        loop {
+            let given = self.timed(Operation::HandOver, None, || self.runtime.hand_over(TAKEN_WITHIN))?.0;
+            match given {
+                Ok(()) => return Ok(true),
+                // The work on dropped memory ends, and then it is dropped.
+                Err(error) if error.kind() == ErrorKind::Unsupported && started.elapsed() < TAKEN_WITHIN => {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Err(error) => return Err(failed("hand_over")(error)),
+            }
+        }
     }
 
     /// Cuts its connections to all other workers.
@@ -619,23 +682,32 @@ impl<'s> Worker<'s> {
     }
 
     /// Drops everything, and waits until no other process has memory of this one. Returns what is left.
-    fn end(mut self) -> Result<Remains> {
+    fn end(mut self) -> Result<(Remains, Option<Runtime>)> {
         self.report()?;
         self.held.clear();
-        self.own.clear();
+        let own = std::mem::take(&mut self.own);
+        self.former.extend(own.into_iter().filter(|own| !own.kept.is_empty()).map(|own| own.memory));
         let deadline = Instant::now() + PATIENCE;
         loop {
             self.tell_traces()?;
-            self.runtime.trim()?;
-            let sharing = self.runtime.statistics().sharing;
-            let bytes = sharing.exported_bytes + sharing.limbo_bytes + sharing.mapped_bytes;
+            let (mut bytes, mut deaths) = (0, 0);
+            for runtime in [&self.runtime].into_iter().chain(&self.heir) {
+                runtime.trim()?;
+                let sharing = runtime.statistics().sharing;
+                bytes += sharing.exported_bytes + sharing.limbo_bytes + sharing.mapped_bytes;
+                deaths += sharing.lost_peers + sharing.lost_exporters;
+            }
             if bytes == 0 || Instant::now() > deadline {
-                let deaths = sharing.lost_peers + sharing.lost_exporters;
-                return Ok(Remains { bytes, deaths, ..Remains::default() });
+                self.former.clear();
+                return Ok((Remains { bytes, deaths, ..Remains::default() }, self.heir.take()));
             }
             thread::sleep(Duration::from_millis(2));
         }
     }
+}
+
+fn is_descriptor(transport: Transport) -> bool {
+    transport == Transport::Descriptor
 }
 
 /// Returns a function that adds the name of a step to its error.

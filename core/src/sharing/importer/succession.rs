@@ -8,11 +8,11 @@ use std::sync::atomic::Ordering;
 use super::super::heir::{Estate, Kept};
 use super::super::held::HeldMemory;
 use super::super::identity::Process;
-use super::super::message::{ExportKey, Message};
+use super::super::message::{ExportKey, LONGEST, Message};
 use super::super::patience::{OPERATION, Patience};
 use super::super::pinned_handle::PINNED;
 use super::super::segment::{CountSegment, Progress, ReadySegment, place_of};
-use super::super::system::{Bell, invalid_message};
+use super::super::system::{Bell, Received, invalid_message, receive};
 use super::super::ticket::Ticket;
 use super::{Answer, Import, Importer, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped};
 use highwater_hal::{ErrorKind, MemoryHandle, Result, Transport};
@@ -27,7 +27,7 @@ impl Import {
     }
 
     /// Returns whether no process counts this import any more.
-    fn is_widowed(&self) -> bool {
+    pub(in super::super) fn is_widowed(&self) -> bool {
         match &*self.succession.lock() {
             Succession::None => self.link.has_no_process(),
             Succession::Registered(registration) => registration.link.has_no_process(),
@@ -53,6 +53,16 @@ impl Import {
             Some(heir) => Some(Arc::clone(&heir.process)),
             None if is_handed_over && self.is_inherited() => None,
             None => Some(Arc::clone(&self.link.process)),
+        }
+    }
+
+    /// Returns the owner that has died, for a message.
+    pub(crate) fn last_owner(&self) -> String {
+        match self.heir() {
+            Some(heir) => heir.process.to_string(),
+            // It died before this process was counted there.
+            None if self.link.is_handed_over() => format!("the heir of {}", self.link.process),
+            None => self.link.process.to_string(),
         }
     }
 
@@ -224,8 +234,8 @@ impl CountedAt {
 }
 
 impl Link {
-    /// Returns whether the process at the other end has ended, or answers no more after a hand-over. The service may not have noticed it yet. An heir that left out the
-    /// imports of such a link would answer for a part of the memory, and return `Expired` for the rest.
+    /// Returns whether the process at the other end has ended, or answers no more after a hand-over. The service may not have noticed the
+    /// end yet. An heir that left out the imports of such a link would answer for a part of the memory, and return `Expired` for the rest.
     pub(in super::super) fn has_no_process(&self) -> bool {
         self.is_lost() || self.process.has_ended()
     }
@@ -267,6 +277,20 @@ impl Link {
             Answer::Refused(error) => Err(error),
             Answer::Opened(..) | Answer::Parts(..) | Answer::Entrusted => Err(self.astray("an answer to no hand-over")),
         }
+    }
+
+    /// Returns the socket of an owner that has handed over, if the answer came after [`Link::take_over`] had given up. In an unread message,
+    /// the socket would keep the name, and no process would answer.
+    pub(in super::super) fn late_hand_over(&self) -> Option<OwnedFd> {
+        // No request of another thread waits for an answer.
+        let _channel = self.channel.lock();
+        let mut buffer = [0_u8; LONGEST + 1];
+        while let Ok(Received::Message(bytes, descriptors)) = receive(self.socket.as_fd(), &mut buffer) {
+            if matches!(Message::decode(&buffer[..bytes]), Some(Message::HandedOver { .. })) {
+                return descriptors.into_iter().next();
+            }
+        }
+        None
     }
 
     /// Opens an allocation. Returns the handles of all parts, and the count.
