@@ -283,6 +283,19 @@ impl Deaths {
     }
 }
 
+/// The runtime has ended before these processes. The program's values in the closures may panic in their drops.
+impl Drop for Deaths {
+    fn drop(&mut self) {
+        for Watched { process, calls } in std::mem::take(self.watched.get_mut()) {
+            for (_, call) in calls {
+                if crate::panics::contain(|| drop(call)).is_none() {
+                    crate::warnings::warning!("the drop of a closure for the death of {process} has panicked");
+                }
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 impl Deaths {
     pub(super) fn is_locked(&self) -> bool {
