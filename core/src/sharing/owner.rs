@@ -38,7 +38,8 @@ pub enum OwnerDeath {
     Inherit,
 }
 
-/// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).
+/// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with) and
+/// [`Runtime::open_pinned_with`](crate::Runtime::open_pinned_with).
 ///
 /// ```
 /// use highwater_core::{OwnerDeath, ImportOptions};
