@@ -379,8 +379,8 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// As [`Device::adopt`]. `InvalidArgument` for no values. `Unsupported` if the device lacks the transport. Otherwise the backend's
-    /// error.
+    /// As [`Device::adopt`]. `InvalidArgument` for no values. `Unsupported` if the device lacks the transport. `OutOfMemory` as
+    /// [`Device::allocate`]. Otherwise the backend's error.
     pub fn adopt_allocated<T: Element>(&self, len: usize, transport: Transport) -> Result<DeviceBuffer<T>> {
         const OPERATION: &str = "adopt_allocated";
         let inner = &self.runtime().inner;
@@ -399,7 +399,14 @@ impl Device {
         let bytes = size_in_bytes::<T>(OPERATION, len)?;
         let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::Shareable(transport));
         let (services, device) = (Arc::clone(&inner.services), self.ordinal());
-        let ptr = services.backend.allocate(device, &options)?;
+        // Unused memory of the pools is freed if none is left.
+        let memory = &inner.frees.memory;
+        let allocated = memory.with_retry_for(device, bytes, || services.backend.allocate(device, &options));
+        let ptr = allocated.map_err(|error| {
+            let named =
+                Error::new(error.kind(), OPERATION, error.message().to_owned()).with_hint(error.hint().to_owned());
+            error.code().into_iter().fold(named, Error::with_code)
+        })?;
         // SAFETY: The memory stays until the last argument is dropped, and no other code has its address. The backend may be called
         // in any thread.
         unsafe { self.adopt_for(OPERATION, ptr, bytes, Outside { services, device, ptr }) }

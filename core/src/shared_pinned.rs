@@ -12,7 +12,7 @@ use crate::pool::file_access::FileAccess;
 use crate::pool::pinned::PinnedPool;
 use crate::runtime::Runtime;
 use crate::sharing::pinned::{MadeHere, PinnedOrigin, open};
-use crate::sharing::{Owner, Ticket};
+use crate::sharing::{ImportOptions, Owner, OwnerDeath, Ticket};
 use highwater_hal::{DevicePtr, Element, Error, ErrorKind, HostPtr, Result};
 
 impl Runtime {
@@ -45,6 +45,39 @@ impl Runtime {
     /// - `PermissionDenied`, `InvalidState`, `OperatingSystem` and `Capture`, as [`Runtime::open_shared`]. `OutOfMemory` and otherwise
     ///   the backend's error, from the registration.
     pub fn open_pinned<T: Element>(&self, ticket: &Ticket) -> Result<SharedPinnedBuffer<T>> {
+        self.open_pinned_with(ticket, &ImportOptions::new())
+    }
+
+    /// Opens page-locked memory as [`Runtime::open_pinned`] does, and chooses what happens when its owner dies. The options apply to
+    /// the memory of other runtimes. With [`OwnerDeath::Inherit`], this process keeps the file of the memory, and answers the tickets of a
+    /// dead owner.
+    ///
+    /// ```
+    /// use highwater_core::{ImportOptions, OwnerDeath, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let gpu = MockGpu::open(MockOptions::new())?;
+    /// let loader = Runtime::new(gpu.clone())?;
+    /// let mut weights = loader.pinned_shared::<f32>(1000)?;
+    /// weights.write()?.fill(0.5);
+    /// let ticket = weights.share()?;
+    ///
+    /// // Another process, which answers the ticket once the loader has ended.
+    /// let worker = Runtime::new(gpu)?;
+    /// let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+    /// let kept = worker.open_pinned_with::<f32>(&ticket, &options)?;
+    /// assert_eq!(kept.read()?[0], 0.5);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Runtime::open_pinned`]. `Unsupported` with [`OwnerDeath::Release`], because the CPU may read the pages at any time; and with
+    /// `Inherit` if the rendezvous is an inherited descriptor.
+    pub fn open_pinned_with<T: Element>(
+        &self,
+        ticket: &Ticket,
+        options: &ImportOptions,
+    ) -> Result<SharedPinnedBuffer<T>> {
         const OPERATION: &str = "open_pinned";
         self.inner.check(OPERATION)?;
         crate::capture::thread::refuse_in_capture(OPERATION)?;
@@ -52,8 +85,13 @@ impl Runtime {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the ticket names device memory")
                 .with_hint("open it with `Runtime::open_shared`"));
         }
+        if options.owner_death() == OwnerDeath::Release {
+            let what = "page-locked memory cannot be released at the death of its owner, because the CPU may read it at any time";
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, what)
+                .with_hint("open it with `OwnerDeath::Keep` or `OwnerDeath::Inherit`"));
+        }
         let range = ticket.values::<T>(OPERATION)?;
-        let (block, origin) = open(self, ticket)?;
+        let (block, origin) = open(self, ticket, options)?;
         Ok(SharedPinnedBuffer::of(block, origin, range))
     }
 }

@@ -172,6 +172,22 @@ fn memory_allocated_past_the_pools_is_freed_after_its_last_use() {
 }
 
 #[test]
+fn memory_past_the_pools_takes_the_place_of_memory_that_waits_for_streams() {
+    let rig = Rig::with(MockOptions::new().with_memory_bytes(64 << 20));
+    rig.gpu.set_latency(Duration::from_millis(5));
+    let used = rig.device.allocate::<u8>(40 << 20).unwrap();
+    rig.stream.fill_zero(used.slice(0..8).unwrap()).unwrap();
+    // It is free once the fill is done.
+    drop(used);
+    let buffer = rig.device.adopt_allocated::<u8>(40 << 20, Transport::Descriptor).unwrap();
+    let error = rig.device.adopt_allocated::<u8>(40 << 20, Transport::Descriptor).map(drop).unwrap_err();
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfMemory, "adopt_allocated"), "{error}");
+    assert!(error.message().contains("41943040 bytes were requested of device 0, which has 67108864"), "{error}");
+    drop(buffer);
+    rig.end();
+}
+
+#[test]
 fn a_refused_free_of_memory_allocated_past_the_pools_is_counted() {
     let rig = Rig::new();
     let buffer = rig.device.adopt_allocated::<u32>(1000, Transport::Descriptor).unwrap();

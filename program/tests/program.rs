@@ -597,6 +597,18 @@ fn names_in(folder: &Path) -> Vec<String> {
 }
 
 #[test]
+fn a_soak_without_descriptors_for_its_processes_does_not_start_and_is_no_bad_result() {
+    let arguments = ["soak", "ipc", "--kills", "5", "--json"];
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 40 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_highwater")]).args(arguments);
+    command.env_remove("HIGHWATER_MOCK").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let run = run_to_its_end(command.spawn().unwrap(), &arguments, "with few descriptors");
+    assert_eq!(run.code, Some(2), "{}", run.stderr);
+    let told = "a process may have 40 descriptors, and a soak of 8 processes needs 128";
+    assert!(run.stderr.contains(told) && run.stderr.contains("ulimit -n 128"), "{}", run.stderr);
+}
+
+#[test]
 fn a_soak_that_a_signal_ends_leaves_no_directory() {
     let folder = scratch_folder("signalled");
     for signal in [Signal::INT, Signal::TERM] {

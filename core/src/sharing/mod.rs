@@ -70,7 +70,7 @@ mod ticket;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 
 use parking_lot::Mutex;
 
@@ -111,7 +111,7 @@ use pinned_handle::PINNED;
 use rendezvous::Listener;
 use segment::Progress;
 use service::Service;
-use system::Bell;
+use system::{Bell, WaitForService};
 use ticket::Secret;
 
 /// The shared and opened memory of a runtime. The first share or open creates it.
@@ -140,6 +140,8 @@ pub(crate) struct Sharing {
     trims: AtomicU64,
     trimmed_bytes: AtomicU64,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The id of the latest service. It stays while another thread joins the service.
+    thread_id: Mutex<Option<ThreadId>>,
     /// Held while the service starts or ends, so that at most one exists. The service itself never takes it.
     changing: Mutex<()>,
 }
@@ -287,6 +289,7 @@ impl Sharing {
             trims: AtomicU64::new(0),
             trimmed_bytes: AtomicU64::new(0),
             thread: Mutex::default(),
+            thread_id: Mutex::default(),
             changing: Mutex::new(()),
         })
     }
@@ -327,7 +330,9 @@ impl Sharing {
             listing::listen(&self.incarnation).inspect_err(unlisted).ok()
         });
         let service = Service::new(Arc::clone(self));
-        *thread = Some(spawn(("highwater-share", operation, ""), move || service.run())?);
+        let started = spawn(("highwater-share", operation, ""), move || service.run())?;
+        *self.thread_id.lock() = Some(started.thread().id());
+        *thread = Some(started);
         Ok(())
     }
 
@@ -344,13 +349,17 @@ impl Sharing {
         }
     }
 
-    /// Ends the service and waits for its end, unless the service itself calls this.
+    /// Ends the service and waits for its end. A sharing thread does not wait for itself, and not for one that waits for it: that one
+    /// is in a closure of the program, and ends after it.
     pub(crate) fn stop(&self) {
-        let this = std::thread::current().id();
-        let is_this = self.thread.lock().as_ref().is_some_and(|thread| thread.thread().id() == this);
-        if is_this {
-            return self.abandon();
-        }
+        let service = *self.thread_id.lock();
+        let _wait = match service.filter(|_| system::is_service()) {
+            Some(service) => match WaitForService::begin(service) {
+                Some(wait) => Some(wait),
+                None => return self.abandon(),
+            },
+            None => None,
+        };
         let _changing = self.changing.lock();
         self.stopping.store(true, Ordering::Release);
         self.bell.ring();
@@ -765,6 +774,7 @@ impl Sharing {
             || self.heirs.is_locked()
             || self.binding.is_locked()
             || self.thread.is_locked()
+            || self.thread_id.is_locked()
     }
 
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
@@ -773,7 +783,7 @@ impl Sharing {
             self.importer.hold_locks(),
             (self.deaths.hold_lock(), self.heirs.hold_lock()),
             self.binding.lock(),
-            self.thread.lock(),
+            (self.thread.lock(), self.thread_id.lock()),
             self.changing.lock(),
         ))
     }

@@ -32,12 +32,12 @@ fn original(sharing: &Sharing, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
 }
 
 /// Refuses a ticket that this process could not inherit, if the options ask for that.
-fn check_heir(sharing: &Sharing, ticket: &Ticket, options: &ImportOptions) -> Result<()> {
+pub(super) fn check_heir(sharing: &Sharing, ticket: &Ticket, options: &ImportOptions) -> Result<()> {
     if options.owner_death() == OwnerDeath::Inherit { sharing.check_heir(ticket) } else { Ok(()) }
 }
 
 /// Keeps the handles of an import that this process may inherit.
-fn hold(sharing: &Arc<Sharing>, import: &Arc<Import>, options: &ImportOptions) -> Result<()> {
+pub(super) fn hold(sharing: &Arc<Sharing>, import: &Arc<Import>, options: &ImportOptions) -> Result<()> {
     if options.owner_death() == OwnerDeath::Inherit { sharing.hold(import) } else { Ok(()) }
 }
 

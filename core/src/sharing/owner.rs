@@ -38,7 +38,8 @@ pub enum OwnerDeath {
     Inherit,
 }
 
-/// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with).
+/// The options of an open: the argument of [`Runtime::open_shared_with`](crate::Runtime::open_shared_with) and
+/// [`Runtime::open_pinned_with`](crate::Runtime::open_pinned_with).
 ///
 /// ```
 /// use highwater_core::{OwnerDeath, ImportOptions};
@@ -278,6 +279,19 @@ impl Deaths {
         for (_, call) in watched.into_iter().flat_map(|watched| watched.calls) {
             if crate::panics::contain(call).is_none() {
                 crate::warnings::warning!("a closure for the death of {process} has panicked");
+            }
+        }
+    }
+}
+
+/// The runtime has ended before these processes. The program's values in the closures may panic in their drops.
+impl Drop for Deaths {
+    fn drop(&mut self) {
+        for Watched { process, calls } in std::mem::take(self.watched.get_mut()) {
+            for (_, call) in calls {
+                if crate::panics::contain(|| drop(call)).is_none() {
+                    crate::warnings::warning!("the drop of a closure for the death of {process} has panicked");
+                }
             }
         }
     }

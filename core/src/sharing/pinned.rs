@@ -22,10 +22,11 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use super::exporter::{Memory, SharedFile, WeakMemory};
+use super::open::{check_heir, hold};
 use super::pinned_handle::{PINNED, of_file, registers_read_only};
 use super::system::os_error;
 use super::ticket::not_given_out;
-use super::{ExportKey, Import, Owner, Ticket, Wanted};
+use super::{ExportKey, Import, ImportOptions, Owner, Ticket, Wanted};
 use crate::capture::thread::refuse_in_capture;
 use crate::pool::block::{Block, MOST_PAGES, OwnedBlock, SharedPages};
 use crate::pool::file_access::FileAccess;
@@ -258,7 +259,7 @@ impl SharedPages for PinnedOrigin {
 }
 
 /// Opens a ticket of page-locked memory. Returns the block of the whole memory.
-pub(crate) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<(OwnedBlock, PinnedOrigin)> {
+pub(crate) fn open(runtime: &Runtime, ticket: &Ticket, options: &ImportOptions) -> Result<(OwnedBlock, PinnedOrigin)> {
     const OPERATION: &str = "open_pinned";
     let inner = &runtime.inner;
     let files = &inner.pinned.files;
@@ -278,7 +279,9 @@ pub(crate) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<(OwnedBlock, Pi
     if ticket.device_uuid != [0; 16] {
         return Err(not_given_out("it names both page-locked memory and a device"));
     }
+    check_heir(sharing, ticket, options)?;
     let import = sharing.open(Wanted { ticket, device: PINNED })?;
+    hold(sharing, &import, options).inspect_err(|_| sharing.release_after(Arc::clone(&import), Vec::new(), false))?;
     // Mapped while the import is open.
     let Some((ptr, borders, access)) = files.opened_at(import.ptr.get() as usize) else {
         sharing.release_after(import, Vec::new(), false);

@@ -4,7 +4,9 @@ use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::thread::ThreadId;
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{
@@ -29,6 +31,38 @@ pub(super) fn become_service() {
 pub(super) fn is_service() -> bool {
     // The thread-local may be gone at the end of the thread.
     IS_SERVICE.try_with(Cell::get).unwrap_or(false)
+}
+
+/// The sharing threads that wait for the end of another one: the thread that waits, and the other one.
+static WAITS: Mutex<Vec<(ThreadId, ThreadId)>> = Mutex::new(Vec::new());
+
+/// The wait of a sharing thread for the end of another one.
+pub(super) struct WaitForService(ThreadId);
+
+impl WaitForService {
+    /// Begins a wait. `None` if it would not end: the other thread is this one, or waits for it, perhaps through further threads.
+    pub(super) fn begin(service: ThreadId) -> Option<Self> {
+        let this = std::thread::current().id();
+        let mut waits = WAITS.lock();
+        // The list has no circle, so this ends.
+        let mut last = service;
+        while last != this {
+            match waits.iter().find(|(waiting, _)| *waiting == last) {
+                Some((_, other)) => last = *other,
+                None => {
+                    waits.push((this, service));
+                    return Some(Self(this));
+                }
+            }
+        }
+        None
+    }
+}
+
+impl Drop for WaitForService {
+    fn drop(&mut self) {
+        WAITS.lock().retain(|(waiting, _)| *waiting != self.0);
+    }
 }
 
 /// Maximum number of descriptors in one message.

@@ -359,3 +359,44 @@ fn a_holder_lets_go_what_a_live_owner_drops_and_ends_without_a_trace() {
     exporter.end_once_all_is_back();
     assert!(holder.quit().success());
 }
+
+/// Failed before: only a holder could keep page-locked memory beyond its owner.
+#[test]
+fn an_importer_inherits_page_locked_memory_as_it_does_device_memory() {
+    let heir = Exporter::new();
+    let open = |ticket: &Ticket, death| {
+        heir.runtime.open_pinned_with::<u32>(ticket, &ImportOptions::new().with_owner_death(death))
+    };
+    for hands_over in [false, true] {
+        let mut owner = Peer::start();
+        let pages: Ticket = owner.tell("pinned-make p 1000 7").parse().unwrap();
+        let tensor: Ticket = owner.tell("make a 1000 8").parse().unwrap();
+        let error = open(&pages, OwnerDeath::Release).map(drop).unwrap_err();
+        assert!(error.kind() == ErrorKind::Unsupported && error.hint().contains("OwnerDeath::Inherit"), "{error}");
+        // A buffer of before is the same memory, and is kept with it.
+        let plain = heir.runtime.open_pinned::<u32>(&pages).unwrap();
+        let kept = open(&pages, OwnerDeath::Inherit).unwrap();
+        assert_eq!(kept.ptr(), plain.ptr());
+        drop(plain);
+        let kept_tensor = heir.open_as_heir(&tensor).unwrap();
+        let mut early = Peer::start();
+        early.tell(&format!("pinned-open p {pages}"));
+        if hands_over {
+            owner.tell("hand-over 60000");
+        }
+        owner.kill();
+        let mut stranger = Peer::start();
+        let opens = |peer: &mut Peer| !peer.ask(&format!("pinned-open p {pages}")).starts_with("error");
+        until("a stranger opens an old ticket", || opens(&mut stranger));
+        assert_eq!((stranger.tell("pinned-read p"), early.tell("pinned-read p")), ("7".to_owned(), "7".to_owned()));
+        assert_eq!(kept.read().unwrap(), [7; 1000]);
+        until("both are counted", || heir.exports() == (2, 0, 2));
+        drop((kept, kept_tensor));
+        until("it is in limbo", || heir.exports().1 == 1);
+        assert!(Peer::start().ask(&format!("pinned-open p {pages}")).contains("Expired"));
+        early.kill();
+        stranger.kill();
+        until("nothing is left", || heir.exports() == (0, 0, 0));
+    }
+    heir.end();
+}

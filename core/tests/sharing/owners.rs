@@ -410,6 +410,68 @@ fn a_call_that_waited_for_its_stream_finds_the_memory_revoked_and_delays_no_othe
     importer.end_once_all_is_back();
 }
 
+/// Each sharing thread ends the runtime of the other one.
+#[test]
+fn two_closures_of_deaths_may_end_the_runtimes_of_each_other() {
+    let importers = [Exporter::new(), Exporter::new()];
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 1000 7").parse().unwrap();
+    let opened = importers.each_ref().map(|importer| importer.runtime.open_shared::<u32>(&ticket).unwrap());
+    let owners = opened.each_ref().map(|opened| opened.owner().unwrap());
+    let gpus = importers.each_ref().map(|importer| importer.gpu.clone());
+    let barrier = Arc::new(Barrier::new(2));
+    let (sender, ended) = channel();
+    // The sharing thread of each owner's runtime gets the runtime of the other one.
+    let ends = importers.into_iter().zip(opened).rev();
+    let watches = owners.iter().zip(ends).map(|(owner, end)| {
+        let (barrier, sender) = (Arc::clone(&barrier), sender.clone());
+        let call = move || {
+            barrier.wait();
+            let (importer, opened) = end;
+            drop((opened, importer));
+            sender.send(()).unwrap();
+        };
+        owner.on_death(call).unwrap()
+    });
+    let watches: Vec<_> = watches.collect();
+    peer.kill();
+    for _ in 0..2 {
+        ended.recv_timeout(Duration::from_secs(30)).expect("neither thread waits for the other");
+    }
+    drop(watches);
+    until("nothing is alive", || gpus.iter().all(|gpu| gpu.live_objects().total() == 0));
+}
+
+/// Panics when it is dropped.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("a panic of the program");
+    }
+}
+
+#[test]
+fn closures_that_panic_in_their_drop_do_not_disturb_the_end_of_the_runtime() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 1000 7").parse().unwrap();
+    let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
+    let owner = opened.owner().unwrap();
+    let flag = Arc::new(());
+    let watches: Vec<_> = (0..2)
+        .map(|_| {
+            let values = (Bomb, Arc::clone(&flag));
+            owner.on_death(move || drop(values)).unwrap()
+        })
+        .collect();
+    assert_eq!(Arc::strong_count(&flag), 3);
+    importer.end_after(opened);
+    assert_eq!(Arc::strong_count(&flag), 1, "a closure stayed, or was dropped in part");
+    drop(watches);
+    assert!(owner.is_alive() && peer.quit().success());
+}
+
 /// The sharing thread of one runtime ends the other one, whose notifier ends the first.
 #[test]
 fn a_closure_of_a_death_and_one_of_a_wait_may_end_the_runtimes_of_each_other() {

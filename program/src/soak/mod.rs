@@ -15,6 +15,7 @@ mod directory;
 pub(super) mod heir;
 mod interruption;
 mod leftovers;
+mod limits;
 mod message;
 mod operation;
 pub(super) mod owners;
@@ -67,6 +68,7 @@ pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdic
     output::line(format_args!("seed {seed}"));
     let kills = arguments.owner_kills.or(arguments.heir_kills).unwrap_or(arguments.kills);
     let (processes, backend) = (arguments.processes, arguments.backend.as_deref());
+    limits::check_descriptors(processes as u64)?;
     let progress = Progress::new("kills", kills, json);
     let pulse = watch(json, seed);
     if arguments.owner_kills.is_some() {

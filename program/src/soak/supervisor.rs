@@ -32,7 +32,7 @@ use super::message::{Notice, Offer, Order, Refusal, Remains, Slow};
 use super::random::Random;
 use super::reclaim::Reclaims;
 use super::report::Report;
-use super::{Opened, PATIENCE, START, descriptors, now};
+use super::{Opened, PATIENCE, START, descriptors, limits, now};
 
 /// The pause between two steps.
 const PAUSE: Duration = Duration::from_micros(500);
@@ -103,6 +103,7 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     // Before the directory exists.
     interruption::catch();
     let directory = Directory::make(soak.seed)?;
+    limits::check_space(&directory.path, soak.processes as u64)?;
     // Once without workers, so that all objects of the first use exist.
     share_once(&opened, &directory.path)?;
     let (descriptors_before, files_before) = (descriptors()?, shared_files());
