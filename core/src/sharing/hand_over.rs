@@ -14,7 +14,8 @@
 //! before the send. *Deaths.* A process that dies before the send leaves the other one as it was. After it, the heir has the name, or the
 //! name is free, and the next heir binds it (`heir.rs`): the flag `Done` counts as the death of the owner.
 //!
-//! The former owner keeps its buffers. It counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
+//! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping. The mock's descriptors
+//! keep memory until the exporter frees it, so there the former owner keeps its buffers.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
@@ -40,8 +41,11 @@ impl Runtime {
     /// inherited is handed over, too.
     ///
     /// The call first waits for the device work of this process, and then, for at most `limit`, for an heir. Once it has returned, this
-    /// runtime may end, or drop its buffers: no memory waits in limbo. It may also continue to use them, as an importer does. It cannot
-    /// share memory that it has not shared before.
+    /// process may end, and no memory waits in limbo. It may also continue to use its buffers, as an importer does. It cannot share memory
+    /// that it has not shared before.
+    ///
+    /// The process may drop its buffers before it ends if the backend's descriptors keep memory that their exporter frees. CUDA's do. The
+    /// mock's do not: the next allocation gets the bytes.
     ///
     /// ```
     /// use std::time::Duration;
@@ -60,7 +64,6 @@ impl Runtime {
     /// let kept = new.open_shared_with::<f32>(&ticket, &options)?;
     ///
     /// old.hand_over(Duration::from_secs(10))?;
-    /// drop((weights, old));
     /// // The ticket opens, and `new` answers it.
     /// assert_eq!(new.open_shared::<f32>(&ticket)?.len(), 1000);
     /// assert_eq!(new.device(0)?.create_stream()?.download(&kept)?, vec![0.5; 1000]);
