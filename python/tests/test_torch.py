@@ -20,6 +20,7 @@ LENGTH = 1 << 16
 
 
 def test_pytorch_knows_that_memory_is_pinned_and_copies_from_it(runtime: highwater.Runtime) -> None:
+    torch.cuda.init()  # Before, PyTorch says that no memory is pinned.
     pinned = runtime.pinned((LENGTH,), "float32")
     pinned.array[:] = np.arange(LENGTH)
     tensor = torch.from_numpy(pinned.array)
