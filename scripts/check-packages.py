@@ -11,6 +11,7 @@ packaged, and each is checked as its package holds it, with the others' packages
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -146,6 +147,9 @@ if "--no-build" not in OPTIONS:
     for member in members.values():
         with tarfile.open(target / "package" / f"{member}.crate") as package:
             package.extractall(unpacked, filter="data")
+    # All files of a package have the same old time. With it, cargo would take what it built from an older package for current.
+    for file in unpacked.rglob("*"):
+        os.utime(file)
     # A package lacks the workspace's profile. With it, the dependencies of the workspace are not built again.
     profile = re.search(r"^\[profile\.dev\]\n(?:[^\[\n].*\n)*", (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     patches = "".join(f'{name} = {{ path = "{member}" }}\n' for name, member in members.items())
