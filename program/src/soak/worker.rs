@@ -338,7 +338,10 @@ impl<'s> Worker<'s> {
                 true
             }
             Operation::HandOver if !self.cut_off && self.heir.is_none() => self.hand_over()?,
-            Operation::Cut if self.may_cut && !self.cut_off && !self.held.is_empty() => self.cut()?,
+            // Importers that have not registered at an heir yet take it for dead if they cannot reach it for seconds.
+            Operation::Cut if self.may_cut && !self.cut_off && self.heir.is_none() && !self.held.is_empty() => {
+                self.cut()?
+            }
             Operation::Bequeath if self.may_bequeath && !self.bequeathed && !self.held.is_empty() => self.bequeath()?,
             Operation::Check => self.check()?,
             _ => false,
