@@ -52,7 +52,7 @@ api! {
         graph.lock().unwrap_or_else(PoisonError::into_inner).launch(stream)
     }
 
-    /// Releases the handle. Does not wait: the graph is destroyed after its last launch.
+    /// Releases the handle. The graph is destroyed after its last launch.
     fn highwater_graph_release(graph: *mut *mut highwater_graph) {
         release(graph)
     }

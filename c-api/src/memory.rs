@@ -107,7 +107,7 @@ api! {
         get(stream)?.note_device_use(buffer, Access::Write)
     }
 
-    /// Releases the handle. Does not wait: the memory is freed or reused after the last work that uses it.
+    /// Releases the handle. The memory is freed or reused after the last work that uses it.
     fn highwater_buffer_release(buffer: *mut *mut highwater_buffer) {
         release(buffer)
     }
@@ -153,7 +153,7 @@ api! {
         get(stream)?.note_pinned_use(pinned, access(writes))
     }
 
-    /// Releases the handle. Does not wait: the memory is reused after the last work that uses it.
+    /// Releases the handle. The memory is reused after the last work that uses it.
     fn highwater_pinned_release(pinned: *mut *mut highwater_pinned) {
         release(pinned)
     }

@@ -8,10 +8,12 @@
  *
  * Handles. A function that makes a handle writes it to the address in its last argument. A function ..._release takes the address of
  * the handle and sets it to null. Releasing null does nothing. Handles can be released in any order: an object keeps what it needs.
- * A handle of another kind is refused, and so is a released one as far as its memory shows.
+ * A handle of another kind is refused, and so is a released one as far as its memory shows. A release of memory, an event or a graph
+ * does not wait, with one exception: the release of the last object of a runtime ends the runtime, and waits for its devices.
  *
- * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use a handle during or after its
- * release. The program orders accesses to the same memory: by one stream, by events, or by highwater_pinned_wait.
+ * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use
+ * a handle during or after its release. The program orders accesses to the same memory: by one stream, by events, or by
+ * highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
  * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field.
@@ -336,7 +338,7 @@ highwater_status highwater_buffer_bytes(highwater_buffer *buffer, size_t *bytes)
  * all work on the stream until the buffer is released. The memory is freed or reused only after that work. */
 highwater_status highwater_buffer_used_on(highwater_buffer *buffer, highwater_stream *stream);
 
-/* Releases the handle. Does not wait: the memory is freed or reused after the last work that uses it. */
+/* Releases the handle. The memory is freed or reused after the last work that uses it. */
 highwater_status highwater_buffer_release(highwater_buffer **buffer);
 
 /* Returns page-locked memory from the pool. Its contents are unspecified. */
@@ -359,7 +361,7 @@ highwater_status highwater_pinned_wait(highwater_pinned *pinned, bool to_write);
  * before the memory is accessed, copied or released. The memory is reused only after that work. */
 highwater_status highwater_pinned_used_on(highwater_pinned *pinned, highwater_stream *stream, bool writes);
 
-/* Releases the handle. Does not wait: the memory is reused after the last work that uses it. */
+/* Releases the handle. The memory is reused after the last work that uses it. */
 highwater_status highwater_pinned_release(highwater_pinned **pinned);
 
 /* Enqueues a copy of pinned memory to a device. Returns at once. */
@@ -438,7 +440,7 @@ highwater_status highwater_capture(
 /* Enqueues the recorded work on a stream. Several threads that launch one graph take turns. */
 highwater_status highwater_graph_launch(highwater_graph *graph, highwater_stream *stream);
 
-/* Releases the handle. Does not wait: the graph is destroyed after its last launch. */
+/* Releases the handle. The graph is destroyed after its last launch. */
 highwater_status highwater_graph_release(highwater_graph **graph);
 
 /* Makes a ticket that lets other processes open the buffer: a text without line breaks. Work that was enqueued on the buffer

@@ -8,10 +8,12 @@
  *
  * Handles. A function that makes a handle writes it to the address in its last argument. A function ..._release takes the address of
  * the handle and sets it to null. Releasing null does nothing. Handles can be released in any order: an object keeps what it needs.
- * A handle of another kind is refused, and so is a released one as far as its memory shows.
+ * A handle of another kind is refused, and so is a released one as far as its memory shows. A release of memory, an event or a graph
+ * does not wait, with one exception: the release of the last object of a runtime ends the runtime, and waits for its devices.
  *
- * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use a handle during or after its
- * release. The program orders accesses to the same memory: by one stream, by events, or by highwater_pinned_wait.
+ * Threads. Any thread may use any handle, and several may use one handle at once, except a per-thread default stream. No thread may use
+ * a handle during or after its release. The program orders accesses to the same memory: by one stream, by events, or by
+ * highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
  * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field.
