@@ -31,8 +31,11 @@ pub(crate) enum Owner {
     Plain,
     /// A caller of `allocate`, in stream order.
     StreamOrdered,
-    /// A caller of `allocate`, in pages of its own, which can be mapped by other processes.
+    /// A caller of `allocate`, in pages of a file of its own, which can be mapped by other processes.
     Shareable,
+    /// A caller of a simulated driver, in pages of the device's own file, which can be mapped by other processes.
+    #[cfg(feature = "simulated")]
+    Pages,
     /// A caller of `create_memory`. Counts as a live object elsewhere, and no address reaches it here.
     Physical,
     /// The mock itself, for the own workspace of a BLAS handle. Does not count as a live object.
@@ -47,7 +50,12 @@ impl Owner {
 
     /// Returns the number that offset and length of a block are multiples of.
     fn granule(self) -> u64 {
-        if matches!(self, Self::Shareable | Self::Physical) { page_bytes() } else { ALIGNMENT }
+        match self {
+            Self::Shareable | Self::Physical => page_bytes(),
+            #[cfg(feature = "simulated")]
+            Self::Pages => page_bytes(),
+            Self::Plain | Self::StreamOrdered | Self::Mock => ALIGNMENT,
+        }
     }
 }
 

@@ -1,14 +1,16 @@
 //! One simulated device: its memory, the parts of it that are taken, and whether it still works.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryInfo, MemoryRange, RangeKind, Result, Transports};
 use parking_lot::RwLock;
 
 use crate::arena::{Arena, Block, Owner, Quarantine};
-use crate::device_memory::{DeviceMemory, POISON};
+use crate::device_memory::{BlockFile, DeviceMemory, POISON};
 use crate::observer::{Observers, Range, Space, Store, Touch};
 use crate::operation::Operation;
+use crate::sealed_file;
 
 /// A retired block. [`Device::release`] gives its bytes back.
 #[derive(Debug, Clone, Copy)]
@@ -59,10 +61,11 @@ impl Device {
     /// nothing lies there.
     pub(crate) fn locate(&self, address: u64) -> Option<(Store, u64, u64)> {
         let offset = address.checked_sub(self.memory.base())?;
-        if offset < self.memory.bytes() {
-            return Some((self.store(), offset, self.memory.bytes() - offset));
-        }
-        let (inode, place, left) = self.memory.imports.read().source(offset)?;
+        let (inode, place, left) = if offset < self.memory.bytes() {
+            self.memory.source(offset)
+        } else {
+            self.memory.imports.read().source(offset)?
+        };
         Some((Store::File(inode), place, left))
     }
 
@@ -83,12 +86,25 @@ impl Device {
         }
     }
 
+    /// Tells the order observer that the file of a block, or of physical memory, ends here.
+    pub(crate) fn forget_file(&self, inode: u64, bytes: u64) {
+        if let Some(order) = &self.observers.order {
+            order.forget(Store::File(inode), 0, bytes);
+        }
+    }
+
     /// Tells the order observer that a call frees a block at once.
     pub(crate) fn note_free(&self, operation: Operation, ptr: DevicePtr, bytes: u64) {
         if let Some(order) = &self.observers.order
             && let Some(touch) = self.touch(ptr.get(), bytes)
         {
-            order.freed(operation, touch);
+            let range = touch.used.range;
+            let own = Touch::whole(self.store(), range.address - self.memory.base(), range);
+            // Other addresses still reach bytes in the file of a block.
+            if touch.store != own.store {
+                order.closed(operation, touch);
+            }
+            order.freed(operation, own);
         }
     }
 
@@ -114,6 +130,13 @@ impl Device {
             Some(offset) => {
                 let reserved = arena.block(offset).map_or(bytes as u64, Block::reserved);
                 drop(arena);
+                if owner == Owner::Shareable
+                    && let Err(error) = self.memory.begin_file(offset, reserved)
+                {
+                    self.take_back(offset);
+                    let what = format!("cannot create the memory file of {bytes} bytes that others may map");
+                    return Err(sealed_file::not_made(operation.name(), &what, error));
+                }
                 // Outstanding work may use reused bytes; the release checks it.
                 if reused.is_none() {
                     self.change_hands(u64::MAX, operation, "were handed out", offset, bytes as u64);
@@ -135,6 +158,15 @@ impl Device {
                     )
                     .with_hint("free buffers, or open the mock with more memory"))
             }
+        }
+    }
+
+    /// Frees a block that no caller has seen.
+    fn take_back(&self, offset: u64) {
+        let mut arena = self.arena.write();
+        if let Some(block) = arena.retire(offset) {
+            let parts = arena.end_retiring(offset, block.reserved(), block.serial);
+            parts.into_iter().for_each(|part| arena.release(part));
         }
     }
 
@@ -188,6 +220,15 @@ impl Device {
         // Later work of a block that reused some of the bytes may use them.
         let noted = if parts == [(offset, block.bytes)] { u64::MAX } else { block.noted };
         self.change_hands(noted, Operation::Free, "were freed", offset, block.bytes);
+        match self.memory.end_file(offset) {
+            Ok(None) => {}
+            Ok(Some(file)) => self.forget_file(file.id.inode, file.bytes),
+            // The system is out of memory for its own tables. No block gets the bytes then, because others have them open.
+            Err(error) => {
+                tracing::warn!(%error, bytes = block.bytes, "freed memory of a simulated device stays taken");
+                return;
+            }
+        }
         for &(offset, bytes) in &parts {
             // While a part is neither live nor a gap, its pages belong to no block.
             if self.poisons {
@@ -210,11 +251,27 @@ impl Device {
         }
     }
 
-    /// Returns the offset and the block of an allocation that other processes may map.
-    pub(crate) fn shareable(&self, operation: Operation, ptr: DevicePtr) -> Result<(u64, Block)> {
+    /// Returns the file and the block of an allocation that other processes may map.
+    pub(crate) fn shareable(&self, operation: Operation, ptr: DevicePtr) -> Result<(Arc<BlockFile>, Block)> {
+        let (offset, block) = self.block_of(operation, ptr, Owner::Shareable)?;
+        let file = self.memory.block_file(offset).ok_or_else(|| {
+            operation
+                .error(ErrorKind::InvalidPointer, format!("the memory at {ptr:?} was freed during the call"))
+                .with_hint("keep the memory allocated during the call")
+        })?;
+        Ok((file, block))
+    }
+
+    /// Returns the offset and the block of an allocation that other processes may map in the device's own file.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn pages(&self, operation: Operation, ptr: DevicePtr) -> Result<(u64, Block)> {
+        self.block_of(operation, ptr, Owner::Pages)
+    }
+
+    fn block_of(&self, operation: Operation, ptr: DevicePtr, owner: Owner) -> Result<(u64, Block)> {
         let arena = self.arena.read();
         match self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?))) {
-            Some((offset, block)) if block.owner == Owner::Shareable => Ok((offset, block)),
+            Some((offset, block)) if block.owner == owner => Ok((offset, block)),
             Some((_, block)) if !matches!(block.owner, Owner::Mock | Owner::Physical) => Err(operation
                 .error(ErrorKind::InvalidArgument, format!("the memory at {ptr:?} was not allocated to be shared"))
                 .with_hint("allocate with `DeviceMemoryKind::Shareable`")),
@@ -249,6 +306,14 @@ impl Device {
                     if let (Some(order), Some(touch)) = (&self.observers.order, touch) {
                         let range = Range { bytes: mapping.bytes(), ..touch.used.range };
                         order.closed(operation, Touch::whole(touch.store, touch.start, range));
+                    }
+                    // Of a file that this device does not have, no other address remains.
+                    if operation == Operation::CloseMemory
+                        && let Some(order) = &self.observers.order
+                        && let Some(Touch { store: store @ Store::File(inode), start, .. }) = touch
+                        && !self.memory.has_file(inode)
+                    {
+                        order.forget(store, start, mapping.bytes());
                     }
                     // Relaxed: see `retire`.
                     self.epoch.fetch_add(1, Ordering::Relaxed);
@@ -309,6 +374,8 @@ impl Device {
         let (kind, transports) = match block.owner {
             Owner::Plain => (RangeKind::Plain, Transports::NONE),
             Owner::Shareable => (RangeKind::Plain, shares),
+            #[cfg(feature = "simulated")]
+            Owner::Pages => (RangeKind::Plain, shares),
             Owner::StreamOrdered => (RangeKind::StreamOrdered, Transports::NONE),
             Owner::Physical | Owner::Mock => return None,
         };

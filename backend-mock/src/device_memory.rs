@@ -1,6 +1,9 @@
 //! The memory that a device can reach: its own sealed memory file, the memory of other processes that is open, and memory
 //! that is mapped at reserved addresses.
 //!
+//! A block that other processes may map has a file of its own, which lies over its part of the device's file. The free takes
+//! it away. So a process that has the block open keeps its bytes, and the next block at the address has other ones.
+//!
 //! Offsets count from the start of the device's own memory. Opened memory lies far behind it, at offsets that no
 //! device's own memory has, and each access looks it up in a table. Work on memory that was closed too early panics,
 //! and the device is lost, as on hardware.
@@ -8,11 +11,14 @@
 //! The file has no name in any file system, cannot change its size, and ends with the last process that maps it. Only
 //! pages that were touched take physical memory, and large freed blocks give theirs back.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use highwater_hal::Result;
 use parking_lot::RwLock;
 use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
 
 use crate::imports::Imports;
 use crate::mapping::Mapping;
@@ -27,18 +33,38 @@ const CARRY_WORDS: usize = 512;
 /// are a NaN of 64 bits.
 pub const POISON: u32 = 0x7ffc_dead;
 
+/// The file of a block, or of physical memory, that other processes may map. The pages end with the last process that has
+/// them open.
+#[derive(Debug)]
+pub(crate) struct BlockFile {
+    pub(crate) file: OwnedFd,
+    pub(crate) id: FileId,
+    pub(crate) bytes: u64,
+}
+
+impl BlockFile {
+    /// Creates a file of `bytes` zeros, a multiple of the page size.
+    pub(crate) fn new(bytes: u64) -> Result<Self, Errno> {
+        let file = sealed_file::create("highwater-mock-block", bytes)?;
+        let id = sealed_file::identify(&file)?;
+        Ok(Self { file, id, bytes })
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
     own: Mapping,
     file: OwnedFd,
     id: FileId,
+    /// The files that lie over parts of `own`, by offset.
+    files: RwLock<BTreeMap<u64, Arc<BlockFile>>>,
     pub(crate) imports: RwLock<Imports>,
 }
 
 impl DeviceMemory {
     /// Maps `bytes` (a multiple of 4096) of zeros, for the device with this ordinal.
     pub(crate) fn new(ordinal: u32, bytes: u64) -> Result<Self> {
-        let failed = |what: &str, error: rustix::io::Errno| {
+        let failed = |what: &str, error: Errno| {
             sealed_file::not_made("open", &format!("{what} the {bytes} bytes of a simulated device"), error)
         };
         let file = sealed_file::create("highwater-mock", bytes)
@@ -46,7 +72,7 @@ impl DeviceMemory {
         let id = sealed_file::identify(&file).map_err(|error| failed("cannot identify the memory file of", error))?;
         // SAFETY: the file was just made with this size and sealed.
         let own = unsafe { Mapping::new(&file, 0, bytes) }.map_err(|error| failed("cannot map", error))?;
-        Ok(Self { own, file, id, imports: RwLock::new(Imports::new(ordinal)) })
+        Ok(Self { own, file, id, files: RwLock::default(), imports: RwLock::new(Imports::new(ordinal)) })
     }
 
     /// Returns the device address of the first byte.
@@ -67,6 +93,51 @@ impl DeviceMemory {
     /// Returns the identity of that file.
     pub(crate) fn id(&self) -> FileId {
         self.id
+    }
+
+    /// Lays a new file over `bytes` bytes at `offset`, both multiples of the page size, until [`DeviceMemory::end_file`].
+    pub(crate) fn begin_file(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        let block = BlockFile::new(bytes)?;
+        // SAFETY: the file was just made with this size and sealed.
+        unsafe { self.own.replace(offset, &block.file, 0, bytes) }?;
+        self.files.write().insert(offset, Arc::new(block));
+        Ok(())
+    }
+
+    /// Takes the file at `offset` away, so that the device's own bytes are there again. Returns `None` if there is none.
+    pub(crate) fn end_file(&self, offset: u64) -> Result<Option<Arc<BlockFile>>, Errno> {
+        let Some(block) = self.files.write().remove(&offset) else { return Ok(None) };
+        // SAFETY: the device's own file is sealed, and as long as the mapping.
+        match unsafe { self.own.replace(offset, &self.file, offset, block.bytes) } {
+            Ok(()) => Ok(Some(block)),
+            Err(error) => {
+                self.files.write().insert(offset, block);
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns the file of the block at `offset`.
+    pub(crate) fn block_file(&self, offset: u64) -> Option<Arc<BlockFile>> {
+        self.files.read().get(&offset).map(Arc::clone)
+    }
+
+    /// Returns the inode of the file that holds one of the device's own bytes, the offset in the file, and how many bytes lie
+    /// there in a row.
+    pub(crate) fn source(&self, offset: u64) -> (u64, u64, u64) {
+        let files = self.files.read();
+        if let Some((start, block)) = files.range(..=offset).next_back()
+            && offset - start < block.bytes
+        {
+            return (block.id.inode, offset - start, block.bytes - (offset - start));
+        }
+        let end = files.range(offset..).next().map_or(self.own.bytes(), |(&start, _)| start);
+        (self.id.inode, offset, end - offset)
+    }
+
+    /// Returns whether a file of this device has this inode.
+    pub(crate) fn has_file(&self, inode: u64) -> bool {
+        self.id.inode == inode || self.files.read().values().any(|block| block.id.inode == inode)
     }
 
     /// Runs `access` on each mapping that holds a part of a range, with the offset inside it, and the offset and the length

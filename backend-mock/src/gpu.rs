@@ -31,7 +31,7 @@ use crate::host_observer::MockHostObserver;
 use crate::ipc::{self, MockIpc};
 use crate::mapped_memory::MappedMemory;
 use crate::memory_use::uses;
-use crate::observer::{Observers, OrderObserver, Range, Space, UseObserver, counted};
+use crate::observer::{Observers, OrderObserver, Range, Space, Store, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
 use crate::races::finder::Finder;
@@ -331,14 +331,22 @@ impl MockGpu {
         steps.any(|step| used(step).iter().any(|used| used.range.meets(&byte(at))))
     }
 
-    /// Returns the inode of the memory file that holds the device's own memory. A process that has opened some of it
-    /// has this inode among its mappings (`/proc/PID/maps`).
+    /// Returns the inode of the memory file that holds a byte of a device. A process that has opened the block around it has
+    /// this inode among its mappings (`/proc/PID/maps`).
     ///
     /// # Errors
-    /// `InvalidArgument` if the device does not exist.
-    pub fn memory_inode(&self, device: u32) -> Result<u64> {
+    /// `InvalidArgument` if the device does not exist, `InvalidPointer` if no file holds the byte.
+    pub fn memory_inode(&self, device: u32, ptr: DevicePtr) -> Result<u64> {
+        let operation = "memory_inode";
         let found = self.shared.engine.devices.get(device as usize);
-        Ok(found.ok_or_else(|| self.shared.no_device("memory_inode", device))?.memory.id().inode)
+        match found.ok_or_else(|| self.shared.no_device(operation, device))?.locate(ptr.get()) {
+            Some((Store::File(inode), ..)) => Ok(inode),
+            _ => {
+                let message = format!("device {device} has no memory at {ptr:?}");
+                Err(Error::new(ErrorKind::InvalidPointer, operation, message)
+                    .with_hint("pass the address of a block of the device, or of memory that is open for it"))
+            }
+        }
     }
 
     /// Loses a device for good. It executes nothing any more, and calls that need it return `DeviceLost`.

@@ -1,24 +1,22 @@
 //! [`MockIpc`]: handles of device memory and events for other processes, and opening them.
 //!
-//! A memory handle names a range of the exporter's memory file, and travels with a descriptor of that file. Its payload
-//! is little-endian:
+//! A memory handle travels with a descriptor of the allocation's own memory file. Its payload is little-endian:
 //!
 //! | bytes | what |
 //! |---|---|
 //! | 0..8 | [`MEMORY_MAGIC`] |
-//! | 8..16 | offset of the allocation in the file |
+//! | 8..16 | offset of the allocation in the file, 0 |
 //! | 16..24 | bytes of the allocation |
 //! | 24..32 | number of the allocation within its exporter |
 //! | 32..56 | zeros |
 //! | 56..64 | a checksum of the above, the device's UUID and the file's inode |
 //!
-//! An altered handle, or one with another descriptor, is no handle. The exporter's memory file holds all of the
-//! device's memory, so a process with one block is trusted with the others.
+//! An altered handle, or one with another descriptor, is no handle.
 //!
 //! An event handle has the same form with another magic number and no offset; see [`crate::shared_event`].
 //!
-//! The mock does not count who has memory open. When the exporter frees a block, the next allocation gets the bytes,
-//! even if another process still maps them. Preventing that is the task of core.
+//! When the exporter frees a block, the next allocation may get its address, but never its bytes: those belong to each process that has
+//! the block open, and end with the last mapping and descriptor.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -123,15 +121,18 @@ impl IpcSharing for MockIpc {
         self.check_transport(operation, transport)?;
         let mapped = gpu.shareable_mapped(operation, ordinal, ptr)?;
         let is_mapped = u64::from(mapped.is_some());
-        let (offset, bytes, serial) = match mapped {
-            Some(mapped) => mapped,
-            None => device.shareable(operation, ptr).map(|(offset, block)| (offset, block.bytes, block.serial))?,
-        };
-        let file = device.memory.file();
         let uuid = device_uuid(ordinal);
-        let payload = seal_payload(&[MEMORY_MAGIC, offset, bytes, serial, is_mapped], &uuid, device.memory.id());
-        let descriptor = gpu.exported.duplicate(operation, file)?;
-        Ok(MemoryHandle::new(transport, uuid, bytes, payload).with_descriptor(descriptor))
+        let handle = |source: Source, file: &OwnedFd| {
+            let words = [MEMORY_MAGIC, source.offset, source.bytes, source.serial, is_mapped];
+            let payload = seal_payload(&words, &uuid, source.file);
+            let descriptor = gpu.exported.duplicate(operation, file)?;
+            Ok(MemoryHandle::new(transport, uuid, source.bytes, payload).with_descriptor(descriptor))
+        };
+        if let Some(mapped) = mapped {
+            return handle(mapped.source(), mapped.file());
+        }
+        let (file, block) = device.shareable(operation, ptr)?;
+        handle(Source { file: file.id, offset: 0, bytes: block.bytes, serial: block.serial }, &file.file)
     }
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {

@@ -1,8 +1,9 @@
 //! Mapped memory: reserved addresses, physical memory, and the devices that have access to it.
 //!
-//! Physical memory is a block of its device's memory file that has no address. A device that gets access maps the part of
-//! the file at the reserved address, as it maps memory of another process. So the engine finds the bytes, the checks see
-//! them change hands, and the race finder knows where they lie, whatever addresses reach them.
+//! Physical memory is a block of its device's memory file that has no address. If other processes may map it, its bytes are in
+//! a file of its own, which they keep. A device that gets access maps the part of the file at the reserved address, as it maps
+//! memory of another process. So the engine finds the bytes, the checks see them change hands, and the race finder knows where
+//! they lie, whatever addresses reach them.
 //!
 //! Lock: `mapped_memory` is taken before the locks of a device.
 
@@ -15,6 +16,7 @@ use highwater_hal::{
 };
 
 use crate::device::Device;
+use crate::device_memory::BlockFile;
 use crate::imports::Source;
 use crate::ipc;
 use crate::mapping::Mapping;
@@ -26,23 +28,35 @@ use crate::state::State;
 #[derive(Debug)]
 pub(crate) struct PhysicalMemory {
     device: Arc<Device>,
-    /// The offset in the file.
+    /// The offset in the file of the device, or of another process.
     offset: u64,
     bytes: u64,
     /// The number of the allocation.
     serial: u64,
-    is_shareable: bool,
+    /// The file of its own, if other processes may map it.
+    shareable: Option<BlockFile>,
     /// The file of another process; `None` for the device's own.
     imported: Option<(OwnedFd, FileId)>,
 }
 
 impl PhysicalMemory {
     /// Returns the file that holds the bytes.
-    fn file(&self) -> (&OwnedFd, FileId) {
-        match &self.imported {
-            Some((file, id)) => (file, *id),
-            None => (self.device.memory.file(), self.device.memory.id()),
+    pub(crate) fn file(&self) -> &OwnedFd {
+        match (&self.shareable, &self.imported) {
+            (Some(own), _) => &own.file,
+            (None, Some((file, _))) => file,
+            (None, None) => self.device.memory.file(),
         }
+    }
+
+    /// Returns the place of the bytes.
+    pub(crate) fn source(&self) -> Source {
+        let (file, offset) = match (&self.shareable, &self.imported) {
+            (Some(own), _) => (own.id, 0),
+            (None, Some((_, id))) => (*id, self.offset),
+            (None, None) => (self.device.memory.id(), self.offset),
+        };
+        Source { file, offset, bytes: self.bytes, serial: self.serial }
     }
 }
 
@@ -51,6 +65,9 @@ impl Drop for PhysicalMemory {
         // The bytes of another process end with its file.
         if self.imported.is_none() {
             self.device.free_physical(self.offset, self.bytes);
+        }
+        if let Some(own) = &self.shareable {
+            self.device.forget_file(own.id.inode, own.bytes);
         }
     }
 }
@@ -168,8 +185,14 @@ impl State {
         }
         self.check_bytes(operation, options.bytes)?;
         let (offset, serial) = owner.allocate_physical(operation, options.bytes)?;
-        let (bytes, is_shareable) = (options.bytes as u64, options.shareable.is_some());
-        let memory = PhysicalMemory { device: Arc::clone(owner), offset, bytes, serial, is_shareable, imported: None };
+        let (device_of, bytes) = (Arc::clone(owner), options.bytes as u64);
+        let mut memory = PhysicalMemory { device: device_of, offset, bytes, serial, shareable: None, imported: None };
+        if options.shareable.is_some() {
+            let file = BlockFile::new(bytes).map_err(|error| {
+                sealed_file::not_made(operation.name(), "cannot create the memory file that others may map", error)
+            })?;
+            memory.shareable = Some(file);
+        }
         self.physical_memory.insert(operation.name(), device, Arc::new(memory))
     }
 
@@ -196,14 +219,8 @@ impl State {
             sealed_file::failed(operation, "cannot duplicate the descriptor of the memory file", error)
         })?;
         let device_of = Arc::clone(owner);
-        let memory = PhysicalMemory {
-            device: device_of,
-            offset,
-            bytes,
-            serial,
-            is_shareable: false,
-            imported: Some((copy, id)),
-        };
+        let memory =
+            PhysicalMemory { device: device_of, offset, bytes, serial, shareable: None, imported: Some((copy, id)) };
         self.physical_memory.insert(operation.name(), device, Arc::new(memory))
     }
 
@@ -212,7 +229,7 @@ impl State {
         let mapped = self.mapped_memory.lock();
         let (&start, piece) = mapped.pieces.range(..=ptr.get()).next_back()?;
         let memory = &piece.memory;
-        let transports = if memory.is_shareable { self.capabilities.ipc_transports } else { Transports::NONE };
+        let transports = if memory.shareable.is_some() { self.capabilities.ipc_transports } else { Transports::NONE };
         let range = MemoryRange::new(RangeKind::Mapped, DevicePtr::new(start), memory.bytes as usize);
         range.contains(ptr).then(|| (memory.device.ordinal, range.with_transports(transports)))
     }
@@ -273,11 +290,10 @@ impl State {
             if access >> accessing & 1 == 1 {
                 continue;
             }
-            let (file, id) = memory.file();
+            let source = memory.source();
             // SAFETY: the file is sealed, and the block lies inside it.
-            let mapping = unsafe { Mapping::new(file, memory.offset, memory.bytes) }
+            let mapping = unsafe { Mapping::new(memory.file(), source.offset, source.bytes) }
                 .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
-            let source = Source { file: id, offset: memory.offset, bytes: memory.bytes, serial: memory.serial };
             opened.push((address, source, mapping));
         }
         for (address, source, mapping) in opened {
@@ -305,21 +321,19 @@ impl State {
         Ok(())
     }
 
-    /// Returns the offset in the device's memory, the bytes, and the number of shareable memory that is mapped at an
-    /// address; `None` if no memory is mapped there.
+    /// Returns the shareable memory that is mapped at an address; `None` if no memory is mapped there.
     pub(crate) fn shareable_mapped(
         &self,
         operation: Operation,
         device: u32,
         ptr: DevicePtr,
-    ) -> Result<Option<(u64, u64, u64)>> {
+    ) -> Result<Option<Arc<PhysicalMemory>>> {
         let mapped = self.mapped_memory.lock();
         let Some(piece) = mapped.pieces.get(&ptr.get()).filter(|piece| piece.memory.device.ordinal == device) else {
             return Ok(None);
         };
-        let PhysicalMemory { offset, bytes, serial, is_shareable, .. } = *piece.memory;
-        if is_shareable {
-            return Ok(Some((offset, bytes, serial)));
+        if piece.memory.shareable.is_some() {
+            return Ok(Some(Arc::clone(&piece.memory)));
         }
         let message = format!("the physical memory at {ptr:?} was not created to be shared");
         Err(operation

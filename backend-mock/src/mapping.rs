@@ -45,6 +45,33 @@ impl Mapping {
         Ok(Self { base, words: length / WORD })
     }
 
+    /// Puts `bytes` bytes of another file, from `from` on, into the place of those at `offset`. All are multiples of the page
+    /// size. An access at the same time meets the old bytes or the new ones. After an error, the old bytes stay.
+    ///
+    /// # Panics
+    /// If the range is not in the memory.
+    ///
+    /// # Safety
+    /// As for [`Mapping::new`].
+    pub(crate) unsafe fn replace(&self, offset: u64, file: &OwnedFd, from: u64, bytes: u64) -> Result<(), Errno> {
+        let place = self.words()[offset as usize / WORD..][..bytes as usize / WORD].as_ptr();
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: the pages belong to this mapping, and only atomics reach them, before and after. The kernel exchanges a
+        // mapping under the lock that page faults take, so no access finds a hole. It checks its limits first. The file cannot
+        // shrink below its part, as the caller promises.
+        unsafe {
+            rustix::mm::mmap(
+                place.cast_mut().cast(),
+                bytes as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+                file,
+                from,
+            )
+        }
+        .map(drop)
+    }
+
     /// Returns the address of the first byte.
     pub(crate) fn address(&self) -> u64 {
         self.base.as_ptr().addr() as u64

@@ -215,7 +215,7 @@ impl Hooks {
         Ok((memory.base(), memory.bytes()))
     }
 
-    /// Returns the file that holds the device's own memory, byte for byte.
+    /// Returns the file that holds the device's own memory.
     ///
     /// # Errors
     /// `InvalidArgument` if the device does not exist.
@@ -223,13 +223,24 @@ impl Hooks {
         Ok(self.0.device(Operation::ExportMemory, device)?.memory.file())
     }
 
-    /// Returns offset, length and number of the shareable allocation that begins at `ptr`.
+    /// Allocates pages of the device's own memory file, which a legacy handle can name. When they are freed, other blocks get
+    /// them, even if another process has them open.
+    ///
+    /// # Errors
+    /// `DeviceLost`, `OutOfMemory`.
+    pub fn allocate_pages(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        let operation = self.0.calls.enter(Operation::Allocate)?;
+        let device = self.0.device(operation, device)?;
+        device.check_not_lost(operation)?;
+        device.allocate(operation, bytes, Owner::Pages, None)
+    }
+
+    /// Returns offset, length and number of the allocation of [`Hooks::allocate_pages`] that begins at `ptr`.
     ///
     /// # Errors
     /// `InvalidPointer` and `InvalidArgument` for other memory.
-    pub fn shareable(&self, device: u32, ptr: DevicePtr) -> Result<(u64, u64, u64)> {
-        let (offset, block) =
-            self.0.device(Operation::ExportMemory, device)?.shareable(Operation::ExportMemory, ptr)?;
+    pub fn pages(&self, device: u32, ptr: DevicePtr) -> Result<(u64, u64, u64)> {
+        let (offset, block) = self.0.device(Operation::ExportMemory, device)?.pages(Operation::ExportMemory, ptr)?;
         Ok((offset, block.bytes, block.serial))
     }
 

@@ -34,6 +34,7 @@
  *    call of another thread that uses it. That call ends as if the object was alive. Later calls return
  *    HW_ERROR_INVALID_HANDLE.
  *  - backend.forked: in a child forked after the backend was opened, calls return HW_ERROR_FORKED at once.
+ *  - backend.exiting: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
  */
 #ifndef HIGHWATER_H
 #define HIGHWATER_H
@@ -917,7 +918,10 @@ struct hw_table {
      *  - ipc.export-transport: a transport outside the capability hw_capabilities.ipc_transports returns
      *    HW_ERROR_UNSUPPORTED.
      *  - ipc.descriptor-keeps: with HW_TRANSPORT_DESCRIPTOR, the descriptor keeps the memory. Each process that receives the
-     *    handle can open the memory after its exporter has ended. */
+     *    handle can open the memory after its exporter has ended.
+     *  - ipc.free-keeps: with HW_TRANSPORT_DESCRIPTOR, memory that its exporter frees keeps its bytes for each process that
+     *    has it open or has its handle. No other allocation gets the bytes until the last mapping and the last descriptor
+     *    have ended. */
     int32_t (*export_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint32_t transport, hw_memory_handle *answer, hw_error *error);
     /* Maps memory of another process for the device.
      *  - ipc.open-again: a second open for the same device returns the same address and is counted.

@@ -95,6 +95,9 @@ impl Shadow {
         split(segments, start);
         split(segments, end);
         segments.extract_if(start..end, |_, _| true).for_each(drop);
+        if segments.is_empty() {
+            self.0.remove(&store);
+        }
     }
 
     #[cfg(test)]

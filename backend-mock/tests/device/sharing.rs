@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use highwater_hal::{
     AllocateOptions, Backend, BlasKind, DataType, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind, FillPattern,
-    Gemm, GemmShape, MemoryHandle, Transport, Transports,
+    Gemm, GemmShape, MemoryHandle, PhysicalMemoryOptions, Transport, Transports,
 };
 use highwater_mock::MockOptions;
 
@@ -49,7 +49,7 @@ fn what_one_process_writes_the_other_reads() {
     let content: Vec<u8> = (0..BYTES).map(|index| (index % 251) as u8).collect();
     rig.write(block, &content);
     let mut worker = Peer::start(TEST);
-    worker.channel.send(&rig.gpu.memory_inode(0).unwrap().to_le_bytes(), None);
+    worker.channel.send(&rig.gpu.memory_inode(0, block).unwrap().to_le_bytes(), None);
     worker.channel.send_memory(&rig.export(block));
     worker.channel.expect("read and written");
     let expected = [&content[..5000], &[9; 4000][..], &content[9000..]].concat();
@@ -150,6 +150,38 @@ fn memory_that_is_opened_again_has_the_same_address_and_is_counted() {
     assert_eq!(kind(rig.free(0, neighbour, None)), ErrorKind::InvalidPointer);
     close(&rig, neighbour).unwrap();
     assert_eq!(rig.gpu.live_objects().mappings, 0);
+}
+
+#[test]
+fn memory_that_its_exporter_freed_stays_with_those_that_have_it_open_or_its_handle() {
+    for options in [small(), small().with_checks(), small().with_race_detector()] {
+        let rig = Rig::new(options);
+        let old = rig.shareable(BYTES);
+        let inode = rig.gpu.memory_inode(0, old).unwrap();
+        rig.write(old, &[1u8; BYTES]);
+        let handle = rig.export(old);
+        let opened = rig.ipc().open_memory(0, &handle).unwrap();
+        rig.free(0, old, None).unwrap();
+        assert_eq!(rig.gpu.memory_info(0).unwrap().free, 64 << 20);
+        let new = rig.shareable(BYTES);
+        assert_eq!(new, old, "the test wants the place back");
+        rig.write(new, &[2u8; BYTES]);
+        assert_eq!(rig.download::<u8>(opened, BYTES, rig.stream), [1; BYTES]);
+        rig.fill(opened, FillPattern::U8(3), BYTES, rig.stream).unwrap();
+        assert_eq!(rig.download::<u8>(new, BYTES, rig.stream), [2; BYTES]);
+        close(&rig, opened).unwrap();
+        assert_eq!(mappings_of(inode), 0);
+        // The handle alone keeps the memory, too.
+        let again = rig.ipc().open_memory(0, &handle).unwrap();
+        assert_eq!(rig.download::<u8>(again, BYTES, rig.stream), [3; BYTES]);
+        close(&rig, again).unwrap();
+        rig.free(0, new, None).unwrap();
+        let plain = rig.allocate(0, BYTES);
+        assert_eq!(plain, old, "plain memory gets the place, too");
+        rig.write(plain, &[4u8; BYTES]);
+        assert_eq!(rig.download::<u8>(plain, BYTES, rig.stream), [4; BYTES]);
+        assert_eq!(rig.gpu.races().len(), 0);
+    }
 }
 
 #[test]
@@ -306,6 +338,14 @@ fn too_few_descriptors_are_an_error_and_cost_nothing() {
         assert_eq!(error.kind(), ErrorKind::OperatingSystem, "{error}");
         assert!(error.hint().contains("ulimit -n"), "{error}");
         assert_eq!(rig.gpu.live_objects().descriptors, handles.len() as u64);
+        // A block that others may map needs one, and so does physical memory.
+        let free = rig.gpu.memory_info(0).unwrap().free;
+        let shareable = AllocateOptions::new(BYTES).with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
+        let error = rig.gpu.allocate(0, &shareable).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OperatingSystem, "{error}");
+        let pages = PhysicalMemoryOptions::new(2 << 20).with_shareable(Transport::Descriptor);
+        assert_eq!(kind(rig.gpu.create_memory(0, &pages)), ErrorKind::OperatingSystem);
+        assert_eq!(rig.gpu.memory_info(0).unwrap().free, free);
         // Opening needs none.
         let opened = rig.ipc().open_memory(0, &handles[0]).unwrap();
         drop(handles);

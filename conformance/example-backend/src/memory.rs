@@ -3,6 +3,7 @@
 //! Unordered streams may meet in device memory. The bytes are then unspecified, but the program must remain sound, so bytes are
 //! atomic. Work owns the blocks that it uses.
 
+use std::alloc::{self, Layout};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -20,7 +21,7 @@ pub(crate) const ALIGNMENT: usize = 256;
 /// Bytes of a block.
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
-    block: Arc<Vec<AtomicU8>>,
+    block: Arc<Box<[AtomicU8]>>,
     range: Range<usize>,
 }
 
@@ -74,17 +75,13 @@ impl Blocks {
             return Err(Error::new(ErrorKind::InvalidArgument, "allocate", "0 bytes; expected is 1 or more"));
         }
         let exhausted = || Error::new(ErrorKind::OutOfMemory, "allocate", format!("there are no {bytes} bytes left"));
-        let mut block = Vec::new();
-        if bytes > self.most_bytes || block.try_reserve_exact(bytes.saturating_add(ALIGNMENT)).is_err() {
-            return Err(exhausted());
-        }
-        block.resize_with(bytes + ALIGNMENT, AtomicU8::default);
-        let offset = block.as_ptr().align_offset(ALIGNMENT);
-        let start = NonNull::from(&block[offset..]).cast::<u8>();
         let mut alive = self.alive.lock();
         if bytes > self.most_bytes - used(&alive) {
             return Err(exhausted());
         }
+        let block = zeros(bytes.saturating_add(ALIGNMENT)).ok_or_else(exhausted)?;
+        let offset = block.as_ptr().align_offset(ALIGNMENT);
+        let start = NonNull::from(&block[offset..]).cast::<u8>();
         alive.insert(start.addr().get(), Span { block: Arc::new(block), range: offset..offset + bytes });
         Ok(start)
     }
@@ -110,6 +107,15 @@ impl Blocks {
     }
 }
 
+/// Returns that many zeros, of which the system provides a page once it is used; `None` if it refuses.
+fn zeros(bytes: usize) -> Option<Box<[AtomicU8]>> {
+    let layout = Layout::array::<AtomicU8>(bytes).ok().filter(|layout| layout.size() > 0)?;
+    // SAFETY: the layout has a size.
+    let start = NonNull::new(unsafe { alloc::alloc_zeroed(layout) })?.cast::<AtomicU8>();
+    // SAFETY: the global allocator returned the bytes for the layout of such a slice, and zeros are valid.
+    Some(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(start.as_ptr(), bytes)) })
+}
+
 /// Returns the bytes of all blocks.
 fn used(alive: &BTreeMap<usize, Span>) -> usize {
     alive.values().map(|block| block.range.len()).sum()
@@ -131,5 +137,31 @@ unsafe impl HostAllocator for Blocks {
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
         check_device("device_address", device)?;
         Ok(DevicePtr::new(ptr.address() as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_fill_the_memory_to_its_last_byte() {
+        let blocks = Blocks::new(1000);
+        let kind = |bytes| blocks.add(bytes).unwrap_err().kind();
+        let first = blocks.add(600).unwrap();
+        assert_eq!(
+            (kind(401), kind(1001), kind(0)),
+            (ErrorKind::OutOfMemory, ErrorKind::OutOfMemory, ErrorKind::InvalidArgument)
+        );
+        let second = blocks.add(400).unwrap();
+        assert_eq!((blocks.usage(), kind(1)), ((2, 1000), ErrorKind::OutOfMemory));
+        blocks.remove(first.addr().get()).unwrap();
+        assert_eq!(kind(601), ErrorKind::OutOfMemory);
+        let third = blocks.add(600).unwrap();
+        for block in [second, third] {
+            blocks.remove(block.addr().get()).unwrap();
+        }
+        assert_eq!(blocks.usage(), (0, 0));
+        assert!(blocks.add(1000).is_ok());
     }
 }

@@ -1,6 +1,6 @@
 //! Device memory: alignment, limits, and frees.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, MemoryInfo};
 
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
@@ -17,6 +17,7 @@ cases! {
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
     more_than_there_is_is_refused_for_every_kind: ["memory.exhausted"];
+    blocks_of_several_sizes_fill_the_memory: ["memory.exhausted", "memory.free-returns", "memory.disjoint", "memory.info-counts"];
     freed_bytes_come_back: ["memory.free-returns"];
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
     freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
@@ -35,6 +36,68 @@ cases! {
 
 /// Sizes around the usual borders of allocators.
 const SIZES: [usize; 12] = [1, 2, 255, 256, 257, 511, 4095, 4096, 4097, 65_536, 1 << 20, (1 << 20) + 1];
+
+/// A device of at most that many bytes is filled, if nothing else uses it.
+const SMALL: u64 = 512 << 20;
+/// The most bytes that a case takes of another device.
+const PART: u64 = 64 << 20;
+
+/// Takes blocks of falling sizes until nothing fits, and requests more than the rest of the device after each. The same blocks
+/// fit again where every second one was freed, and once all were.
+///
+/// A larger device may have other users, who must not find it full. The blocks take a part of it.
+fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult {
+    let MemoryInfo { free, total, .. } = backend.memory_info(DEVICE)?;
+    let is_whole = free == total && total <= SMALL;
+    let part = if is_whole { total } else { PART.min(total / 64) };
+    let more_than_the_rest_is_refused = |taken: u64| -> CaseResult {
+        let more = (total - taken + 1) as usize;
+        check_error!(
+            Block::new(backend, more),
+            OutOfMemory,
+            "allocation of {more} bytes, with {taken} of {total} in other blocks"
+        );
+        Ok(())
+    };
+    let (mut blocks, mut taken, mut size) = (Vec::new(), 0, part / 16 * 5);
+    while size > 0 {
+        if !is_whole && taken + size > part {
+            size /= 2;
+            continue;
+        }
+        match Block::new(backend, size as usize) {
+            Ok(block) => {
+                taken += size;
+                check!(taken <= total, "{} blocks have {taken} bytes, of {total} of the device", blocks.len() + 1);
+                blocks.push(block);
+                more_than_the_rest_is_refused(taken)?;
+            }
+            Err(error) if is_whole && error.kind() == ErrorKind::OutOfMemory => size /= 2,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    check!(blocks.len() > 2, "{} blocks of {part} bytes fill a device of {total} bytes", blocks.len());
+    let mut places: Vec<_> = blocks.iter().map(|block| (block.ptr().get(), block.bytes())).collect();
+    places.sort_unstable();
+    let apart = places.windows(2).all(|pair| pair[0].0 + pair[0].1 as u64 <= pair[1].0);
+    check!(apart, "blocks that fill a device overlap");
+    let left = backend.memory_info(DEVICE)?.free;
+    check!(left <= total - taken, "{left} bytes are reported as free, and {taken} of {total} are in blocks");
+    // Every second one, the last first, and then all of them.
+    for step in [2, 1] {
+        let mut sizes = Vec::new();
+        for index in (0..blocks.len()).step_by(step).collect::<Vec<_>>().into_iter().rev() {
+            let block = blocks.remove(index);
+            sizes.push(block.bytes());
+            block.give_back()?;
+        }
+        for &bytes in sizes.iter().rev() {
+            blocks.push(Block::new(backend, bytes)?);
+        }
+        more_than_the_rest_is_refused(taken)?;
+    }
+    Ok(())
+}
 
 /// Checks alignment and distance of blocks of many sizes that live at once.
 fn lie_apart(backend: &dyn Backend, kind: DeviceMemoryKind) -> CaseResult {

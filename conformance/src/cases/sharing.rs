@@ -18,6 +18,7 @@ use crate::stream_load::{Direction, StreamLoad};
 cases! {
     group "sharing" with a second process;
     devices_have_one_uuid_in_every_process: ["devices.uuid"];
+    processes_notice_their_exit: ["backend.exiting"];
     importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
     exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [has::shareable_memory];
     mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [has::shareable_memory];
@@ -44,6 +45,9 @@ cases! {
     mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"] needs [has::shareable_memory, DESCRIPTORS];
     descriptors_outlive_a_killed_exporter: ["ipc.descriptor-keeps", "ipc.shared-bytes"]
         needs [has::shareable_memory, DESCRIPTORS];
+    importers_keep_memory_that_the_exporter_freed: ["ipc.free-keeps", "ipc.descriptor-keeps", "memory.disjoint"]
+        needs [has::shareable_memory, DESCRIPTORS];
+    memory_that_was_freed_elsewhere_is_kept: ["ipc.free-keeps"] needs [has::shareable_memory, DESCRIPTORS];
     altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_without_their_descriptor_are_refused: ["ipc.open-checked"] needs [has::shareable_memory, DESCRIPTORS];
@@ -117,6 +121,15 @@ fn devices_have_one_uuid_in_every_process(backend: &dyn Backend, launcher: &Laun
         // The process finds its device by the UUID, and fails if no device has it.
         Peer::start(launcher, backend, device)?.end()?;
     }
+    Ok(())
+}
+
+/// The second process exits with its objects. A handler that was registered before the backend was opened asks the backend.
+fn processes_notice_their_exit(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let mut peer = start(launcher, backend)?;
+    check!(!backend.is_exiting() && !peer.is_exiting()??, "a process that does not exit is reported to exit");
+    check!(peer.exit_and_tell()?, "a backend does not notice that its process has begun to exit");
+    check!(!backend.is_exiting(), "a process is reported to exit after another one has exited");
     Ok(())
 }
 
@@ -876,6 +889,66 @@ fn descriptors_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launc
     mapping.give_back()?;
     drop((handle, blocks));
     Ok(())
+}
+
+/// The exporter frees the memory, and allocates as much again. An importer keeps the old bytes, and gets them again by the
+/// handle.
+fn importers_keep_memory_that_the_exporter_freed(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let transport = Transport::Descriptor;
+    let mut peer = start(launcher, backend)?;
+    let content = Random::new(63).bytes(BYTES);
+    let block = shareable(backend, BYTES, transport)?;
+    block.write(0, &content)?;
+    let handle = block.export(transport)?;
+    let opened = peer.open(&handle)??;
+    block.give_back()?;
+    let mut again = Vec::new();
+    for _ in 0..4 {
+        again.extend([shareable(backend, BYTES, transport)?, Block::new(backend, BYTES)?]);
+    }
+    for block in &again {
+        block.write(0, &[OLD; BYTES])?;
+    }
+    check!(peer.read(opened, BYTES)?? == content, "an importer's memory lost its contents when the exporter freed it");
+    peer.write(opened, &[NEW; BYTES])??;
+    for block in &again {
+        check!(block.read()? == [OLD; BYTES], "memory that an importer has open was allocated again");
+    }
+    peer.close(opened)??;
+    // The handle alone keeps the memory.
+    let opened = peer.open(&handle)??;
+    check!(peer.read(opened, BYTES)?? == [NEW; BYTES], "the memory of a handle lost its contents after the last close");
+    peer.close(opened)??;
+    peer.end()?;
+    drop((handle, again));
+    Ok(())
+}
+
+/// The second process exports the memory and frees it.
+fn memory_that_was_freed_elsewhere_is_kept(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let transport = Transport::Descriptor;
+    let mut peer = start(launcher, backend)?;
+    let content = Random::new(64).bytes(BYTES);
+    let there = peer.allocate(BYTES, transport)??;
+    peer.write(there, &content)??;
+    let handle = peer.export(there, transport)??;
+    let mapping = Block::open(backend, DEVICE, &handle)?;
+    peer.free(there)??;
+    let again = peer.allocate(BYTES, transport)??;
+    peer.write(again, &[OLD; BYTES])??;
+    check!(mapping.read()? == content, "opened memory lost its contents when its exporter freed it");
+    mapping.write(0, &[NEW; BYTES])?;
+    check!(
+        peer.read(again, BYTES)?? == [OLD; BYTES],
+        "memory that this process has open was allocated again elsewhere"
+    );
+    mapping.give_back()?;
+    let mapping = Block::open(backend, DEVICE, &handle)?;
+    check!(mapping.read()? == [NEW; BYTES], "the memory of a handle lost its contents when its exporter freed it");
+    mapping.give_back()?;
+    drop(handle);
+    peer.free(again)??;
+    peer.end()
 }
 
 // ------------------------------------------------------------------------------------------------------------ events

@@ -58,6 +58,7 @@ pub(super) struct Hooks {
     pub(super) event_in: Option<Translation<EventId>>,
     pub(super) device_count: Option<Fact<u32>>,
     pub(super) live_objects: Option<Fact<LiveObjects>>,
+    pub(super) is_exiting: Option<Fact<bool>>,
     /// The identity that the backend reports while a stream is alive.
     pub(super) identity: Option<fn(&Identity) -> Identity>,
     /// The kind that a handle reports.

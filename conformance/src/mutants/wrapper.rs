@@ -254,7 +254,8 @@ macro_rules! wrappers {
             }
 
             fn is_exiting(&self) -> bool {
-                self.below.is_exiting()
+                let hook = self.core.hook(&self.core.hooks.is_exiting);
+                hook.map_or_else(|| self.below.is_exiting(), |hook| hook(&self.below))
             }
 
             fn host_allocator(&self) -> Arc<dyn HostAllocator> {

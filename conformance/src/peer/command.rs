@@ -49,6 +49,8 @@ commands! {
     SynchronizeEvent "synchronize_event",
     LiveObjects "count live objects",
     Fork "fork",
+    IsExiting "is_exiting",
+    ExitAndTell "tell at its exit whether it exits",
     Exit "exit",
     End "end",
 }

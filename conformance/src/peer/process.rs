@@ -136,6 +136,20 @@ impl Peer {
         self.ends_well()
     }
 
+    /// Returns whether the backend of the process says that the process exits.
+    #[track_caller]
+    pub(crate) fn is_exiting(&mut self) -> Answer<bool> {
+        Ok(self.number(Command::IsExiting, |message| message)?.map(|answer| answer != 0))
+    }
+
+    /// Lets the process exit with all its objects. Returns what the backend then says of the exit.
+    #[track_caller]
+    pub(crate) fn exit_and_tell(mut self) -> Result<bool, Failure> {
+        let answer = self.number(Command::ExitAndTell, |message| message)??;
+        self.ends_well()?;
+        Ok(answer != 0)
+    }
+
     /// Waits for a process that has the command to end.
     #[track_caller]
     fn ends_well(&mut self) -> CaseResult {

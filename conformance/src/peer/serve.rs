@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
@@ -32,11 +32,28 @@ pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Res
     Some(serve(open))
 }
 
+/// The socket to which the process tells at its exit what the backend says of the exit.
+static AT_EXIT: Mutex<Option<(OwnedFd, Arc<dyn Backend>)>> = Mutex::new(None);
+
+extern "C" fn tell_at_exit() {
+    if let Some((socket, backend)) = AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        // If the socket is broken, the case has failed already.
+        let _ = wire::send(&socket, &Message::new(wire::DONE).with_numbers([u64::from(backend.is_exiting())]));
+        // Destructors do not run at an exit.
+        std::mem::forget(backend);
+    }
+}
+
 fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
     // The process must not outlive its case. If this call comes too late, the socket is already closed.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
     let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
+    // Handlers run in the reverse order of their registration. So this one runs after that of the backend.
+    // SAFETY: the handler is an `extern "C"` function without arguments, in code that is never unloaded.
+    if unsafe { libc::atexit(tell_at_exit) } != 0 {
+        return answer(&socket, &Message::refusal(&confused("it has no room for a handler of its exit")));
+    }
     let begun = match begin.code == Command::Begin.code() {
         true => open().and_then(crate::mutants::as_in_the_first_process),
         false => Err(confused("it was not told to begin")),
@@ -60,6 +77,12 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             answer(&socket, &Message::new(wire::CONFUSED).with_bytes(b"it does not know this command"))?;
             continue;
         };
+        if command == Command::ExitAndTell {
+            let socket = socket.try_clone().map_err(|error| broken(&error))?;
+            *AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner) = Some((socket, Arc::clone(&backend)));
+            // Exit handlers run; destructors do not.
+            std::process::exit(0);
+        }
         if command == Command::Exit {
             answer(&socket, &Message::new(wire::DONE))?;
             // Exit handlers run; destructors do not.
@@ -156,7 +179,7 @@ impl<'b> Server<'b> {
         let done = Message::new(wire::DONE);
         let completion = |completion: Completion| [u64::from(completion.code())];
         Ok(match command {
-            Command::Begin | Command::Exit | Command::End => {
+            Command::Begin | Command::ExitAndTell | Command::Exit | Command::End => {
                 return Err(Trouble::Confused("it has begun already".to_owned()));
             }
             Command::Allocate => {
@@ -273,6 +296,7 @@ impl<'b> Server<'b> {
                 live.host_allocations -= self.busy.len() as u64;
                 done.with_live_objects(live)
             }
+            Command::IsExiting => done.with_numbers([u64::from(self.backend.is_exiting())]),
             Command::Fork => {
                 self.fork()?;
                 done

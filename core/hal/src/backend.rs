@@ -287,6 +287,7 @@ impl std::fmt::Display for LiveObjects {
 /// - `backend.destroy-concurrent`: any thread can destroy a stream, an event, a graph or an executable graph, also during a
 ///   call of another thread that uses it. That call ends as if the object was alive. Later calls return `InvalidHandle`.
 /// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once.
+/// - `backend.exiting`: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
 ///
 /// # Objects in use
 /// Any thread can destroy these objects while work that uses them is outstanding: streams, events, graphs, executable
@@ -294,10 +295,10 @@ impl std::fmt::Display for LiveObjects {
 /// its plans belong to one thread at a time. That thread can destroy them while their products are outstanding.
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
-/// memory, registrations, and workspaces. It must keep memory that it exported until no other process has it open: the bytes of
-/// memory that an exporter frees earlier may serve others. A foreign object must outlive its id, so the destruction of the id waits until no
-/// call of another thread uses it. The caller must end a capture before it destroys a stream that takes part. The
-/// outcome of the capture is otherwise not promised.
+/// memory, registrations, and workspaces. It must keep memory that it exported by another transport than descriptors until
+/// no other process has it open: the bytes of such memory that an exporter frees earlier may serve others. A foreign object must
+/// outlive its id, so the destruction of the id waits until no call of another thread uses it. The caller must end a capture
+/// before it destroys a stream that takes part. The outcome of the capture is otherwise not promised.
 ///
 /// # Safety
 /// Core trusts a backend's answers when it frees and reuses memory, and when it lets safe code touch page-locked memory.
@@ -501,7 +502,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// - The caller must pass a block that `allocate` returned for this device and that has not been freed.
     /// - The caller must ensure that no work that uses the block is outstanding, unless it precedes the free on `stream`.
-    /// - The caller must ensure that no other process has the block open.
+    /// - The caller must ensure that no other process has the block open, unless descriptors are the only transport by which the
+    ///   block was exported (`ipc.free-keeps`).
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()>;
 
     /// Describes the device memory at an address, which any code of this process may have allocated. Needs `foreign_memory`.

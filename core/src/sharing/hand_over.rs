@@ -14,8 +14,7 @@
 //! before the send. *Deaths.* A process that dies before the send leaves the other one as it was. After it, the heir has the name, or the
 //! name is free, and the next heir binds it (`heir.rs`): the flag `Done` counts as the death of the owner.
 //!
-//! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping. The mock's descriptors
-//! keep memory until the exporter frees it, so there the former owner keeps its buffers.
+//! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
@@ -44,8 +43,7 @@ impl Runtime {
     /// process may end, and no memory waits in limbo. It may also continue to use its buffers, as an importer does. It cannot share memory
     /// that it has not shared before.
     ///
-    /// The process may drop its buffers before it ends if the backend's descriptors keep memory that their exporter frees. CUDA's do. The
-    /// mock's do not: the next allocation gets the bytes.
+    /// The process may drop its buffers before it ends, because the descriptors keep the memory.
     ///
     /// ```
     /// use std::time::Duration;

@@ -129,6 +129,14 @@ fn without_an_heir_of_all_memory_the_owner_keeps_it() {
     assert!(error.kind() == ErrorKind::InvalidState && error.hint().contains("another `Runtime`"), "{error}");
     drop(buffer);
     assert_eq!(owner.exports(), (0, 0, 0));
+    // The descriptors keep the memory, whatever the former owner allocates.
+    let anew = [(); 3].map(|()| owner.make(1000, 5));
+    third.assert_value(&importer, 9);
+    third.stream.fill(&importer, 6).unwrap();
+    third.assert_value(&importer, 6);
+    anew.iter().for_each(|buffer| owner.assert_value(buffer, 5));
+    heir.assert_value(&kept, 6);
+    drop(anew);
     drop((importer, again, kept));
     until("it is released", || heir.exports() == (0, 0, 0));
     for exporter in [heir, third, owner] {

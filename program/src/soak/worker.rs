@@ -170,8 +170,6 @@ struct Worker<'s> {
     options: RuntimeOptions,
     /// The runtime that answers for the memory, after a hand-over.
     heir: Option<Runtime>,
-    /// Memory that was handed over and that the heir has dropped. The mock reuses freed memory although others have it open.
-    former: Vec<Memory>,
     device: Device,
     stream: Stream,
     random: Random,
@@ -211,7 +209,6 @@ impl<'s> Worker<'s> {
             backend: Arc::clone(&opened.backend),
             options: RuntimeOptions::new(),
             heir: None,
-            former: Vec::new(),
             device,
             stream,
             random,
@@ -618,12 +615,6 @@ impl<'s> Worker<'s> {
         }
         let Own { number, memory, kept, .. } = self.own.swap_remove(self.random.index(self.own.len()));
         self.tell(&Notice::Dropping(number))?;
-        let memory = if kept.is_empty() {
-            Some(memory)
-        } else {
-            self.former.push(memory);
-            None
-        };
         self.timed(Operation::Drop, None, || drop((kept, memory)))?;
         Ok(true)
     }
@@ -688,8 +679,7 @@ impl<'s> Worker<'s> {
     fn end(mut self) -> Result<(Remains, Option<Runtime>)> {
         self.report()?;
         self.held.clear();
-        let own = std::mem::take(&mut self.own);
-        self.former.extend(own.into_iter().filter(|own| !own.kept.is_empty()).map(|own| own.memory));
+        self.own.clear();
         let deadline = Instant::now() + PATIENCE;
         loop {
             self.tell_traces()?;
@@ -701,7 +691,6 @@ impl<'s> Worker<'s> {
                 deaths += sharing.lost_peers + sharing.lost_exporters;
             }
             if bytes == 0 || Instant::now() > deadline {
-                self.former.clear();
                 return Ok((Remains { bytes, deaths, ..Remains::default() }, self.heir.take()));
             }
             thread::sleep(Duration::from_millis(2));

@@ -148,7 +148,7 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
         return Err(Code::NOT_SUPPORTED);
     }
     let (offset, bytes, serial) =
-        simulation.hooks.shareable(block.device, DevicePtr::new(start)).map_err(|error| simulation.code_of(error))?;
+        simulation.hooks.pages(block.device, DevicePtr::new(start)).map_err(|error| simulation.code_of(error))?;
     let file = simulation.hooks.memory_file(block.device).map_err(|error| simulation.code_of(error))?;
     let is_hip = vendor() == Vendor::Hip;
     let inside = if is_hip { address - start } else { 0 };

@@ -70,12 +70,13 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
         return Err(Code::INVALID_VALUE);
     }
     let capabilities = simulation.capabilities(device)?;
-    let mut options = AllocateOptions::new(bytes);
-    if capabilities.shareable_memory && capabilities.ipc_transports.contains(Transport::Descriptor) {
-        // Pages of its own, so that other processes can map it.
-        options = options.with_kind(DeviceMemoryKind::Shareable(Transport::Descriptor));
-    }
-    let ptr = simulation.gpu.allocate(device, &options).map_err(|error| simulation.code_of(error))?;
+    let can_share = capabilities.shareable_memory && capabilities.ipc_transports.contains(Transport::Descriptor);
+    let allocated = if can_share {
+        simulation.hooks.allocate_pages(device, bytes)
+    } else {
+        simulation.gpu.allocate(device, &AllocateOptions::new(bytes))
+    };
+    let ptr = allocated.map_err(|error| simulation.code_of(error))?;
     MEMORY.insert(ptr.get(), bytes as u64, device, Kind::Plain);
     Ok(ptr.get())
 }

@@ -101,6 +101,12 @@ mutants! {
             forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
         });
 
+    in "backend.exiting":
+    "exits-unnoticed" [by_two_processes]: "Does not notice that the process exits." =>
+        |h| h.is_exiting = Some(Box::new(|_| false));
+    "always-exiting" [by_two_processes]: "Reports an exit from the start." =>
+        |h| h.is_exiting = Some(Box::new(|_| true));
+
     in "backend.forked":
     "child-is-complete": "Reports a stream as complete in a forked child." =>
         |h| h.backend.query_stream(|reference, stream| {

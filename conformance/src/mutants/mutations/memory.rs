@@ -96,6 +96,15 @@ mutants! {
             }
             allocated => allocated,
         });
+    "live-blocks-not-counted": "Gives a smaller block for a request that is larger than the rest of the device, but not than the device." =>
+        |h| h.backend.allocate(|reference, device, options| {
+            let allocated = reference.allocate(device, options);
+            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
+            if !fits || !is(&allocated, ErrorKind::OutOfMemory) {
+                return allocated;
+            }
+            reference.allocate(device, &AllocateOptions::new(256).with_kind(options.kind))
+        });
     "refused-blocks-counted": "Counts blocks that it could not give." => |h| {
         let refused = Shared::new(0_u64);
         let seen = refused.clone();

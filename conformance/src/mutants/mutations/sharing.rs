@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use highwater_hal::{
-    AllocateOptions, Completion, DevicePtr, ErrorKind, EventHandle, EventId, Location, MemoryCopy, MemoryHandle, Result,
+    AllocateOptions, Completion, DeviceMemoryKind, DevicePtr, ErrorKind, EventHandle, EventId, FillPattern, Location,
+    MemoryCopy, MemoryFill, MemoryHandle, Result,
 };
 
 use super::super::hooks::Hooks;
@@ -161,6 +162,50 @@ mutants! {
                 true => Err(wrong(ErrorKind::InvalidArgument, "open_memory")),
                 false => sharing.open_memory(device, handle),
             }
+        });
+    };
+
+    in "ipc.free-keeps":
+    "freed-memory-used-again" [by_two_processes]: "Returns exported memory that was freed for the next request of its size." => |h| {
+        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
+        let freed = Shared::<HashMap<(u32, u64), DevicePtr>>::default();
+        let (known, given, parked) = (exported.clone(), freed.clone(), freed.clone());
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport)?;
+            exported.with(|exported| exported.insert(ptr, handle.bytes));
+            Ok(handle)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            let Some(bytes) = known.with(|known| known.remove(&ptr)) else {
+                return reference.free(device, ptr, stream);
+            };
+            let earlier = freed.with(|freed| freed.insert((device, bytes), ptr));
+            earlier.map_or(Ok(()), |earlier| reference.free(device, earlier, None))
+        });
+        h.backend.allocate(move |reference, device, options| {
+            let key = (device, options.bytes as u64);
+            let again = match options.kind {
+                DeviceMemoryKind::Shareable(_) => given.with(|given| given.remove(&key)),
+                _ => None,
+            };
+            again.map_or_else(|| reference.allocate(device, options), Ok)
+        });
+        h.count(move |live| live.allocations -= parked.with(|parked| parked.len() as u64));
+    };
+    "freed-memory-cleared" [by_two_processes]: "Fills exported memory with zeros before it frees it." => |h| {
+        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
+        let known = exported.clone();
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport)?;
+            exported.with(|exported| exported.insert(ptr, handle.bytes));
+            Ok(handle)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            if let Some(bytes) = known.with(|known| known.remove(&ptr)) {
+                let zeros = MemoryFill::new(device, ptr, FillPattern::U8(0), bytes as usize);
+                reference.on_own_stream(device, |own| reference.fill(&zeros, own))?;
+            }
+            reference.free(device, ptr, stream)
         });
     };
 
