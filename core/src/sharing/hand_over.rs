@@ -24,10 +24,10 @@ use super::Sharing;
 use super::desk::Desk as _;
 use super::heir::{Estate, Pause};
 use super::importer::{Link, Mapper as _};
+use super::searches::Search;
 use super::segment::Progress;
 use super::system::is_service;
 use crate::capture::thread::refuse_in_capture;
-use crate::own_thread::spawn;
 use crate::runtime::Runtime;
 use highwater_hal::{Error, ErrorKind, Result};
 
@@ -138,30 +138,30 @@ impl Sharing {
     /// Takes the memory of an exporter that hands over, if this process keeps some of it.
     fn take_over(self: &Arc<Self>, link: Arc<Link>) {
         let incarnation = *link.incarnation();
-        if self.importer.heirs_of(&link).is_empty() || !self.heirs.begin_search(incarnation) {
+        if self.importer.heirs_of(&link).is_empty() {
             return;
         }
         // As in `succeed`: the service must not wait for another process.
         let sharing = Arc::downgrade(self);
-        let taking = spawn(("highwater-heir", "inherit", ""), move || take(&sharing, &link));
-        if let Err(error) = taking {
-            self.heirs.end_search(&incarnation);
+        let begun = self.heirs.searches.begin("inherit", incarnation, move |search| take(&sharing, &link, search));
+        if let Err(error) = begun {
             crate::warnings::warning!("memory that is handed over was not taken: {error}");
         }
     }
 
     /// Tries once to take the memory. Returns whether the hand-over is over.
-    fn try_to_take(&self, link: &Arc<Link>) -> bool {
+    fn try_to_take(&self, link: &Arc<Link>, search: &Search) -> bool {
+        let mapper = self.mapper_of(search);
         let imports = self.importer.heirs_of(link);
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         if !is_offered && let Some(socket) = link.late_hand_over() {
             self.inherit_from(link, socket);
             return true;
         }
-        if imports.is_empty() || !is_offered || self.is_stopping() || self.mapper().check().is_err() {
+        if imports.is_empty() || !is_offered || self.is_stopping() || mapper.check().is_err() {
             return true;
         }
-        match self.importer.take_over(&imports, link, &self.mapper()) {
+        match self.importer.take_over(&imports, link, &mapper) {
             Ok(socket) => {
                 self.inherit_from(link, socket);
                 true
@@ -193,19 +193,19 @@ impl Sharing {
 }
 
 /// Takes the memory of an exporter that hands over, or learns that another process has it.
-fn take(sharing: &Weak<Sharing>, link: &Arc<Link>) {
+fn take(sharing: &Weak<Sharing>, link: &Arc<Link>, search: &Search) {
     let mut pause = Pause::new();
     while let Some(sharing) = sharing.upgrade() {
-        if sharing.try_to_take(link) {
+        if sharing.try_to_take(link, search) {
             let incarnation = link.incarnation();
-            sharing.heirs.end_search(incarnation);
+            search.note_over();
             if !sharing.importer.widowed(incarnation).is_empty() && !sharing.is_stopping() {
                 sharing.succeed(*incarnation);
             }
             return;
         }
         drop(sharing);
-        pause.sleep();
+        search.sleep(pause.next());
     }
 }
 

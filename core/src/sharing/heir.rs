@@ -40,9 +40,10 @@ impl Pause {
         Self(Self::SHORTEST)
     }
 
-    pub(super) fn sleep(&mut self) {
-        std::thread::sleep(self.0);
-        self.0 = (self.0 * 2).min(Self::LONGEST);
+    /// Returns the time before the next look.
+    pub(super) fn next(&mut self) -> Duration {
+        let longer = (self.0 * 2).min(Self::LONGEST);
+        std::mem::replace(&mut self.0, longer)
     }
 }
 

@@ -1,6 +1,5 @@
 //! The succession of a runtime: it takes the names of dead owners whose memory it keeps, or registers at their heirs.
 
-use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -12,33 +11,27 @@ use super::heir::{Estate, Pause};
 use super::held::no_descriptor;
 use super::importer::{Import, Link, Mapper as _};
 use super::rendezvous::Meeting;
+use super::searches::{Search, Searches};
 use super::ticket::Ticket;
-use crate::own_thread::spawn;
 use highwater_hal::{Result, Transport};
 
 /// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
 
 /// The dead owners that a runtime answers for, and those whose heirs it looks for.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Heirs {
     estates: Mutex<Vec<Arc<Estate>>>,
-    /// Incarnations whose heir a thread looks for.
-    searches: Mutex<HashSet<[u8; 16]>>,
+    pub(super) searches: Searches,
 }
 
 impl Heirs {
+    pub(super) fn new(operation: &'static str) -> Result<Self> {
+        Ok(Self { estates: Mutex::default(), searches: Searches::new(operation)? })
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, Vec<Arc<Estate>>> {
         self.estates.lock()
-    }
-
-    /// Notes a search. Returns whether none was in progress.
-    pub(super) fn begin_search(&self, incarnation: [u8; 16]) -> bool {
-        self.searches.lock().insert(incarnation)
-    }
-
-    pub(super) fn end_search(&self, incarnation: &[u8; 16]) {
-        self.searches.lock().remove(incarnation);
     }
 
     /// Gives all names up at the end of the runtime.
@@ -77,17 +70,19 @@ impl Sharing {
         if self.importer.widowed(&incarnation).is_empty() || self.inherit(&incarnation) {
             return;
         }
-        if !self.heirs.begin_search(incarnation) {
-            return;
-        }
         // The service must not wait for another process, which may wait for this one. The thread keeps the runtime's state only while it
         // looks, and not between two looks.
         let sharing = Arc::downgrade(self);
-        let search = spawn(("highwater-heir", "inherit", ""), move || search(&sharing, incarnation));
-        if let Err(error) = search {
-            self.heirs.end_search(&incarnation);
+        let begun =
+            self.heirs.searches.begin("inherit", incarnation, move |search| look(&sharing, incarnation, search));
+        if let Err(error) = begun {
             crate::warnings::warning!("no heir of a dead owner was looked for: {error}");
         }
+    }
+
+    /// Settles the imports whose search an earlier end of the service has ended.
+    pub(super) fn succeed_all(self: &Arc<Self>) {
+        self.importer.all_widowed().into_iter().for_each(|incarnation| self.succeed(incarnation));
     }
 
     /// Takes the name of a dead owner, if this process keeps memory of it. Returns whether this process is the heir.
@@ -117,17 +112,25 @@ impl Sharing {
 
     /// Looks once for the heir of an owner, and registers there. Returns whether the search is over. `answering` is the connection to
     /// the last heir.
-    fn look_for_heir(&self, incarnation: &[u8; 16], answering: &mut Option<Arc<Link>>, started: Instant) -> bool {
+    fn look_for_heir(
+        &self,
+        incarnation: &[u8; 16],
+        answering: &mut Option<Arc<Link>>,
+        started: Instant,
+        search: &Search,
+    ) -> bool {
         let widowed = self.importer.widowed(incarnation);
         let keeps = widowed.iter().any(|import| import.is_held());
-        if widowed.is_empty() || self.is_stopping() || self.mapper().check().is_err() {
+        let mapper = self.mapper_of(search);
+        if widowed.is_empty() || self.is_stopping() || mapper.check().is_err() {
             return true;
         }
         if !answering.as_ref().is_some_and(|link| link.may_still_work()) && self.inherit(incarnation) {
             return true;
         }
-        match self.importer.register(&widowed, answering, &self.mapper(), &self.bell) {
+        match self.importer.register(&widowed, answering, &mapper, &self.bell) {
             Ok(()) => true,
+            Err(_) if mapper.check().is_err() => true,
             Err(error) if !keeps && started.elapsed() > APPEARS_WITHIN => {
                 tracing::debug!("a dead owner has no heir: {error}");
                 // The importers of an owner that had handed over, whose heir died at once.
@@ -153,12 +156,12 @@ impl Sharing {
 }
 
 /// Looks for the heir of an owner until the imports of this process are settled.
-fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
+fn look(sharing: &Weak<Sharing>, incarnation: [u8; 16], search: &Search) {
     let started = Instant::now();
     let (mut answering, mut pause) = (None, Pause::new());
     while let Some(sharing) = sharing.upgrade() {
-        if sharing.look_for_heir(&incarnation, &mut answering, started) {
-            sharing.heirs.end_search(&incarnation);
+        if sharing.look_for_heir(&incarnation, &mut answering, started, search) {
+            search.note_over();
             if sharing.importer.has_lost_heir(&incarnation) && !sharing.is_stopping() {
                 // It died after the search.
                 sharing.succeed(incarnation);
@@ -166,7 +169,7 @@ fn search(sharing: &Weak<Sharing>, incarnation: [u8; 16]) {
             return;
         }
         drop(sharing);
-        pause.sleep();
+        search.sleep(pause.next());
     }
 }
 
@@ -177,6 +180,6 @@ impl Heirs {
     }
 
     pub(super) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.estates.lock(), self.searches.lock()))
+        crate::testing::Held((self.estates.lock(), self.searches.hold_lock()))
     }
 }

@@ -5,7 +5,7 @@
 //! another process.
 
 use std::collections::HashSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -23,11 +23,12 @@ use super::message::ExportKey;
 use super::options::SharingOptions;
 use super::patience::Patience;
 use super::rendezvous::Meeting;
+use super::searches::{Search, Searches};
 use super::segment::Progress;
 use super::system::{Bell, drain};
 use super::ticket::Ticket;
 use crate::own_thread::spawn;
-use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 
 const OPERATION: &str = "hold";
 /// Time limit for the answers of an owner.
@@ -90,13 +91,13 @@ pub struct HeldAllocation {
 
 #[derive(Debug)]
 struct State {
+    generation: Generation,
     bell: Arc<Bell>,
     meeting: Meeting,
     is_stopping: AtomicBool,
     held: Mutex<Vec<Held>>,
     estates: Mutex<Vec<Arc<Estate>>>,
-    /// Incarnations whose heir a thread looks for.
-    searches: Mutex<HashSet<[u8; 16]>>,
+    searches: Searches,
 }
 
 #[derive(Debug)]
@@ -178,9 +179,9 @@ impl Holder {
     pub fn with_options(options: &SharingOptions) -> Result<Self> {
         let meeting = Meeting::open(options.or(SharingOptions::from_environment()?))?;
         let bell = Arc::new(Bell::new(OPERATION)?);
-        let (is_stopping, held, estates, searches) =
-            (AtomicBool::new(false), Mutex::default(), Mutex::default(), Mutex::default());
-        let state = Arc::new(State { bell, meeting, is_stopping, held, estates, searches });
+        let (generation, searches) = (Generation::current(), Searches::new(OPERATION)?);
+        let (is_stopping, held, estates) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
+        let state = Arc::new(State { generation, bell, meeting, is_stopping, held, estates, searches });
         let of_thread = Arc::clone(&state);
         let thread = Some(spawn(("highwater-hold", OPERATION, ""), move || of_thread.run())?);
         Ok(Self { state, thread })
@@ -210,7 +211,7 @@ impl Holder {
             let mut links = held.iter().filter_map(Held::link);
             links.find(|link| *link.incarnation() == whole.incarnation && !link.is_lost() && !link.is_cut()).cloned()
         };
-        let mapper = NoMapper(state);
+        let mapper = NoMapper(state, None);
         let mut patience = Patience::new(ANSWER_WITHIN);
         let link = match known_link {
             Some(link) => link,
@@ -249,11 +250,18 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
+        if !self.state.generation.is_current() {
+            // The thread does not exist in this child, so its handle must not be touched.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.state.is_stopping.store(true, Ordering::Release);
+        self.state.searches.signal_end();
         self.state.bell.ring();
         if self.thread.take().is_some_and(crate::panics::has_panicked) {
             crate::warnings::warning!("the thread of a holder has panicked");
         }
+        self.state.searches.wait_for_end();
     }
 }
 
@@ -338,7 +346,7 @@ impl State {
             all.iter().filter(|held| held.is_widowed()).map(|held| held.ticket.incarnation).collect()
         };
         // The lock ends here, because `succeed` takes it.
-        let searches = self.searches.lock().clone();
+        let searches = self.searches.incarnations();
         for incarnation in widowed.difference(&searches) {
             self.succeed(*incarnation);
         }
@@ -359,53 +367,47 @@ impl State {
 
     /// Settles the allocations of an owner that has died, or whose heir has.
     fn succeed(self: &Arc<Self>, incarnation: [u8; 16]) {
-        if self.inherit(&incarnation) || !self.searches.lock().insert(incarnation) {
+        if self.inherit(&incarnation) {
             return;
         }
         let state = Arc::clone(self);
-        let search = spawn(("highwater-heir", OPERATION, ""), move || {
+        let begun = self.searches.begin(OPERATION, incarnation, move |search| {
             let (mut answering, mut pause) = (None::<Arc<Link>>, Pause::new());
             let inherits = |answering: &Option<Arc<Link>>| {
                 !answering.as_ref().is_some_and(|link| link.may_still_work()) && state.inherit(&incarnation)
             };
-            while !state.is_stopping.load(Ordering::Acquire) && !inherits(&answering) {
-                if state.register(&incarnation, &mut answering).is_err() {
-                    pause.sleep();
+            while !search.has_to_end() && !inherits(&answering) {
+                if state.register(&incarnation, &mut answering, search).is_err() {
+                    search.sleep(pause.next());
                 }
             }
-            state.searches.lock().remove(&incarnation);
+            search.note_over();
             // It may have died in the meantime.
             state.bell.ring();
         });
-        if let Err(error) = search {
-            self.searches.lock().remove(&incarnation);
+        if let Err(error) = begun {
             crate::warnings::warning!("no heir of a dead owner was looked for: {error}");
         }
     }
 
     /// Takes the allocations of an owner that hands over.
     fn take_over(self: &Arc<Self>, link: &Arc<Link>) {
-        let incarnation = *link.incarnation();
-        if !self.searches.lock().insert(incarnation) {
-            return;
-        }
         let (state, of_thread) = (Arc::clone(self), Arc::clone(link));
-        let taking = spawn(("highwater-heir", OPERATION, ""), move || {
+        let begun = self.searches.begin(OPERATION, *link.incarnation(), move |search| {
             let mut pause = Pause::new();
-            while !state.try_to_take(&of_thread) {
-                pause.sleep();
+            while !state.try_to_take(&of_thread, search) {
+                search.sleep(pause.next());
             }
-            state.searches.lock().remove(&incarnation);
+            search.note_over();
             state.bell.ring();
         });
-        if let Err(error) = taking {
-            self.searches.lock().remove(&incarnation);
+        if let Err(error) = begun {
             crate::warnings::warning!("memory that is handed over was not taken: {error}");
         }
     }
 
     /// Tries once to take the allocations. Returns whether the hand-over is over.
-    fn try_to_take(&self, link: &Arc<Link>) -> bool {
+    fn try_to_take(&self, link: &Arc<Link>, search: &Search) -> bool {
         let is_of = |held: &&mut Held| held.link().is_some_and(|of| Arc::ptr_eq(of, link));
         let is_shared = |held: &&mut Held| !held.counted.is_closed(held.memory.key);
         let claimed: Vec<_> = {
@@ -416,11 +418,12 @@ impl State {
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
         let late = (!is_offered).then(|| link.late_hand_over()).flatten();
-        if late.is_none() && (!is_offered || self.is_stopping.load(Ordering::Acquire)) {
+        if late.is_none() && (!is_offered || search.has_to_end()) {
             return true;
         }
         let mut patience = Patience::new(Duration::from_secs(1));
-        let take = || link.take_over(claimed.iter().map(|(held, _)| &**held), &NoMapper(self), &mut patience);
+        let take =
+            || link.take_over(claimed.iter().map(|(held, _)| &**held), &NoMapper(self, Some(search)), &mut patience);
         let socket = match late.map_or_else(take, Ok) {
             Ok(socket) => socket,
             Err(error) => {
@@ -477,14 +480,14 @@ impl State {
     }
 
     /// Registers the allocations of a dead owner at its heir. `answering` becomes the connection to it.
-    fn register(&self, incarnation: &[u8; 16], answering: &mut Option<Arc<Link>>) -> Result<()> {
+    fn register(&self, incarnation: &[u8; 16], answering: &mut Option<Arc<Link>>, search: &Search) -> Result<()> {
         let widowed: Vec<_> = {
             let all = self.held.lock();
             let widowed = all.iter().filter(|held| held.ticket.incarnation == *incarnation && held.is_widowed());
             widowed.map(|held| (held.ticket.clone(), Arc::clone(&held.memory), held.counted.clone())).collect()
         };
         let Some((first, ..)) = widowed.first() else { return Ok(()) };
-        let mapper = NoMapper(self);
+        let mapper = NoMapper(self, Some(search));
         let mut patience = Patience::new(Duration::from_secs(1));
         let link = Arc::new(Link::connect(first, &mapper, patience)?);
         link.check_heir()?;
@@ -497,7 +500,7 @@ impl State {
             let Some(held) = all.iter_mut().find(|held| Arc::ptr_eq(&held.memory, &memory)) else { continue };
             match registered {
                 Ok(counted) => (held.counted, held.place) = (counted, Place::Other(Arc::clone(&link))),
-                Err(error) if link.is_cut() || link.process.has_ended() => return Err(error),
+                Err(error) if link.is_cut() || link.process.has_ended() || search.has_to_end() => return Err(error),
                 Err(error) => {
                     crate::warnings::warning!("an heir refused memory of a dead owner: {error}");
                     held.place = Place::Released;
@@ -509,8 +512,8 @@ impl State {
     }
 }
 
-/// Nothing is mapped.
-struct NoMapper<'s>(&'s State);
+/// Nothing is mapped. The second field is the thread of a search.
+struct NoMapper<'s>(&'s State, Option<&'s Search>);
 
 impl Mapper for NoMapper<'_> {
     fn map(&self, _: u32, _: &MemoryHandle) -> Result<DevicePtr> {
@@ -534,6 +537,10 @@ impl Mapper for NoMapper<'_> {
             return Err(Error::new(ErrorKind::ShuttingDown, OPERATION, "the holder ends"));
         }
         Ok(())
+    }
+
+    fn ending(&self) -> Option<BorrowedFd<'_>> {
+        self.1.map(Search::ending)
     }
 
     fn bell(&self) -> &Bell {

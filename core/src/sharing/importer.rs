@@ -9,7 +9,7 @@ mod succession;
 pub(super) use succession::CountedAt;
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant, SystemTime};
@@ -273,6 +273,10 @@ pub(crate) trait Mapper: Sync {
     fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
+    /// A descriptor that is readable once [`Mapper::check`] fails. `None` where the checks between two waits suffice.
+    fn ending(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
     /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
     /// The rendezvous with exporters.
@@ -726,7 +730,7 @@ impl Link {
     fn say(
         &self,
         message: &Message,
-        descriptors: &[std::os::fd::BorrowedFd<'_>],
+        descriptors: &[BorrowedFd<'_>],
         mapper: &dyn Mapper,
         patience: Patience,
     ) -> Result<()> {
@@ -801,7 +805,8 @@ impl Link {
             return Err(patience.lost_with(&format!("{process}, which listens for the ticket's exporter,")));
         }
         let mut ends = vec![PollFd::from_borrowed_fd(self.socket.as_fd(), what)];
-        ends.extend(process.pidfd().map(|pidfd| PollFd::from_borrowed_fd(pidfd, PollFlags::IN)));
+        let others = process.pidfd().into_iter().chain(mapper.ending());
+        ends.extend(others.map(|other| PollFd::from_borrowed_fd(other, PollFlags::IN)));
         let most = patience.left().min(STOPPED_AFTER);
         let most = rustix::time::Timespec { tv_sec: most.as_secs().cast_signed(), tv_nsec: most.subsec_nanos().into() };
         // Interrupted or not, the caller checks everything again.
@@ -1552,8 +1557,6 @@ impl Importer {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
-
     use highwater_hal::Transport;
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 

@@ -60,6 +60,7 @@ mod pinned_handle;
 mod processes;
 mod rendezvous;
 mod revocation;
+mod searches;
 mod segment;
 mod service;
 mod spread;
@@ -67,7 +68,7 @@ mod survey;
 mod system;
 mod ticket;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -109,6 +110,7 @@ use name::Name;
 use owner::{Deaths, NoticesDeaths};
 use pinned_handle::PINNED;
 use rendezvous::Listener;
+use searches::Search;
 use segment::Progress;
 use service::Service;
 use system::{Bell, WaitForService};
@@ -196,6 +198,8 @@ struct DeviceMapper<'s> {
     files: &'s HostFiles,
     bell: &'s Bell,
     meeting: &'s Meeting,
+    /// The thread of a search; `None` for a call of the program.
+    search: Option<&'s Search>,
 }
 
 impl Mapper for DeviceMapper<'_> {
@@ -249,7 +253,14 @@ impl Mapper for DeviceMapper<'_> {
     }
 
     fn check(&self) -> Result<()> {
+        if self.search.is_some_and(Search::has_to_end) {
+            return Err(Error::new(ErrorKind::ShuttingDown, "inherit", "the runtime ends"));
+        }
         self.memory.services.check("open_shared")
+    }
+
+    fn ending(&self) -> Option<BorrowedFd<'_>> {
+        self.search.map(Search::ending)
     }
 
     fn bell(&self) -> &Bell {
@@ -279,7 +290,7 @@ impl Sharing {
             exporter: Exporter::default(),
             importer: Importer::default(),
             deaths: Deaths::default(),
-            heirs: Heirs::default(),
+            heirs: Heirs::new(operation)?,
             bell: Arc::new(Bell::new(operation)?),
             listener: OnceLock::new(),
             meeting,
@@ -299,7 +310,13 @@ impl Sharing {
     }
 
     fn mapper(&self) -> DeviceMapper<'_> {
-        DeviceMapper { memory: &self.frees.memory, files: &self.files, bell: &self.bell, meeting: &self.meeting }
+        let (memory, files, bell, meeting) = (&self.frees.memory, &self.files, &self.bell, &self.meeting);
+        DeviceMapper { memory, files, bell, meeting, search: None }
+    }
+
+    /// Returns a mapper whose waits end with the search.
+    fn mapper_of<'s>(&'s self, search: &'s Search) -> DeviceMapper<'s> {
+        DeviceMapper { search: Some(search), ..self.mapper() }
     }
 
     /// Wakes the service.
@@ -324,6 +341,7 @@ impl Sharing {
             return Ok(());
         }
         self.stopping.store(false, Ordering::Release);
+        self.heirs.searches.allow();
         self.lister.get_or_init(|| {
             // Sharing works without it.
             let unlisted = |error: &Error| tracing::debug!("this runtime cannot be listed: {error}");
@@ -349,19 +367,30 @@ impl Sharing {
         }
     }
 
-    /// Ends the service and waits for its end. A sharing thread does not wait for itself, and not for one that waits for it: that one
-    /// is in a closure of the program, and ends after it.
+    /// Ends the service and the searches for heirs, and waits for their end.
     pub(crate) fn stop(&self) {
+        self.stop_service();
+        // Without a lock. The searches wait for no thread of this process.
+        self.heirs.searches.wait_for_end();
+    }
+
+    /// Ends the service and waits for its end. A sharing thread does not wait for itself, and not for one that waits for it: that one
+    /// is in a closure of the program, and ends after it. Wakes the searches for heirs, which end, too.
+    fn stop_service(&self) {
         let service = *self.thread_id.lock();
         let _wait = match service.filter(|_| system::is_service()) {
             Some(service) => match WaitForService::begin(service) {
                 Some(wait) => Some(wait),
-                None => return self.abandon(),
+                None => {
+                    self.abandon();
+                    return self.heirs.searches.signal_end();
+                }
             },
             None => None,
         };
         let _changing = self.changing.lock();
         self.stopping.store(true, Ordering::Release);
+        self.heirs.searches.signal_end();
         self.bell.ring();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread

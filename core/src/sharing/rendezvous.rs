@@ -211,7 +211,7 @@ impl Meeting {
                 let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
                 let connect = || directory.connect(&socket, &name.file());
                 let hint = "request a new ticket; between containers, mount the exporter's directory in both";
-                reached(connect, who, patience, hint, &|errno| directory.refused(who, errno))?;
+                reached(connect, who, patience, check, hint, &|errno| directory.refused(who, errno))?;
                 Ok(socket)
             }
             (Method::Abstract, _) => {
@@ -220,7 +220,7 @@ impl Meeting {
                 let connect = || rustix::net::connect(&socket, &address);
                 let hint = "request a new ticket; between containers, share the network namespace, in which the exporter \
                             listens, or set `rendezvous` on both sides: `HIGHWATER_SHARING`";
-                reached(connect, who, patience, hint, &failed)?;
+                reached(connect, who, patience, check, hint, &failed)?;
                 Ok(socket)
             }
             _ => Err(self.elsewhere(method)),
@@ -254,6 +254,7 @@ fn reached(
     connect: impl Fn() -> std::result::Result<(), Errno>,
     who: &str,
     patience: Patience,
+    check: &dyn Fn() -> Result<()>,
     hint: &str,
     failed: &dyn Fn(Errno) -> Error,
 ) -> Result<()> {
@@ -261,7 +262,10 @@ fn reached(
         match connect() {
             Ok(()) => return Ok(()),
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) if !patience.is_over() => std::thread::sleep(PAUSE),
+            Err(Errno::AGAIN) if !patience.is_over() => {
+                check()?;
+                std::thread::sleep(PAUSE);
+            }
             Err(Errno::AGAIN) => return Err(patience.lost_with(&format!("the exporter ({who})"))),
             Err(Errno::CONNREFUSED | Errno::NOENT) => {
                 return Err(expired(format!("the exporter ({who}) or its runtime has ended")).with_hint(hint));

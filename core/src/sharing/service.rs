@@ -48,6 +48,7 @@ impl Service {
 
     pub(super) fn run(mut self) {
         become_service();
+        self.sharing.succeed_all();
         let mut pause = SHORTEST_PAUSE;
         while !self.sharing.is_stopping() {
             let sharing = Arc::clone(&self.sharing);

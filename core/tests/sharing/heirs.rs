@@ -4,8 +4,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    DeviceBuffer, ErrorKind, ImportOptions, Openers, OwnerDeath, Rendezvous, Result, Runtime, RuntimeOptions,
-    SharingOptions, Ticket, TicketBatch,
+    Backend as _, DeviceBuffer, ErrorKind, ImportOptions, Openers, OwnerDeath, Rendezvous, Result, Runtime,
+    RuntimeOptions, SharingOptions, Ticket, TicketBatch,
 };
 use highwater_mock::{MockGpu, MockOptions};
 use rustix::event::Timespec;
@@ -198,6 +198,79 @@ fn the_next_heir_waits_until_the_process_of_the_first_has_ended() {
     assert_eq!(heir.tell("exports"), "0 0 0");
     heir.kill();
     third.end();
+}
+
+/// Failed before: the thread that looked for an heir kept its connection after the end, and what the runtime had made.
+#[test]
+fn the_end_of_a_runtime_or_a_holder_ends_the_search_for_an_heir() {
+    for command in ["open a", "open-heir a", "hold"] {
+        let end = || {
+            let (owner, ticket) = owner(7);
+            let mut importer = Peer::start();
+            importer.tell(&format!("{command} {ticket}"));
+            importer.signal(Signal::STOP);
+            owner.kill();
+            // This process has the name, and answers nothing. The search waits for a second at a time.
+            let listener = listen(&ticket);
+            importer.signal(Signal::CONT);
+            let _connection = rustix::net::accept(&listener).unwrap();
+            let ended = importer.tell("close");
+            importer.kill();
+            let (sockets, took) = ended.split_once(' ').unwrap();
+            assert_eq!(sockets, "0", "{command}");
+            took.parse::<u64>().unwrap()
+        };
+        // Other work on the machine may delay one of them.
+        assert!((0..5).any(|_| end() < 400), "{command}: the end waits for the answer to the search");
+    }
+}
+
+/// Catches a refused `close` that leaves the memory without a search, and so without an heir.
+#[test]
+fn a_search_goes_on_after_a_refused_close() {
+    let third = Exporter::new();
+    let (owner, ticket) = owner(7);
+    let mut heir = Peer::start();
+    heir.tell(&format!("open-heir a {ticket}"));
+    let opened = third.runtime.open_shared::<u32>(&ticket).unwrap();
+    heir.signal(Signal::STOP);
+    owner.kill();
+    // The search has no answer yet. The stopped heir has not taken the name.
+    let listener = listen(&ticket);
+    let connection = rustix::net::accept(&listener).unwrap();
+    let error = third.runtime.clone().close().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+    drop((connection, listener));
+    heir.signal(Signal::CONT);
+    until("the heir counts the importer", || heir.exports() == (1, 1));
+    drop(opened);
+    heir.kill();
+    third.end();
+}
+
+/// The closure runs in the sharing thread, which the search does not wait for.
+#[test]
+fn a_closure_of_a_death_may_end_the_runtime_that_looks_for_an_heir() {
+    let importer = Exporter::new();
+    let (owner, ticket) = owner(7);
+    let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
+    let of_memory = opened.owner().unwrap();
+    let gpu = importer.gpu.clone();
+    let (began, has_begun) = std::sync::mpsc::channel();
+    let (end, ended) = std::sync::mpsc::channel();
+    let call = move || {
+        has_begun.recv().unwrap();
+        drop((opened, importer));
+        end.send(()).unwrap();
+    };
+    let watch = of_memory.on_death(call).unwrap();
+    owner.kill();
+    let listener = listen(&ticket);
+    let _connection = rustix::net::accept(&listener).unwrap();
+    began.send(()).unwrap();
+    ended.recv_timeout(Duration::from_secs(30)).expect("neither thread waits for the other");
+    until("nothing is alive", || gpu.live_objects().total() == 0);
+    drop(watch);
 }
 
 #[test]

@@ -363,6 +363,20 @@ impl Obedient {
                 }
                 Ok(closed.to_string())
             }
+            // Ends the runtime and the holder. Returns the sockets that the process has left, and the milliseconds that it took.
+            ["close"] => {
+                let started = Instant::now();
+                self.buffers.clear();
+                self.stream = None;
+                self.holder = None;
+                let live = std::mem::replace(&mut self.runtime, Runtime::new(self.gpu.clone())?).close()?;
+                assert_eq!(live.total(), 0, "{live:?}");
+                let took = started.elapsed().as_millis();
+                let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+                let links = links.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+                let sockets = links.filter(|link| link.to_string_lossy().starts_with("socket:")).count();
+                Ok(format!("{sockets} {took}"))
+            }
             ["trim"] => self.runtime.trim().map(|()| "trimmed".to_owned()),
             // A process that inherits every descriptor of this one, and lives on.
             ["spawn-heir"] => {

@@ -1,6 +1,6 @@
 //! The importer's part of a succession: it keeps the handles of memory, and turns to the heir of an exporter that has died.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -103,6 +103,13 @@ impl Importer {
         state.mapped().filter(is_widowed).cloned().collect()
     }
 
+    /// Returns the exporters of imports that are open and that no process counts.
+    pub(crate) fn all_widowed(&self) -> HashSet<[u8; 16]> {
+        let state = self.state.lock();
+        let widowed = state.mapped().filter(|import| import.is_widowed());
+        widowed.map(|import| import.ticket.incarnation).collect()
+    }
+
     /// Returns whether imports have lost an heir that counted them.
     pub(crate) fn has_lost_heir(&self, incarnation: &[u8; 16]) -> bool {
         self.widowed(incarnation).iter().any(|import| import.heir().is_some())
@@ -172,7 +179,7 @@ impl Importer {
                     let registration = Registration { link: Arc::clone(&link), counted };
                     self.succeed(import, Succession::Registered(registration), bell);
                 }
-                Err(error) if link.is_cut() || link.process.has_ended() => {
+                Err(error) if link.is_cut() || link.process.has_ended() || mapper.check().is_err() => {
                     registered = Err(error);
                     break;
                 }
