@@ -179,8 +179,13 @@ impl Program {
         rows.push(("handle: candle's device", Summary::of(&devices)));
         let created = together(threads, || self.place(kind), |place| self.handles_of_cudarc(&place))?;
         rows.push(("handle: CudaBlas, new and drop", Summary::of(&created)));
-        let leased = together(threads, || self.place(kind), |place| self.handles_of_the_pool(&place))?;
-        rows.push(("handle: of the pool", Summary::of(&leased)));
+        let lent = |place: Place| self.handles_of_the_pool(|| Ok(place.blas.with_handle(black_box)?));
+        rows.push(("handle: of the pool, for cudarc", Summary::of(&together(threads, || self.place(kind), lent)?)));
+        let leased = |place: Place| self.handles_of_the_pool(|| Ok(place.stream.blas()?));
+        rows.push((
+            "handle: of the pool, for Highwater",
+            Summary::of(&together(threads, || self.place(kind), leased)?),
+        ));
         for (name, memory, pooled) in [
             ("run: candle alone", Memory::Pageable, false),
             ("run: pinned of cudarc", Memory::Cudarc, false),
@@ -224,16 +229,11 @@ impl Program {
     }
 
     /// The first sample is one handle. The others are means of 1,000.
-    fn handles_of_the_pool(&self, place: &Place) -> Result<Samples> {
-        let take = || {
-            Ok(place.blas.with_handle(|handle| {
-                black_box(handle);
-            })?)
-        };
+    fn handles_of_the_pool<R>(&self, take: impl Fn() -> Result<R>) -> Result<Samples> {
         let start = Instant::now();
-        take()?;
+        drop(black_box(take()?));
         let first = start.elapsed();
-        let later = self.samples(|| (0..1000).try_for_each(|_| take()))?;
+        let later = self.samples(|| (0..1000).try_for_each(|_| take().map(|it| drop(black_box(it)))))?;
         Ok([first].into_iter().chain(later.into_iter().map(|it| it / 1000)).collect())
     }
 
@@ -253,7 +253,9 @@ impl Program {
             self.compare(&numbers, name);
             Ok(time)
         };
-        (0..=self.iterations).map(one).collect()
+        let samples = (0..=self.iterations).map(one).collect::<Result<_>>()?;
+        place.stream.cuda_stream().context().check_err()?;
+        Ok(samples)
     }
 
     fn compare(&self, numbers: &[f32], name: &str) {
