@@ -4,6 +4,7 @@
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
 //! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
 //! - `dlpack`: tensors of other libraries, both ways
+//! - `torch`: what `highwater/torch.py` needs, with functions that PyTorch finds by their names in this library
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
 //! waiting thread holds. No Python object is touched without the lock. Memory whose address other code has seen is released after
@@ -19,6 +20,7 @@ mod runtime;
 mod statistics;
 mod stream;
 mod ticket;
+mod torch;
 
 use pyo3::prelude::*;
 
@@ -33,6 +35,10 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<memory::Pinned>()?;
     module.add_class::<ticket::Ticket>()?;
     module.add_class::<ticket::Owner>()?;
+    module.add_class::<torch::Receipts>()?;
+    module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::open, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::survey, module)?)
 }

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use highwater::hal::DevicePtr;
 use highwater::{Error, ErrorKind, Fallback, ImportOptions, OwnerDeath};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -36,7 +37,7 @@ pub(crate) fn open(py: Python<'_>, name: &str, fallback: Option<&str>) -> PyResu
         "auto" => highwater::Runtime::open_best(fallback),
         name => highwater::Runtime::open(name),
     };
-    Ok(Runtime { inner: Mutex::new(Some(Arc::new(Detached::new(py.detach(open).map_err(not_opened)?)))) })
+    Ok(Runtime::new(py.detach(open).map_err(not_opened)?))
 }
 
 /// Tries every backend and every plugin that is found, keeps none, and returns a report for people.
@@ -56,6 +57,10 @@ pub(crate) struct Runtime {
 }
 
 impl Runtime {
+    pub(crate) fn new(runtime: highwater::Runtime) -> Self {
+        Self { inner: Mutex::new(Some(Arc::new(Detached::new(runtime)))) }
+    }
+
     fn take(&self) -> Option<Arc<Detached<highwater::Runtime>>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -328,6 +333,24 @@ impl Device {
     /// Raises `Unsupported` if the device cannot share memory; else as `allocate`.
     fn allocate_shared(&self, py: Python<'_>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Buffer> {
         self.made(py, shape, dtype, true)
+    }
+
+    /// Makes a buffer over device memory that other code allocated and `keep` keeps, from the address `ptr` on.
+    ///
+    /// The memory is not freed. `keep` is dropped after the buffer, the last use of it here, and that by every other process that
+    /// opened a ticket. The memory must stay allocated until then. The caller must order its own work with that of this package;
+    /// see `Stream.note_device_use`. Processes that open a ticket reach the whole allocation around the buffer.
+    ///
+    /// Raises `InvalidPointer` if the range is in no allocation, `WrongDevice` for memory of another device, and `InvalidArgument`
+    /// for no bytes or an address that is not aligned.
+    fn adopt(&self, ptr: u64, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>, keep: Py<PyAny>) -> PyResult<Buffer> {
+        let (py, dtype, shape) = (shape.py(), DType::of(dtype)?, shape_of(shape)?);
+        let (bytes, device) = (count(&shape, dtype)? * dtype.bytes(), &*self.0);
+        // SAFETY: The caller keeps the memory by `keep`, as the documentation requires. A reference to a Python object may be
+        // dropped in any thread.
+        let make = || unsafe { make_values!(dtype, device.adopt(DevicePtr::new(ptr), bytes, keep)) };
+        let values = py.detach(make).map_err(raised)?;
+        Ok(Buffer::new(Memory::new(values, device.clone(), dtype, shape)))
     }
 
     /// Returns page-locked host memory on the NUMA node of the device; else as `Runtime.pinned`.

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use highwater::half::{bf16, f16};
-use highwater::{DeviceBuffer, Error, Matrix, Scalar};
+use highwater::{Access, DeviceBuffer, Error, Matrix, Scalar};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -133,6 +133,17 @@ impl Stream {
     /// Makes all work enqueued from here on wait, on the device, for an event of any stream of the same runtime.
     fn wait(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         py.detach(|| self.queue.wait(&event.0)).map_err(raised)
+    }
+
+    /// Notes that work of other code uses a buffer: what this stream has now, and what it gets until the buffer is dropped.
+    ///
+    /// A share of the buffer then covers the work so far, and the end of the buffer comes after all of it. The work must go to this
+    /// stream. Raises `InvalidPointer` for a buffer of another runtime, and `Capture` while other code captures the stream.
+    fn note_device_use(&self, py: Python<'_>, buffer: &Buffer) -> PyResult<()> {
+        let memory = &buffer.0;
+        memory.note(py, &self.queue);
+        let note = || with_values!(&*memory.values, buffer => self.queue.note_device_use(buffer, Access::Write));
+        py.detach(note).map_err(raised)
     }
 
     /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are unspecified.

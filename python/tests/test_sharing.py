@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +143,32 @@ def test_a_ticket_of_this_runtime_opens_the_original(
     stream.write([[1, 2, 3, 4], [5, 6, 7, 8]], buffer)
     assert np.array_equal(stream.download(again), [[1, 2, 3, 4], [5, 6, 7, 8]])
     assert again.owner is None and ticket.device_uuid == device.uuid
+
+
+def test_memory_of_other_code_is_shared_and_kept(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    class Keep:
+        def __init__(self, memory: highwater.Buffer) -> None:
+            self.memory = memory
+
+    # The memory of a buffer, as that of any library.
+    keep = Keep(device.allocate_shared(1000, "float32"))
+    gone = weakref.ref(keep)
+    adopted = device.adopt(keep.memory.ptr + 400, (30, 30), "float32", keep)
+    del keep
+    stream.note_device_use(adopted)
+    stream.fill(adopted, 2.5)
+    ticket = adopted.share()
+    consumer = child(CONSUMER)
+    consumer.write(pickle.dumps(ticket).hex())
+    assert float(consumer.read()) == 2250 and gone() is not None
+    del adopted
+    assert gone() is not None  # The consumer has it open.
+    consumer.kill()
+    # A thread of the library drops it. Python hears of that with the next call.
+    until(lambda: runtime.statistics().sharing.limbo_blocks == 0 and gone() is None)
+    with pytest.raises(highwater.InvalidPointer):
+        device.adopt(0, 4, "float32", None)
+    with pytest.raises(highwater.InvalidArgument):
+        device.adopt(stream.upload([1.0]).ptr, 0, "float32", None)
