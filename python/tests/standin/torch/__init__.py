@@ -237,3 +237,7 @@ class _Stream:
 
 
 cuda = types.SimpleNamespace(init=lambda: None, is_available=lambda: False, current_stream=_Stream)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"the stand-in for PyTorch has no {name}")
