@@ -4,6 +4,7 @@
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
 //! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
 //! - `dlpack`: tensors of other libraries, both ways
+//! - `waits`: the end of device work, for `asyncio`
 //! - `torch`: what `highwater/torch.py` needs, with functions that PyTorch finds by their names in this library
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
@@ -21,6 +22,7 @@ mod statistics;
 mod stream;
 mod ticket;
 mod torch;
+mod waits;
 
 use pyo3::prelude::*;
 
@@ -31,9 +33,11 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<runtime::Device>()?;
     module.add_class::<stream::Stream>()?;
     module.add_class::<stream::Event>()?;
+    module.add_class::<waits::Done>()?;
     module.add_class::<memory::Buffer>()?;
     module.add_class::<memory::Pinned>()?;
     module.add_class::<ticket::Ticket>()?;
+    module.add_class::<ticket::TicketBatch>()?;
     module.add_class::<ticket::Owner>()?;
     module.add_class::<torch::Receipts>()?;
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;

@@ -11,10 +11,10 @@ use crate::arrays::{count, shape_of};
 use crate::detached::Detached;
 use crate::dtype::DType;
 use crate::error::{invalid, not_opened, raised};
-use crate::memory::{Buffer, HostMemory, Memory, Pinned, make_values};
+use crate::memory::{Buffer, HostMemory, Memory, Pinned, Values, make_values, with_values};
 use crate::statistics;
 use crate::stream::Stream;
-use crate::ticket::{Ticket, hexadecimal};
+use crate::ticket::{Ticket, TicketBatch, hexadecimal};
 
 /// Opens a backend: `"cuda"`, `"rocm"`, `"mock"`, or the name of a plugin.
 ///
@@ -72,6 +72,26 @@ impl Runtime {
             raised(error.with_hint("open another one with `highwater.open`"))
         })
     }
+}
+
+/// Returns the options of an open.
+fn import_options(operation: &'static str, owner_death: &str) -> PyResult<ImportOptions> {
+    let death = match owner_death {
+        "keep" => OwnerDeath::Keep,
+        "release" => OwnerDeath::Release,
+        "inherit" => OwnerDeath::Inherit,
+        other => {
+            let message = format!("owner_death is `{other}`");
+            return Err(invalid(operation, message, "pass \"keep\", \"release\" or \"inherit\""));
+        }
+    };
+    Ok(ImportOptions::new().with_owner_death(death))
+}
+
+/// Makes a buffer over opened values.
+fn opened(runtime: &highwater::Runtime, values: Values, shape: &[usize], dtype: DType) -> Result<Buffer, Error> {
+    let ordinal = with_values!(&values, buffer => buffer.device());
+    Ok(Buffer::new(Memory::new(values, runtime.device(ordinal)?, dtype, shape.to_vec())))
 }
 
 /// Returns page-locked memory.
@@ -155,24 +175,47 @@ impl Runtime {
     #[pyo3(signature = (ticket, *, owner_death="keep"))]
     fn open_shared(&self, py: Python<'_>, ticket: &Ticket, owner_death: &str) -> PyResult<Buffer> {
         let runtime = self.get()?;
-        let death = match owner_death {
-            "keep" => OwnerDeath::Keep,
-            "release" => OwnerDeath::Release,
-            "inherit" => OwnerDeath::Inherit,
-            other => {
-                let message = format!("owner_death is `{other}`");
-                return Err(invalid("open_shared", message, "pass \"keep\", \"release\" or \"inherit\""));
-            }
-        };
-        let options = ImportOptions::new().with_owner_death(death);
+        let options = import_options("open_shared", owner_death)?;
         let (dtype, named) = (ticket.dtype, &ticket.ticket);
         let open = || {
             let values = make_values!(dtype, runtime.open_shared_with(named, &options))?;
-            let ordinal = crate::memory::with_values!(&values, buffer => buffer.device());
-            Ok((values, runtime.device(ordinal)?))
+            opened(&runtime, values, &ticket.shape, dtype)
         };
-        let (values, device) = py.detach(open).map_err(raised)?;
-        Ok(Buffer::new(Memory::new(values, device, dtype, ticket.shape.clone())))
+        py.detach(open).map_err(raised)
+    }
+
+    /// Returns one message by which other processes open many buffers, with one request for each allocation among them.
+    ///
+    /// The buffers may be of any shapes, types and devices. Raises the errors of `Buffer.share`, with the place of the buffer.
+    fn share_all(&self, py: Python<'_>, buffers: Vec<Bound<'_, Buffer>>) -> PyResult<TicketBatch> {
+        let runtime = self.get()?;
+        let memories: Vec<_> = buffers.iter().map(|buffer| Arc::clone(&buffer.get().0)).collect();
+        let share = || {
+            let slices = memories.iter().map(|memory| memory.as_bytes()).collect::<Result<Vec<_>, Error>>()?;
+            runtime.share_all(&slices)
+        };
+        let batch = py.detach(share).map_err(raised)?;
+        Ok(TicketBatch { batch, kinds: memories.iter().map(|memory| (memory.shape.clone(), memory.dtype)).collect() })
+    }
+
+    /// Opens the buffers of a batch, in order. If one allocation cannot be opened, opens none. Else as `open_shared`.
+    #[pyo3(signature = (batch, *, owner_death="keep"))]
+    fn open_shared_all(&self, py: Python<'_>, batch: &TicketBatch, owner_death: &str) -> PyResult<Vec<Buffer>> {
+        const OPERATION: &str = "open_shared_all";
+        let runtime = self.get()?;
+        let options = import_options(OPERATION, owner_death)?;
+        let open = || {
+            // This opens each allocation once. The opens below find it mapped.
+            let _kept = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
+            let typed = |(place, (shape, dtype)): (usize, &(Vec<usize>, DType))| {
+                let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
+                let named = batch.batch.ticket(place).ok_or_else(missing)?;
+                let values = make_values!(*dtype, runtime.open_shared_with(&named, &options))?;
+                opened(&runtime, values, shape, *dtype)
+            };
+            batch.kinds.iter().enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
+        };
+        py.detach(open).map_err(raised)
     }
 
     /// Returns the state and the history of the pools.

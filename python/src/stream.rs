@@ -14,6 +14,7 @@ use crate::dlpack;
 use crate::dtype::DType;
 use crate::error::{invalid, raised, unsupported};
 use crate::memory::{Buffer, Memory, Pinned, Values, make_values, with_values};
+use crate::waits::Done;
 
 /// A stream of the library. Buffers refer to the streams that used them.
 pub(crate) type Queue = Detached<highwater::Stream>;
@@ -121,6 +122,11 @@ impl Stream {
     #[getter]
     fn is_complete(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| self.queue.is_complete()).map_err(raised)
+    }
+
+    /// Returns a wait for the work that the stream has now, which blocks no thread: `await stream.done()`.
+    fn done(&self, py: Python<'_>) -> PyResult<Done> {
+        Done::new(py, || self.queue.done())
     }
 
     /// Records the point that the stream has reached. With `timed`, `Event.elapsed_ns` can measure from it.
@@ -385,6 +391,15 @@ impl Event {
     #[getter]
     fn is_complete(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| self.0.is_complete()).map_err(raised)
+    }
+
+    /// Returns a wait until the stream has passed the event, which blocks no thread. `await event` is the same.
+    fn done(&self, py: Python<'_>) -> PyResult<Done> {
+        Done::new(py, || self.0.done())
+    }
+
+    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Bound::new(py, self.done(py)?)?.call_method0("__await__")
     }
 
     /// Waits until the stream has passed the event.

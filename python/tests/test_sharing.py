@@ -116,6 +116,41 @@ def test_a_killed_consumer_keeps_nothing(
     assert runtime.statistics().sharing.exported_bytes == 0
 
 
+OF_BATCHES = """
+import sys, pickle, highwater
+runtime = highwater.open(sys.argv[1])
+stream = runtime.device(0).create_stream()
+for line in sys.stdin:
+    buffers = runtime.open_shared_all(pickle.loads(bytes.fromhex(line)))
+    print([(buffer.shape, buffer.dtype, stream.download(buffer).sum().item()) for buffer in buffers], flush=True)
+"""
+
+
+def test_a_batch_opens_many_buffers(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    first, second = device.allocate_shared((2, 3), "float32"), device.allocate_shared(4, "int64")
+    stream.fill(first, 0.5)
+    stream.write([1, 2, 3, 4], second)
+    batch = runtime.share_all([first, second, first])
+    assert (len(batch), batch.allocations) == (3, 2) and batch.to_bytes().hex() not in repr(batch)
+    consumer = child(OF_BATCHES)
+    consumer.write(pickle.dumps(batch).hex())
+    assert consumer.read() == "[((2, 3), 'float32', 3.0), ((4,), 'int64', 10), ((2, 3), 'float32', 3.0)]"
+    # Here, they are the originals.
+    again = runtime.open_shared_all(batch)
+    stream.fill(again[2], 2.0)
+    assert np.array_equal(stream.download(first), np.full((2, 3), 2))
+    with pytest.raises(highwater.InvalidArgument, match="slice 1"):
+        runtime.share_all([first, device.allocate(4, "int64")])
+    wrong: list[Any] = [[], [((2, 3), "float32"), (5, "int64"), ((2, 3), "float32")]]
+    for kinds in wrong:
+        with pytest.raises(highwater.InvalidArgument):
+            highwater.TicketBatch(batch.to_bytes(), kinds)
+    with pytest.raises(highwater.InvalidArgument):
+        highwater.TicketBatch(batch.to_bytes()[:-1], batch.kinds)
+
+
 def consume(queue: Any, results: Any) -> None:
     with highwater.open(BACKEND) as runtime:
         stream = runtime.device(0).create_stream()
