@@ -4,6 +4,7 @@
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
 //! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
 //! - `dlpack`: tensors of other libraries, both ways
+//! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
 //! - `torch`: what `highwater/torch.py` needs, with functions that PyTorch finds by their names in this library
 //!
@@ -16,6 +17,7 @@ mod detached;
 mod dlpack;
 mod dtype;
 mod error;
+mod listing;
 mod memory;
 mod runtime;
 mod statistics;
@@ -43,6 +45,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
     module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
+    module.add_function(wrap_pyfunction!(listing::processes, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::open, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::survey, module)?)
 }
