@@ -1,6 +1,6 @@
 """Measures tensors between processes: PyTorch's own way beside Highwater's, interleaved in one run. Needs PyTorch and a CUDA device.
 
-    python python/bench/torch_table.py [--rounds 300] [--tensors 1000] [--consumers 1,4,8]
+    python python/bench/torch_table.py [--rounds 300] [--tensors 1000] [--views 19500] [--consumers 1,4,8]
 
 Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. Bytes are those of the
 tensors of a scenario that are still allocated after every process has dropped them or was killed.
@@ -51,6 +51,12 @@ def serve(connection: Any) -> None:
             connection.send((end - begin, value))
         elif step == "hold":
             kept = ForkingPickler.loads(connection.recv_bytes())
+            if isinstance(kept, hwt.TensorBatch):
+                kept = hwt.open_all(kept)
+            if argument is not None:
+                kept = (kept, kept[:: len(kept) // argument])
+                connection.send(sum(tensor[0].item() for tensor in kept[1]))
+                continue
             total = sum(tensor[0].item() for tensor in kept)
             connection.send(total)
         elif step == "drop":
@@ -173,6 +179,39 @@ def many_tensors(number: int, consumers: int) -> dict[str, str]:
     }
 
 
+def many_views(views: int, storages: int, consumers: int) -> dict[str, str]:
+    """Views over few storages to each consumer, as the weights of a model: the time until each has read one of each storage."""
+    processes = start(consumers)
+    length = -(-views // storages)
+    flat = [torch.full((length * 256,), 1.0, device="cuda") for _ in range(storages)]
+    tensors = [flat[place // length][place % length * 256 :][:256] for place in range(views)]
+    torch.cuda.synchronize()
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(3):
+        for way in WAYS:
+            use(way)
+            begin = time.perf_counter()
+            if way == "Highwater":
+                message = bytes(ForkingPickler.dumps(hwt.share_all(tensors, opens=consumers)))
+                messages = [message] * consumers
+            else:
+                # Each message is opened once, as PyTorch's counters need.
+                messages = [bytes(ForkingPickler.dumps(tensors)) for _ in processes]
+            for process, message in zip(processes, messages, strict=True):
+                process.ask("hold", storages, message)
+            for process in processes:
+                assert process.wait() == storages
+            found[way].append(time.perf_counter() - begin)
+            for process in processes:
+                process.ask("drop")
+            for process in processes:
+                process.wait()
+            collect()
+    for process in processes:
+        process.kill()
+    return {way: f"{statistics.median(found[way]) * 1e3:.0f} ms" for way in WAYS}
+
+
 def killed_consumer(number: int) -> dict[str, str]:
     """A consumer is killed while it has the tensors. Then the producer drops them."""
     found = {}
@@ -213,6 +252,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=300)
     arguments.add_argument("--tensors", type=int, default=1000)
+    arguments.add_argument("--views", type=int, default=19_500)
     arguments.add_argument("--consumers", default="1,4,8")
     options = arguments.parse_args()
     torch.cuda.init()
@@ -224,6 +264,7 @@ def main() -> None:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"
         scenarios.append((name, lambda consumers=consumers: many_tensors(options.tensors, consumers)))  # type: ignore[misc]
     scenarios += [
+        (f"{options.views} views of 40 storages, 4 consumers", lambda: many_views(options.views, 40, 4)),
         (f"a consumer killed with {options.tensors} tensors", lambda: killed_consumer(options.tensors)),
         (f"a producer killed, {options.tensors} tensors open", lambda: killed_producer(options.tensors)),
     ]

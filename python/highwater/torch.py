@@ -19,24 +19,27 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from . import _highwater
 from ._errors import Expired, Forked, InvalidArgument, Unsupported
-from ._highwater import Buffer, Runtime, Stream, Ticket
+from ._highwater import Buffer, Runtime, Stream, Ticket, TicketBatch
 
 __all__ = [
     "MemPool",
+    "TensorBatch",
     "TensorTicket",
     "collect",
     "install_reducers",
     "kept_bytes",
     "last_allocation_failure",
     "open",
+    "open_all",
     "runtime",
     "share",
+    "share_all",
     "uninstall_reducers",
 ]
 
@@ -46,6 +49,11 @@ torch: Any = importlib.import_module("torch")
 reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
 
 _log = logging.getLogger("highwater")
+
+
+# The class, type, size, stride and offset of a tensor, whether it requires a gradient, and whether it is a conjugate and a negative
+# view.
+_Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
 
 
 class TensorTicket(NamedTuple):
@@ -81,6 +89,24 @@ class TensorTicket(NamedTuple):
     def __repr__(self) -> str:
         # Without its secrets.
         return f"<highwater.torch.TensorTicket {self.kind} {self.size} {self.dtype}>"
+
+
+class TensorBatch(NamedTuple):
+    """Names many tensors over few storages. `share_all` returns it. It can be pickled, and goes through queues and pipes."""
+
+    tensors: tuple[tuple[int, _Described], ...]
+    """For each tensor the number of its storage, and the first seven fields of a `TensorTicket`."""
+    batch: TicketBatch
+    """The tickets of the storages."""
+    exporter: bytes
+    """The name under which the exporter receives receipts."""
+    serials: tuple[int, ...]
+    """The numbers of the storages in the exporter."""
+    token: int
+    """The number that the receipt of this batch has."""
+
+    def __repr__(self) -> str:
+        return f"<highwater.torch.TensorBatch of {len(self.tensors)} tensors over {len(self.serials)} storages>"
 
 
 class _Keep:
@@ -166,7 +192,7 @@ class _State:
         self.serials = itertools.count(1)
         self.exports: dict[int, _Export] = {}
         self.by_serial: dict[int, _Export] = {}
-        self.by_token: dict[int, _Export] = {}
+        self.by_token: dict[int, list[_Export]] = {}
         self.received: dict[tuple[bytes, int], _Received] = {}
         self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
         self.most_received = 128
@@ -201,13 +227,12 @@ class _State:
         """Notes the receipts of tickets."""
         with self.lock:
             for token in tokens:
-                export = self.by_token.get(token)
-                if export is None:
-                    continue
-                flight = export.flights[token]
-                flight.opens -= 1
-                if flight.opens <= 0:
-                    del export.flights[token], self.by_token[token]
+                for export in self.by_token.get(token, ()):
+                    flight = export.flights[token]
+                    flight.opens -= 1
+                    if flight.opens <= 0:
+                        del export.flights[token]
+                        self.by_token.pop(token, None)
 
     def sweep(self) -> None:
         """Ends the shares of storages that no tensor of this process and no ticket on its way needs."""
@@ -217,7 +242,8 @@ class _State:
             for key, export in list(self.exports.items()):
                 for token, flight in list(export.flights.items()):
                     if flight.until < now:
-                        del export.flights[token], self.by_token[token]
+                        del export.flights[token]
+                        self.by_token.pop(token, None)
                 if not export.flights and self.is_idle(export):
                     del self.exports[key], self.by_serial[export.serial]
                     ended.append(export)
@@ -268,7 +294,7 @@ class _State:
     def drop(self, export: _Export) -> None:
         """Forgets the share of a storage that has other memory now."""
         for token in export.flights:
-            del self.by_token[token]
+            self.by_token[token].remove(export)
         del self.by_serial[export.serial]
 
     def share(self, tensor: Any, opens: int) -> TensorTicket:
@@ -285,28 +311,53 @@ class _State:
                 export = self.export_of(storage, device)
                 self.stream(device).note_device_use(export.buffer)
                 data, serial = export.buffer.share().to_bytes(), export.serial
-                token = int.from_bytes(os.urandom(8), "little") or 1
-                with self.lock:
-                    export.flights[token] = _Flight(opens, time.monotonic() + _unopened_seconds)
-                    self.by_token[token] = export
-                    is_looking, self.is_looking = self.is_looking, True
-                if not is_looking:
-                    self.receipts.wake()
-        return TensorTicket(
-            "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor",
-            tensor.dtype,
-            tuple(tensor.size()),
-            tuple(tensor.stride()),
-            tensor.storage_offset(),
-            tensor.requires_grad,
-            (tensor.is_conj(), tensor.is_neg()),
-            device,
-            nbytes,
-            data,
-            exporter,
-            serial,
-            token,
-        )
+                token = self.fly([export], opens)
+        return TensorTicket(*_described(tensor), device, nbytes, data, exporter, serial, token)
+
+    def fly(self, exports: list[_Export], opens: int) -> int:
+        """Keeps storages until a message has arrived. Returns the token of its receipts."""
+        token = int.from_bytes(os.urandom(8), "little") or 1
+        until = time.monotonic() + _unopened_seconds
+        with self.lock:
+            for export in exports:
+                export.flights[token] = _Flight(opens, until)
+            self.by_token[token] = exports
+            is_looking, self.is_looking = self.is_looking, True
+        if not is_looking:
+            self.receipts.wake()
+        return token
+
+    def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
+        numbers: dict[int, int] = {}
+        exports: list[_Export] = []
+        placed: list[tuple[int, _Described]] = []
+        for place, tensor in enumerate(tensors):
+            storage = tensor.untyped_storage()
+            number = numbers.get(storage._cdata)
+            if number is None:
+                if storage.nbytes() == 0 or self.forwarded(storage) is not None:
+                    message = f"tensor {place} is empty or came from another process"
+                    raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
+                export = self.export_of(storage, tensor.device.index)
+                self.stream(tensor.device.index).note_device_use(export.buffer)
+                number = numbers[storage._cdata] = len(exports)
+                exports.append(export)
+            placed.append((number, _described(tensor)))
+        batch = self.runtime.share_all([export.buffer for export in exports])
+        serials = tuple(export.serial for export in exports)
+        return TensorBatch(tuple(placed), batch, self.name, serials, self.fly(exports, opens))
+
+    def storages_of(self, batch: TensorBatch) -> list[Any]:
+        if batch.exporter == self.name:
+            storages = [self.original(serial) for serial in batch.serials]
+            self.land([batch.token])
+            return storages
+        buffers = self.runtime.open_shared_all(batch.batch)
+        keys = [(batch.exporter, serial) for serial in batch.serials]
+        tickets = [_of_storage(batch, number, buffer.nbytes) for number, buffer in enumerate(buffers)]
+        storages = [self.received_as(key, buffer, ticket) for key, buffer, ticket in zip(keys, buffers, tickets, strict=True)]
+        _highwater.acknowledge(batch.exporter, batch.token)
+        return storages
 
     def forwarded(self, storage: Any) -> TensorTicket | None:
         """The ticket of a storage that came from another process."""
@@ -319,15 +370,26 @@ class _State:
         """The storage of a ticket: the original, one that is open already, or a new one."""
         key = (ticket.exporter, ticket.serial)
         if ticket.exporter == self.name:
-            with self.lock:
-                export = self.by_serial.get(ticket.serial)
-            if export is None:
-                raise Expired("Expired", "open", "the memory of the ticket is gone", None, "keep the tensor until it is opened")
+            storage = self.original(ticket.serial)
             self.land([ticket.token])
-            return export.keep.storage
+            return storage
         # Also if the storage is open already: this waits for the work before the share.
-        named = Ticket(ticket.ticket, (ticket.nbytes,), "uint8")
-        buffer = self.runtime.open_shared(named)
+        buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
+        storage = self.received_as(key, buffer, ticket)
+        if ticket.token:
+            _highwater.acknowledge(ticket.exporter, ticket.token)
+        return storage
+
+    def original(self, serial: int) -> Any:
+        """A storage that this process shares."""
+        with self.lock:
+            export = self.by_serial.get(serial)
+        if export is None:
+            raise Expired("Expired", "open", "the memory of the ticket is gone", None, "keep the tensor until it is opened")
+        return export.keep.storage
+
+    def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: TensorTicket) -> Any:
+        """The storage over a buffer of another process. If one is open already, returns that one."""
         with self.lock:
             storage = self.opened(key)
         if storage is None:
@@ -339,8 +401,6 @@ class _State:
                     storage = made
                     self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
                     self.received_by_cdata[storage._cdata] = key
-        if ticket.token:
-            _highwater.acknowledge(ticket.exporter, ticket.token)
         return storage
 
     def opened(self, key: tuple[bytes, int]) -> Any:
@@ -352,6 +412,35 @@ class _State:
             del self.received[key]
             self.received_by_cdata.pop(received.reference.cdata, None)
         return storage
+
+
+def _described(tensor: Any) -> _Described:
+    """The first seven fields of a `TensorTicket`."""
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
+    shape = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+    return (kind, tensor.dtype, *shape, tensor.requires_grad, (tensor.is_conj(), tensor.is_neg()))
+
+
+def _of_storage(batch: TensorBatch, number: int, nbytes: int) -> TensorTicket:
+    """The ticket of a storage of a batch, by which it goes on to other processes."""
+    data = batch.batch.ticket(number).to_bytes()
+    described: _Described = ("Tensor", torch.uint8, (nbytes,), (1,), 0, False, (False, False))
+    return TensorTicket(*described, 0, nbytes, data, batch.exporter, batch.serials[number], 0)
+
+
+def _over(storage: Any, described: _Described) -> Any:
+    """A tensor over a storage."""
+    kind, dtype, size, stride, offset, requires_grad, (is_conj, is_neg) = described
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    if is_conj:
+        tensor = tensor.conj()
+    if is_neg:
+        tensor = torch._neg_view(tensor)
+    if kind == "Parameter":
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
 
 
 _unopened_seconds = UNOPENED_SECONDS
@@ -414,6 +503,15 @@ def _unfit(tensor: Any) -> str | None:
     return None
 
 
+def _check(operation: str, name: str, tensor: Any, opens: int) -> None:
+    reason = _unfit(tensor)
+    if reason is not None:
+        message = f"{name} cannot be shared: {reason}"
+        raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+    if opens < 1:
+        raise InvalidArgument("InvalidArgument", operation, f"opens is {opens}", None, "pass 1 or more")
+
+
 def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
     """Returns a ticket by which other processes `open` a CUDA tensor. Copies nothing and waits for nothing.
 
@@ -426,13 +524,7 @@ def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
 
     Raises `InvalidArgument` for other tensors, and for memory that no process can open, such as that of `cudaMallocAsync`.
     """
-    reason = _unfit(tensor)
-    if reason is not None:
-        raise InvalidArgument(
-            "InvalidArgument", "share", f"the tensor cannot be shared: {reason}", None, "pass a plain tensor, such as `tensor.detach()`"
-        )
-    if opens < 1:
-        raise InvalidArgument("InvalidArgument", "share", f"opens is {opens}", None, "pass 1 or more")
+    _check("share", "the tensor", tensor, opens)
     return _current().share(tensor, opens)
 
 
@@ -447,21 +539,29 @@ def open(ticket: TensorTicket) -> Any:
     child of `fork`.
     """
     if ticket.nbytes == 0:
-        tensor = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device))
-        tensor = tensor.as_strided(ticket.size, ticket.stride, ticket.offset)
+        storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
     else:
         storage = _current().storage_of(ticket)
-        tensor = torch.empty(0, dtype=ticket.dtype, device=storage.device)
-        tensor = tensor.set_(storage, ticket.offset, ticket.size, ticket.stride)
-    if ticket.views[0]:
-        tensor = tensor.conj()
-    if ticket.views[1]:
-        tensor = torch._neg_view(tensor)
-    if ticket.kind == "Parameter":
-        return torch.nn.Parameter(tensor, requires_grad=ticket.requires_grad)
-    if ticket.requires_grad:
-        tensor.requires_grad_()
-    return tensor
+    return _over(storage, ticket[:7])
+
+
+def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
+    """Returns one message by which other processes open many CUDA tensors, such as the weights of a model, with `open_all`.
+
+    It names each storage once. Tensors over few storages take least: one flat storage with many views is the best form. The tensors
+    must not be empty, and must not come from another process. Else as `share`. Raises `InvalidArgument` with the place of a wrong
+    one.
+    """
+    tensors = list(tensors)
+    for place, tensor in enumerate(tensors):
+        _check("share_all", f"tensor {place}", tensor, opens)
+    return _current().share_all(tensors, opens)
+
+
+def open_all(batch: TensorBatch) -> list[Any]:
+    """Returns the tensors of a batch, in order. Opens all storages or none. Else as `open`."""
+    storages = _current().storages_of(batch)
+    return [_over(storages[number], described) for number, described in batch.tensors]
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}
@@ -535,8 +635,8 @@ _allocators: list[Any] = []
 def MemPool() -> Any:
     """Returns a `torch.cuda.MemPool` whose memory comes from Highwater's device memory, and which other processes can open.
 
-    PyTorch allocates from it inside `torch.cuda.use_mem_pool(pool)`, and caches its blocks as always. Tensors of the pool go between
-    processes by `share` and by the reducers of `install_reducers`. PyTorch's own way may not know such memory.
+    PyTorch allocates from it inside `torch.cuda.use_mem_pool(pool)`, and caches its blocks as always. Tensors of the pool go
+    between processes by `share` and by the reducers of `install_reducers`. PyTorch's own way may not know such memory.
 
     Raises `Unsupported` for a PyTorch without `torch.cuda.MemPool`, and the errors of `runtime`. If the device has no memory left,
     PyTorch raises `torch.OutOfMemoryError`; `last_allocation_failure` has Highwater's reason.

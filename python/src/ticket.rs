@@ -130,6 +130,16 @@ impl TicketBatch {
         Ok(Self { batch, kinds })
     }
 
+    /// Returns the ticket of one buffer. Raises `InvalidArgument` if the batch has no such buffer.
+    fn ticket(&self, place: usize) -> PyResult<Ticket> {
+        let named = self.batch.ticket(place).zip(self.kinds.get(place));
+        let (ticket, (shape, dtype)) = named.ok_or_else(|| {
+            let message = format!("there is no buffer {place}, because the batch has {}", self.batch.len());
+            invalid("ticket_batch", message, "pass the place of a buffer, from 0")
+        })?;
+        Ok(Ticket::with(ticket, *dtype, shape.clone()))
+    }
+
     /// Returns the batch as bytes, without the shapes and the types. Programs in Rust use the same bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.batch.to_bytes())

@@ -82,6 +82,14 @@ class Steps:
     def open(self, ticket: Any) -> Any:
         return hwt.open(ticket).tolist()
 
+    def open_all(self, batch: Any) -> Any:
+        opened = hwt.open_all(batch)
+        self.kept += opened
+        return [tensor.tolist() for tensor in opened], len({tensor.untyped_storage().data_ptr() for tensor in opened})
+
+    def share_one(self, place: int) -> Any:
+        return hwt.share(self.kept[place])
+
     def make(self, values: Any) -> Any:
         self.kept.append(torch.tensor(values, device="cuda"))
         return self.kept[-1]
@@ -280,6 +288,30 @@ def test_a_message_that_nobody_opens_keeps_memory_for_a_limited_time() -> None:
     until(nothing_is_kept)
     with pytest.raises(highwater.Expired):
         ForkingPickler.loads(message)
+
+
+def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> None:
+    matrix, other = cuda([[0, 1], [2, 3]]), cuda([7, 8], torch.int64)
+    tensors = [matrix[row : row + 1] for row in range(2)] * 50 + [matrix.t(), other, torch.nn.Parameter(matrix)]
+    batch = hwt.share_all(tensors, opens=2)
+    assert (len(batch.tensors), len(batch.serials), batch.batch.allocations) == (103, 2, 2)
+    expected = [tensor.tolist() for tensor in tensors]
+    here = hwt.open_all(batch)
+    assert here[0].untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+    assert here[102].requires_grad and isinstance(here[102], torch.nn.Parameter)
+    del tensors, matrix, other, here
+    assert workers[0].ask("open_all", batch) == (expected, 2)
+    workers[0].ask("fill", 0, 5)
+    # The third open, after the two for which the batch keeps the memory: a worker has it open, and the exporter dropped it.
+    until(lambda: not hwt._state.exports)
+    assert workers[1].ask("open_all", batch).startswith("Expired")
+    assert workers[0].ask("read", 2) == [[5, 5]]
+    # Each storage of a batch goes on by itself.
+    assert workers[0].ask("share_one", 0).ticket == batch.batch.ticket(0).to_bytes()
+    with pytest.raises(highwater.InvalidArgument, match="tensor 1"):
+        hwt.share_all([cuda([1]), torch.empty(2)])
+    with pytest.raises(highwater.InvalidArgument, match="tensor 0 is empty"):
+        hwt.share_all([torch.empty(2, 0, device="cuda")])
 
 
 def test_a_killed_consumer_keeps_nothing(workers: list[Worker], victim: Worker) -> None:
