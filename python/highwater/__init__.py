@@ -31,7 +31,21 @@ from ._errors import (
     Vendor,
     WrongDevice,
 )
-from ._highwater import Buffer, Device, Event, Owner, Pinned, Runtime, Stream, Ticket, __version__, open, survey
+from ._highwater import (
+    Buffer,
+    Device,
+    Done,
+    Event,
+    Owner,
+    Pinned,
+    Runtime,
+    Stream,
+    Ticket,
+    TicketBatch,
+    __version__,
+    open,
+    survey,
+)
 from ._statistics import (
     DeviceMemoryStatistics,
     GraphStatistics,
@@ -50,6 +64,7 @@ __all__ = [
     "DeviceLost",
     "DeviceMemoryStatistics",
     "DeviceMissing",
+    "Done",
     "Error",
     "Event",
     "Expired",
@@ -77,6 +92,7 @@ __all__ = [
     "Stream",
     "SymbolMissing",
     "Ticket",
+    "TicketBatch",
     "UnknownBackend",
     "Unsupported",
     "Vendor",

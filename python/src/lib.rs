@@ -4,6 +4,9 @@
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
 //! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
 //! - `dlpack`: tensors of other libraries, both ways
+//! - `listing`: the processes that share memory
+//! - `waits`: the end of device work, for `asyncio`
+//! - `torch`: what `highwater/torch.py` needs, with functions that PyTorch finds by their names in this library
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
 //! waiting thread holds. No Python object is touched without the lock. Memory whose address other code has seen is released after
@@ -14,11 +17,14 @@ mod detached;
 mod dlpack;
 mod dtype;
 mod error;
+mod listing;
 mod memory;
 mod runtime;
 mod statistics;
 mod stream;
 mod ticket;
+mod torch;
+mod waits;
 
 use pyo3::prelude::*;
 
@@ -29,10 +35,17 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<runtime::Device>()?;
     module.add_class::<stream::Stream>()?;
     module.add_class::<stream::Event>()?;
+    module.add_class::<waits::Done>()?;
     module.add_class::<memory::Buffer>()?;
     module.add_class::<memory::Pinned>()?;
     module.add_class::<ticket::Ticket>()?;
+    module.add_class::<ticket::TicketBatch>()?;
     module.add_class::<ticket::Owner>()?;
+    module.add_class::<torch::Receipts>()?;
+    module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
+    module.add_function(wrap_pyfunction!(listing::processes, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::open, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::survey, module)?)
 }

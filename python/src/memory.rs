@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use highwater::hal::fork::Generation;
 use highwater::half::{bf16, f16};
-use highwater::{DeviceBuffer, Error, PinnedBuffer};
+use highwater::{DeviceBuffer, DeviceSlice, Error, PinnedBuffer};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -105,6 +105,11 @@ impl Memory {
 
     pub(crate) fn bytes(&self) -> usize {
         self.len() * self.dtype.bytes()
+    }
+
+    /// Returns all values as bytes.
+    pub(crate) fn as_bytes(&self) -> Result<DeviceSlice<'_, u8>, Error> {
+        with_values!(&*self.values, buffer => Ok(buffer.slice(0..buffer.len())?.as_bytes()))
     }
 
     pub(crate) fn address(&self) -> u64 {

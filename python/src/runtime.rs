@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use highwater::hal::DevicePtr;
 use highwater::{Error, ErrorKind, Fallback, ImportOptions, OwnerDeath};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -10,10 +11,10 @@ use crate::arrays::{count, shape_of};
 use crate::detached::Detached;
 use crate::dtype::DType;
 use crate::error::{invalid, not_opened, raised};
-use crate::memory::{Buffer, HostMemory, Memory, Pinned, make_values};
+use crate::memory::{Buffer, HostMemory, Memory, Pinned, Values, make_values, with_values};
 use crate::statistics;
 use crate::stream::Stream;
-use crate::ticket::{Ticket, hexadecimal};
+use crate::ticket::{Ticket, TicketBatch, hexadecimal};
 
 /// Opens a backend: `"cuda"`, `"rocm"`, `"mock"`, or the name of a plugin.
 ///
@@ -36,7 +37,7 @@ pub(crate) fn open(py: Python<'_>, name: &str, fallback: Option<&str>) -> PyResu
         "auto" => highwater::Runtime::open_best(fallback),
         name => highwater::Runtime::open(name),
     };
-    Ok(Runtime { inner: Mutex::new(Some(Arc::new(Detached::new(py.detach(open).map_err(not_opened)?)))) })
+    Ok(Runtime::new(py.detach(open).map_err(not_opened)?))
 }
 
 /// Tries every backend and every plugin that is found, keeps none, and returns a report for people.
@@ -56,6 +57,10 @@ pub(crate) struct Runtime {
 }
 
 impl Runtime {
+    pub(crate) fn new(runtime: highwater::Runtime) -> Self {
+        Self { inner: Mutex::new(Some(Arc::new(Detached::new(runtime)))) }
+    }
+
     fn take(&self) -> Option<Arc<Detached<highwater::Runtime>>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -67,6 +72,26 @@ impl Runtime {
             raised(error.with_hint("open another one with `highwater.open`"))
         })
     }
+}
+
+/// Returns the options of an open.
+fn import_options(operation: &'static str, owner_death: &str) -> PyResult<ImportOptions> {
+    let death = match owner_death {
+        "keep" => OwnerDeath::Keep,
+        "release" => OwnerDeath::Release,
+        "inherit" => OwnerDeath::Inherit,
+        other => {
+            let message = format!("owner_death is `{other}`");
+            return Err(invalid(operation, message, "pass \"keep\", \"release\" or \"inherit\""));
+        }
+    };
+    Ok(ImportOptions::new().with_owner_death(death))
+}
+
+/// Makes a buffer over opened values.
+fn opened(runtime: &highwater::Runtime, values: Values, shape: &[usize], dtype: DType) -> Result<Buffer, Error> {
+    let ordinal = with_values!(&values, buffer => buffer.device());
+    Ok(Buffer::new(Memory::new(values, runtime.device(ordinal)?, dtype, shape.to_vec())))
 }
 
 /// Returns page-locked memory.
@@ -150,24 +175,47 @@ impl Runtime {
     #[pyo3(signature = (ticket, *, owner_death="keep"))]
     fn open_shared(&self, py: Python<'_>, ticket: &Ticket, owner_death: &str) -> PyResult<Buffer> {
         let runtime = self.get()?;
-        let death = match owner_death {
-            "keep" => OwnerDeath::Keep,
-            "release" => OwnerDeath::Release,
-            "inherit" => OwnerDeath::Inherit,
-            other => {
-                let message = format!("owner_death is `{other}`");
-                return Err(invalid("open_shared", message, "pass \"keep\", \"release\" or \"inherit\""));
-            }
-        };
-        let options = ImportOptions::new().with_owner_death(death);
+        let options = import_options("open_shared", owner_death)?;
         let (dtype, named) = (ticket.dtype, &ticket.ticket);
         let open = || {
             let values = make_values!(dtype, runtime.open_shared_with(named, &options))?;
-            let ordinal = crate::memory::with_values!(&values, buffer => buffer.device());
-            Ok((values, runtime.device(ordinal)?))
+            opened(&runtime, values, &ticket.shape, dtype)
         };
-        let (values, device) = py.detach(open).map_err(raised)?;
-        Ok(Buffer::new(Memory::new(values, device, dtype, ticket.shape.clone())))
+        py.detach(open).map_err(raised)
+    }
+
+    /// Returns one message by which other processes open many buffers, with one request for each allocation among them.
+    ///
+    /// The buffers may be of any shapes, types and devices. Raises the errors of `Buffer.share`, with the place of the buffer.
+    fn share_all(&self, py: Python<'_>, buffers: Vec<Bound<'_, Buffer>>) -> PyResult<TicketBatch> {
+        let runtime = self.get()?;
+        let memories: Vec<_> = buffers.iter().map(|buffer| Arc::clone(&buffer.get().0)).collect();
+        let share = || {
+            let slices = memories.iter().map(|memory| memory.as_bytes()).collect::<Result<Vec<_>, Error>>()?;
+            runtime.share_all(&slices)
+        };
+        let batch = py.detach(share).map_err(raised)?;
+        Ok(TicketBatch { batch, kinds: memories.iter().map(|memory| (memory.shape.clone(), memory.dtype)).collect() })
+    }
+
+    /// Opens the buffers of a batch, in order. If one allocation cannot be opened, opens none. Else as `open_shared`.
+    #[pyo3(signature = (batch, *, owner_death="keep"))]
+    fn open_shared_all(&self, py: Python<'_>, batch: &TicketBatch, owner_death: &str) -> PyResult<Vec<Buffer>> {
+        const OPERATION: &str = "open_shared_all";
+        let runtime = self.get()?;
+        let options = import_options(OPERATION, owner_death)?;
+        let open = || {
+            // This opens each allocation once. The opens below find it mapped.
+            let _kept = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
+            let typed = |(place, (shape, dtype)): (usize, &(Vec<usize>, DType))| {
+                let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
+                let named = batch.batch.ticket(place).ok_or_else(missing)?;
+                let values = make_values!(*dtype, runtime.open_shared_with(&named, &options))?;
+                opened(&runtime, values, shape, *dtype)
+            };
+            batch.kinds.iter().enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
+        };
+        py.detach(open).map_err(raised)
     }
 
     /// Returns the state and the history of the pools.
@@ -328,6 +376,24 @@ impl Device {
     /// Raises `Unsupported` if the device cannot share memory; else as `allocate`.
     fn allocate_shared(&self, py: Python<'_>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Buffer> {
         self.made(py, shape, dtype, true)
+    }
+
+    /// Makes a buffer over device memory that other code allocated and `keep` keeps, from the address `ptr` on.
+    ///
+    /// The memory is not freed. `keep` is dropped after the buffer, the last use of it here, and that by every other process that
+    /// opened a ticket. The memory must stay allocated until then. The caller must order its own work with that of this package;
+    /// see `Stream.note_device_use`. Processes that open a ticket reach the whole allocation around the buffer.
+    ///
+    /// Raises `InvalidPointer` if the range is in no allocation, `WrongDevice` for memory of another device, and `InvalidArgument`
+    /// for no bytes or an address that is not aligned.
+    fn adopt(&self, ptr: u64, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>, keep: Py<PyAny>) -> PyResult<Buffer> {
+        let (py, dtype, shape) = (shape.py(), DType::of(dtype)?, shape_of(shape)?);
+        let (bytes, device) = (count(&shape, dtype)? * dtype.bytes(), &*self.0);
+        // SAFETY: The caller keeps the memory by `keep`, as the documentation requires. A reference to a Python object may be
+        // dropped in any thread.
+        let make = || unsafe { make_values!(dtype, device.adopt(DevicePtr::new(ptr), bytes, keep)) };
+        let values = py.detach(make).map_err(raised)?;
+        Ok(Buffer::new(Memory::new(values, device.clone(), dtype, shape)))
     }
 
     /// Returns page-locked host memory on the NUMA node of the device; else as `Runtime.pinned`.

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use highwater::half::{bf16, f16};
-use highwater::{DeviceBuffer, Error, Matrix, Scalar};
+use highwater::{Access, DeviceBuffer, Error, Matrix, Scalar};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -14,6 +14,7 @@ use crate::dlpack;
 use crate::dtype::DType;
 use crate::error::{invalid, raised, unsupported};
 use crate::memory::{Buffer, Memory, Pinned, Values, make_values, with_values};
+use crate::waits::Done;
 
 /// A stream of the library. Buffers refer to the streams that used them.
 pub(crate) type Queue = Detached<highwater::Stream>;
@@ -123,6 +124,11 @@ impl Stream {
         py.detach(|| self.queue.is_complete()).map_err(raised)
     }
 
+    /// Returns a wait for the work that the stream has now, which blocks no thread: `await stream.done()`.
+    fn done(&self, py: Python<'_>) -> PyResult<Done> {
+        Done::new(py, || self.queue.done())
+    }
+
     /// Records the point that the stream has reached. With `timed`, `Event.elapsed_ns` can measure from it.
     #[pyo3(signature = (*, timed=false))]
     fn record(&self, py: Python<'_>, timed: bool) -> PyResult<Event> {
@@ -133,6 +139,17 @@ impl Stream {
     /// Makes all work enqueued from here on wait, on the device, for an event of any stream of the same runtime.
     fn wait(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         py.detach(|| self.queue.wait(&event.0)).map_err(raised)
+    }
+
+    /// Notes that work of other code uses a buffer: what this stream has now, and what it gets until the buffer is dropped.
+    ///
+    /// A share of the buffer then covers the work so far, and the end of the buffer comes after all of it. The work must go to this
+    /// stream. Raises `InvalidPointer` for a buffer of another runtime, and `Capture` while other code captures the stream.
+    fn note_device_use(&self, py: Python<'_>, buffer: &Buffer) -> PyResult<()> {
+        let memory = &buffer.0;
+        memory.note(py, &self.queue);
+        let note = || with_values!(&*memory.values, buffer => self.queue.note_device_use(buffer, Access::Write));
+        py.detach(note).map_err(raised)
     }
 
     /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are unspecified.
@@ -374,6 +391,15 @@ impl Event {
     #[getter]
     fn is_complete(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| self.0.is_complete()).map_err(raised)
+    }
+
+    /// Returns a wait until the stream has passed the event, which blocks no thread. `await event` is the same.
+    fn done(&self, py: Python<'_>) -> PyResult<Done> {
+        Done::new(py, || self.0.done())
+    }
+
+    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Bound::new(py, self.done(py)?)?.call_method0("__await__")
     }
 
     /// Waits until the stream has passed the event.

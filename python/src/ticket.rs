@@ -97,6 +97,83 @@ impl Ticket {
     }
 }
 
+/// Names many buffers that share few allocations. `Runtime.share_all` returns it. It can be pickled, and goes through queues.
+///
+/// It has 20 bytes for a buffer and 84 for an allocation, where a `Ticket` has 136 for both. The bytes may hold secrets, so keep them
+/// from other users.
+#[pyclass(frozen, module = "highwater")]
+pub(crate) struct TicketBatch {
+    pub(crate) batch: highwater::TicketBatch,
+    pub(crate) kinds: Vec<(Vec<usize>, DType)>,
+}
+
+#[pymethods]
+impl TicketBatch {
+    #[new]
+    fn new(data: &[u8], kinds: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>) -> PyResult<Self> {
+        let batch = highwater::TicketBatch::from_bytes(data).map_err(raised)?;
+        let read = |(shape, dtype): (Bound<'_, PyAny>, Bound<'_, PyAny>)| Ok((shape_of(&shape)?, DType::of(&dtype)?));
+        let kinds = kinds.into_iter().map(read).collect::<PyResult<Vec<_>>>()?;
+        const HINT: &str = "pass the shapes and the types of the buffers that were shared";
+        if kinds.len() != batch.len() {
+            let message = format!("{} shapes for {} buffers", kinds.len(), batch.len());
+            return Err(invalid("ticket_batch", message, HINT));
+        }
+        for (place, (shape, dtype)) in kinds.iter().enumerate() {
+            let bytes = (count(shape, *dtype)? * dtype.bytes()) as u64;
+            let named = batch.ticket(place).map(|ticket| ticket.bytes());
+            if named != Some(bytes) {
+                let message = format!("buffer {place}: {shape:?} values of {} have {bytes} bytes", dtype.name());
+                return Err(invalid("ticket_batch", message, HINT));
+            }
+        }
+        Ok(Self { batch, kinds })
+    }
+
+    /// Returns the ticket of one buffer. Raises `InvalidArgument` if the batch has no such buffer.
+    fn ticket(&self, place: usize) -> PyResult<Ticket> {
+        let named = self.batch.ticket(place).zip(self.kinds.get(place));
+        let (ticket, (shape, dtype)) = named.ok_or_else(|| {
+            let message = format!("there is no buffer {place}, because the batch has {}", self.batch.len());
+            invalid("ticket_batch", message, "pass the place of a buffer, from 0")
+        })?;
+        Ok(Ticket::with(ticket, *dtype, shape.clone()))
+    }
+
+    /// Returns the batch as bytes, without the shapes and the types. Programs in Rust use the same bytes.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.batch.to_bytes())
+    }
+
+    /// The shape and the name of the type of each buffer.
+    #[getter]
+    fn kinds<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyTuple>, &'static str)>> {
+        self.kinds.iter().map(|(shape, dtype)| Ok((PyTuple::new(py, shape)?, dtype.name()))).collect()
+    }
+
+    /// The number of allocations. A process opens each of them once.
+    #[getter]
+    fn allocations(&self) -> usize {
+        self.batch.allocations()
+    }
+
+    /// The number of buffers.
+    fn __len__(&self) -> usize {
+        self.batch.len()
+    }
+
+    /// Pickles the batch, as queues do.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let (py, this) = (slf.py(), slf.get());
+        let arguments = (this.to_bytes(py), this.kinds(py)?);
+        Ok((slf.get_type().into_any(), arguments.into_pyobject(py)?))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<highwater.TicketBatch of {} buffers in {} allocations>", self.batch.len(), self.batch.allocations())
+    }
+}
+
 /// The process that owns memory which this process opened. `Buffer.owner` returns it.
 #[pyclass(frozen, module = "highwater")]
 pub(crate) struct Owner(pub(crate) highwater::Owner);

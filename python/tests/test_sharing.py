@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,41 @@ def test_a_killed_consumer_keeps_nothing(
     assert runtime.statistics().sharing.exported_bytes == 0
 
 
+OF_BATCHES = """
+import sys, pickle, highwater
+runtime = highwater.open(sys.argv[1])
+stream = runtime.device(0).create_stream()
+for line in sys.stdin:
+    buffers = runtime.open_shared_all(pickle.loads(bytes.fromhex(line)))
+    print([(buffer.shape, buffer.dtype, stream.download(buffer).sum().item()) for buffer in buffers], flush=True)
+"""
+
+
+def test_a_batch_opens_many_buffers(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    first, second = device.allocate_shared((2, 3), "float32"), device.allocate_shared(4, "int64")
+    stream.fill(first, 0.5)
+    stream.write([1, 2, 3, 4], second)
+    batch = runtime.share_all([first, second, first])
+    assert (len(batch), batch.allocations) == (3, 2) and batch.to_bytes().hex() not in repr(batch)
+    consumer = child(OF_BATCHES)
+    consumer.write(pickle.dumps(batch).hex())
+    assert consumer.read() == "[((2, 3), 'float32', 3.0), ((4,), 'int64', 10), ((2, 3), 'float32', 3.0)]"
+    # Here, they are the originals.
+    again = runtime.open_shared_all(batch)
+    stream.fill(again[2], 2.0)
+    assert np.array_equal(stream.download(first), np.full((2, 3), 2))
+    with pytest.raises(highwater.InvalidArgument, match="slice 1"):
+        runtime.share_all([first, device.allocate(4, "int64")])
+    wrong: list[Any] = [[], [((2, 3), "float32"), (5, "int64"), ((2, 3), "float32")]]
+    for kinds in wrong:
+        with pytest.raises(highwater.InvalidArgument):
+            highwater.TicketBatch(batch.to_bytes(), kinds)
+    with pytest.raises(highwater.InvalidArgument):
+        highwater.TicketBatch(batch.to_bytes()[:-1], batch.kinds)
+
+
 def consume(queue: Any, results: Any) -> None:
     with highwater.open(BACKEND) as runtime:
         stream = runtime.device(0).create_stream()
@@ -142,3 +178,32 @@ def test_a_ticket_of_this_runtime_opens_the_original(
     stream.write([[1, 2, 3, 4], [5, 6, 7, 8]], buffer)
     assert np.array_equal(stream.download(again), [[1, 2, 3, 4], [5, 6, 7, 8]])
     assert again.owner is None and ticket.device_uuid == device.uuid
+
+
+def test_memory_of_other_code_is_shared_and_kept(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream, child: Callable[[str], Child]
+) -> None:
+    class Keep:
+        def __init__(self, memory: highwater.Buffer) -> None:
+            self.memory = memory
+
+    # The memory of a buffer, as that of any library.
+    keep = Keep(device.allocate_shared(1000, "float32"))
+    gone = weakref.ref(keep)
+    adopted = device.adopt(keep.memory.ptr + 400, (30, 30), "float32", keep)
+    del keep
+    stream.note_device_use(adopted)
+    stream.fill(adopted, 2.5)
+    ticket = adopted.share()
+    consumer = child(CONSUMER)
+    consumer.write(pickle.dumps(ticket).hex())
+    assert float(consumer.read()) == 2250 and gone() is not None
+    del adopted
+    assert gone() is not None  # The consumer has it open.
+    consumer.kill()
+    # A thread of the library drops it. Python hears of that with the next call.
+    until(lambda: runtime.statistics().sharing.limbo_blocks == 0 and gone() is None)
+    with pytest.raises(highwater.InvalidPointer):
+        device.adopt(0, 4, "float32", None)
+    with pytest.raises(highwater.InvalidArgument):
+        device.adopt(stream.upload([1.0]).ptr, 0, "float32", None)

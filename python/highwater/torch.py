@@ -1,0 +1,657 @@
+"""PyTorch's CUDA tensors between processes by Highwater's tickets, and a memory pool of PyTorch on Highwater's device memory.
+
+`install_reducers` replaces the way in which `torch.multiprocessing` sends CUDA tensors: through queues, pipes and arguments of
+processes. `share` and `open` do the same by hand. Nothing is copied. The receiver sees the writes of the sender, and the reverse.
+
+The memory of a sent tensor stays until the sender has dropped every tensor over it and no process has it open. A ticket that no
+process has opened keeps the memory for a limited time. A process that is killed releases what it has open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+from . import _highwater
+from ._errors import Expired, Forked, InvalidArgument, Unsupported
+from ._highwater import Buffer, Runtime, Stream, Ticket, TicketBatch
+
+__all__ = [
+    "MemPool",
+    "TensorBatch",
+    "TensorTicket",
+    "collect",
+    "install_reducers",
+    "kept_bytes",
+    "last_allocation_failure",
+    "open",
+    "open_all",
+    "runtime",
+    "share",
+    "share_all",
+    "uninstall_reducers",
+]
+
+# As `Any`: PyTorch may be missing where types are checked.
+torch: Any = importlib.import_module("torch")
+# This registers the reducers that are replaced.
+reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
+
+_log = logging.getLogger("highwater")
+
+
+# The class, type, size, stride and offset of a tensor, whether it requires a gradient, and whether it is a conjugate and a negative
+# view.
+_Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
+
+
+class TensorTicket(NamedTuple):
+    """Names a tensor for other processes. `share` returns it. It can be pickled, and goes through queues and pipes."""
+
+    kind: str
+    """`"Tensor"` or `"Parameter"`."""
+    dtype: Any
+    """The `torch.dtype`."""
+    size: tuple[int, ...]
+    """The lengths of the dimensions."""
+    stride: tuple[int, ...]
+    """The distance of neighbors in each dimension, in elements."""
+    offset: int
+    """The place of the first element in the storage, in elements."""
+    requires_grad: bool
+    """Whether the tensor needs a gradient."""
+    views: tuple[bool, bool]
+    """Whether the tensor is a conjugate view, and whether it is a negative view."""
+    device: int
+    """The index of the device in the process that shared the tensor."""
+    nbytes: int
+    """Bytes of the storage."""
+    ticket: bytes
+    """The bytes of the `highwater.Ticket` of the storage. Empty for an empty storage."""
+    exporter: bytes
+    """The name under which the exporter receives receipts."""
+    serial: int
+    """The number of the storage in the exporter."""
+    token: int
+    """The number that the receipt of this ticket has. 0 for none."""
+
+    def __repr__(self) -> str:
+        # Without its secrets.
+        return f"<highwater.torch.TensorTicket {self.kind} {self.size} {self.dtype}>"
+
+
+class TensorBatch(NamedTuple):
+    """Names many tensors over few storages. `share_all` returns it. It can be pickled, and goes through queues and pipes."""
+
+    tensors: tuple[tuple[int, _Described], ...]
+    """For each tensor the number of its storage, and the first seven fields of a `TensorTicket`."""
+    batch: TicketBatch
+    """The tickets of the storages."""
+    exporter: bytes
+    """The name under which the exporter receives receipts."""
+    serials: tuple[int, ...]
+    """The numbers of the storages in the exporter."""
+    token: int
+    """The number that the receipt of this batch has."""
+
+    def __repr__(self) -> str:
+        return f"<highwater.torch.TensorBatch of {len(self.tensors)} tensors over {len(self.serials)} storages>"
+
+
+class _Keep:
+    """Keeps a storage while its memory is shared."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+
+    def uses(self) -> tuple[int, int]:
+        """The references to the storage, from C++ and from Python."""
+        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
+
+
+def _uses_of_idle() -> tuple[int, int]:
+    """The references to a storage that only a `_Keep` has."""
+    return _Keep(torch.UntypedStorage(1)).uses()
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A ticket that is on its way."""
+
+    opens: int
+    until: float
+
+
+class _Export:
+    """A storage that this process shares."""
+
+    def __init__(self, keep: _Keep, buffer: Buffer, serial: int) -> None:
+        self.keep = keep
+        self.buffer = buffer
+        self.serial = serial
+        self.address = keep.storage.data_ptr()
+        self.nbytes = keep.storage.nbytes()
+        self.flights: dict[int, _Flight] = {}
+
+    def is_of(self, storage: Any) -> bool:
+        return bool(storage.data_ptr() == self.address and storage.nbytes() == self.nbytes)
+
+
+class _Received(NamedTuple):
+    """A storage that this process has opened."""
+
+    reference: Any
+    ticket: TensorTicket
+
+
+class _Handed:
+    """A buffer for PyTorch. The wait that `open_shared` made is enough, so no stream is ordered."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.buffer.__dlpack_device__()
+
+    def __dlpack__(self, **_arguments: object) -> Any:
+        return self.buffer.__dlpack__(stream=-1, max_version=(1, 0))
+
+
+FIRST_LOOK_SECONDS = 0.02
+LAST_LOOK_SECONDS = 0.5
+UNOPENED_SECONDS = 60.0
+
+
+class _State:
+    """What this process shares and has open."""
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        if not hasattr(torch._C, "_storage_Use_Count"):
+            message = f"PyTorch {torch.__version__} does not count the uses of a storage"
+            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, which was run, or one like it")
+        self.pid = os.getpid()
+        self.runtime = _highwater.standing_runtime(_backend())
+        self.receipts = _highwater.Receipts(os.urandom(16))
+        self.name = self.receipts.name
+        # A finalizer may run under the lock and come back.
+        self.lock = threading.RLock()
+        self.serials = itertools.count(1)
+        self.exports: dict[int, _Export] = {}
+        self.by_serial: dict[int, _Export] = {}
+        self.by_token: dict[int, list[_Export]] = {}
+        self.received: dict[tuple[bytes, int], _Received] = {}
+        self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
+        self.most_received = 128
+        self.keeps: weakref.WeakSet[_Keep] = weakref.WeakSet()
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self.idle_uses = _uses_of_idle()
+        self.is_looking = False
+        threading.Thread(target=self.look, name="highwater-torch", daemon=True).start()
+
+    def look(self) -> None:
+        """Releases what nobody needs, for as long as there is anything."""
+        wait: float | None = None
+        while True:
+            try:
+                with self.lock:
+                    self.is_looking = bool(self.keeps)
+                    if not self.is_looking:
+                        wait = None
+                tokens = self.receipts.take(wait)
+                self.land(tokens)
+                if tokens or wait is None:
+                    wait = FIRST_LOOK_SECONDS
+                else:
+                    wait = min(wait * 2, LAST_LOOK_SECONDS)
+                self.sweep()
+            except Exception:
+                # The thread must go on: nothing else releases the memory.
+                _log.exception("the search for tensors that nobody needs has failed")
+                time.sleep(LAST_LOOK_SECONDS)
+
+    def land(self, tokens: list[int]) -> None:
+        """Notes the receipts of tickets."""
+        with self.lock:
+            for token in tokens:
+                for export in self.by_token.get(token, ()):
+                    flight = export.flights[token]
+                    flight.opens -= 1
+                    if flight.opens <= 0:
+                        del export.flights[token]
+                        self.by_token.pop(token, None)
+
+    def sweep(self) -> None:
+        """Ends the shares of storages that no tensor of this process and no ticket on its way needs."""
+        ended: list[_Export] = []
+        now = time.monotonic()
+        with self.lock:
+            for key, export in list(self.exports.items()):
+                for token, flight in list(export.flights.items()):
+                    if flight.until < now:
+                        del export.flights[token]
+                        self.by_token.pop(token, None)
+                if not export.flights and self.is_idle(export):
+                    del self.exports[key], self.by_serial[export.serial]
+                    ended.append(export)
+            if len(self.received) > self.most_received:
+                self.forget_received()
+        # Outside of the lock: the memory goes, or waits until no process has it open.
+        ended.clear()
+
+    def is_idle(self, export: _Export) -> bool:
+        found = export.keep.uses()
+        return found[0] <= self.idle_uses[0] and found[1] <= self.idle_uses[1]
+
+    def forget_received(self) -> None:
+        for key, received in list(self.received.items()):
+            if received.reference.expired():
+                del self.received[key]
+                self.received_by_cdata.pop(received.reference.cdata, None)
+        self.most_received = max(128, 2 * len(self.received))
+
+    def stream(self, device: int) -> Stream:
+        """The stream on which this thread's work of PyTorch goes."""
+        stream = torch.cuda.current_stream(device)
+        key = (device, stream.cuda_stream)
+        known = self.streams.get(key)
+        if known is None:
+            known = self.streams[key] = self.runtime.device(device).stream_from_raw(stream)
+        return known
+
+    def export_of(self, storage: Any, device: int) -> _Export:
+        key = storage._cdata
+        with self.lock:
+            known = self.exports.get(key)
+            if known is not None and known.is_of(storage):
+                return known
+        keep = _Keep(storage)
+        buffer = self.runtime.device(device).adopt(storage.data_ptr(), storage.nbytes(), "uint8", keep)
+        made = _Export(keep, buffer, next(self.serials))
+        with self.lock:
+            known = self.exports.get(key)
+            if known is not None and known.is_of(storage):
+                return known
+            if known is not None:
+                self.drop(known)
+            self.exports[key] = self.by_serial[made.serial] = made
+            self.keeps.add(keep)
+        return made
+
+    def drop(self, export: _Export) -> None:
+        """Forgets the share of a storage that has other memory now."""
+        for token in export.flights:
+            self.by_token[token].remove(export)
+        del self.by_serial[export.serial]
+
+    def share(self, tensor: Any, opens: int) -> TensorTicket:
+        storage, device = tensor.untyped_storage(), tensor.device.index
+        nbytes = storage.nbytes()
+        data, exporter, serial, token = b"", self.name, 0, 0
+        if nbytes > 0:
+            forwarded = self.forwarded(storage)
+            if forwarded is not None:
+                # Its exporter knows nothing of the work here.
+                torch.cuda.current_stream(device).synchronize()
+                data, exporter, serial = forwarded.ticket, forwarded.exporter, forwarded.serial
+            else:
+                export = self.export_of(storage, device)
+                self.stream(device).note_device_use(export.buffer)
+                data, serial = export.buffer.share().to_bytes(), export.serial
+                token = self.fly([export], opens)
+        return TensorTicket(*_described(tensor), device, nbytes, data, exporter, serial, token)
+
+    def fly(self, exports: list[_Export], opens: int) -> int:
+        """Keeps storages until a message has arrived. Returns the token of its receipts."""
+        token = int.from_bytes(os.urandom(8), "little") or 1
+        until = time.monotonic() + _unopened_seconds
+        with self.lock:
+            for export in exports:
+                export.flights[token] = _Flight(opens, until)
+            self.by_token[token] = exports
+            is_looking, self.is_looking = self.is_looking, True
+        if not is_looking:
+            self.receipts.wake()
+        return token
+
+    def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
+        numbers: dict[int, int] = {}
+        exports: list[_Export] = []
+        placed: list[tuple[int, _Described]] = []
+        for place, tensor in enumerate(tensors):
+            storage = tensor.untyped_storage()
+            number = numbers.get(storage._cdata)
+            if number is None:
+                if storage.nbytes() == 0 or self.forwarded(storage) is not None:
+                    message = f"tensor {place} is empty or came from another process"
+                    raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
+                export = self.export_of(storage, tensor.device.index)
+                self.stream(tensor.device.index).note_device_use(export.buffer)
+                number = numbers[storage._cdata] = len(exports)
+                exports.append(export)
+            placed.append((number, _described(tensor)))
+        batch = self.runtime.share_all([export.buffer for export in exports])
+        serials = tuple(export.serial for export in exports)
+        return TensorBatch(tuple(placed), batch, self.name, serials, self.fly(exports, opens))
+
+    def storages_of(self, batch: TensorBatch) -> list[Any]:
+        if batch.exporter == self.name:
+            storages = [self.original(serial) for serial in batch.serials]
+            self.land([batch.token])
+            return storages
+        buffers = self.runtime.open_shared_all(batch.batch)
+        keys = [(batch.exporter, serial) for serial in batch.serials]
+        tickets = [_of_storage(batch, number, buffer.nbytes) for number, buffer in enumerate(buffers)]
+        storages = [self.received_as(key, buffer, ticket) for key, buffer, ticket in zip(keys, buffers, tickets, strict=True)]
+        _highwater.acknowledge(batch.exporter, batch.token)
+        return storages
+
+    def forwarded(self, storage: Any) -> TensorTicket | None:
+        """The ticket of a storage that came from another process."""
+        with self.lock:
+            key = self.received_by_cdata.get(storage._cdata)
+            received = None if key is None else self.received.get(key)
+        return None if received is None or received.reference.expired() else received.ticket
+
+    def storage_of(self, ticket: TensorTicket) -> Any:
+        """The storage of a ticket: the original, one that is open already, or a new one."""
+        key = (ticket.exporter, ticket.serial)
+        if ticket.exporter == self.name:
+            storage = self.original(ticket.serial)
+            self.land([ticket.token])
+            return storage
+        # Also if the storage is open already: this waits for the work before the share.
+        buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
+        storage = self.received_as(key, buffer, ticket)
+        if ticket.token:
+            _highwater.acknowledge(ticket.exporter, ticket.token)
+        return storage
+
+    def original(self, serial: int) -> Any:
+        """A storage that this process shares."""
+        with self.lock:
+            export = self.by_serial.get(serial)
+        if export is None:
+            raise Expired("Expired", "open", "the memory of the ticket is gone", None, "keep the tensor until it is opened")
+        return export.keep.storage
+
+    def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: TensorTicket) -> Any:
+        """The storage over a buffer of another process. If one is open already, returns that one."""
+        with self.lock:
+            storage = self.opened(key)
+        if storage is None:
+            made = torch.utils.dlpack.from_dlpack(_Handed(buffer)).untyped_storage()
+            with self.lock:
+                # Another thread may have opened it meanwhile.
+                storage = self.opened(key)
+                if storage is None:
+                    storage = made
+                    self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
+                    self.received_by_cdata[storage._cdata] = key
+        return storage
+
+    def opened(self, key: tuple[bytes, int]) -> Any:
+        received = self.received.get(key)
+        if received is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(received.reference.cdata)
+        if storage is None:
+            del self.received[key]
+            self.received_by_cdata.pop(received.reference.cdata, None)
+        return storage
+
+
+def _described(tensor: Any) -> _Described:
+    """The first seven fields of a `TensorTicket`."""
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
+    shape = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+    return (kind, tensor.dtype, *shape, tensor.requires_grad, (tensor.is_conj(), tensor.is_neg()))
+
+
+def _of_storage(batch: TensorBatch, number: int, nbytes: int) -> TensorTicket:
+    """The ticket of a storage of a batch, by which it goes on to other processes."""
+    data = batch.batch.ticket(number).to_bytes()
+    described: _Described = ("Tensor", torch.uint8, (nbytes,), (1,), 0, False, (False, False))
+    return TensorTicket(*described, 0, nbytes, data, batch.exporter, batch.serials[number], 0)
+
+
+def _over(storage: Any, described: _Described) -> Any:
+    """A tensor over a storage."""
+    kind, dtype, size, stride, offset, requires_grad, (is_conj, is_neg) = described
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    if is_conj:
+        tensor = tensor.conj()
+    if is_neg:
+        tensor = torch._neg_view(tensor)
+    if kind == "Parameter":
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+_unopened_seconds = UNOPENED_SECONDS
+_state: _State | None = None
+_state_lock = threading.Lock()
+
+
+def _backend() -> str:
+    return os.environ.get("HIGHWATER_BACKEND") or ("rocm" if torch.version.hip else "cuda")
+
+
+def _current() -> _State:
+    global _state
+    state = _state
+    if state is None:
+        with _state_lock:
+            if _state is None:
+                _state = _State()
+            state = _state
+    if state.pid != os.getpid():
+        raise Forked(
+            "Forked",
+            "torch",
+            "the process was forked after it had shared or opened tensors",
+            None,
+            'start processes with torch.multiprocessing.get_context("spawn") or "forkserver"',
+        )
+    return state
+
+
+@atexit.register
+def _end() -> None:
+    """Releases what no process needs, while PyTorch still can."""
+    state = _state
+    if state is not None and state.pid == os.getpid():
+        state.sweep()
+
+
+def runtime() -> Runtime:
+    """Returns the runtime of this process for PyTorch's memory. The first call opens it.
+
+    It is of CUDA or ROCm, as PyTorch is, or of the backend that the variable `HIGHWATER_BACKEND` names. It lives as long as the
+    process.
+    """
+    return _current().runtime
+
+
+def _unfit(tensor: Any) -> str | None:
+    """Why a tensor cannot be shared. `None` if it can."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return "it is no tensor of a CUDA device"
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"its class is {type(tensor).__name__}, expected Tensor or Parameter"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return "it is not strided: it is sparse, nested or quantized"
+    if tensor.requires_grad and not tensor.is_leaf:
+        return "it is no leaf and requires a gradient"
+    if tensor.has_names():
+        return "its dimensions have names"
+    return None
+
+
+def _check(operation: str, name: str, tensor: Any, opens: int) -> None:
+    reason = _unfit(tensor)
+    if reason is not None:
+        message = f"{name} cannot be shared: {reason}"
+        raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+    if opens < 1:
+        raise InvalidArgument("InvalidArgument", operation, f"opens is {opens}", None, "pass 1 or more")
+
+
+def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
+    """Returns a ticket by which other processes `open` a CUDA tensor. Copies nothing and waits for nothing.
+
+    The work that this thread's current stream has now is done before a process has opened the ticket. `opens` is the number of
+    opens for which the ticket keeps the memory after this process has dropped the tensor. It keeps the memory for at most 60
+    seconds, or the `unopened_seconds` of `install_reducers`. While this process has the tensor, any number of processes open it.
+
+    A tensor that came from another process is shared on, by the ticket of its owner. This waits for the current stream. Such a
+    ticket keeps nothing, and the owner must still have the tensor when it is opened.
+
+    Raises `InvalidArgument` for other tensors, and for memory that no process can open, such as that of `cudaMallocAsync`.
+    """
+    _check("share", "the tensor", tensor, opens)
+    return _current().share(tensor, opens)
+
+
+def open(ticket: TensorTicket) -> Any:
+    """Returns the tensor of a ticket: its memory, not a copy. Waits until the work before the share is done.
+
+    Tensors over one storage arrive as views of one storage, also by several tickets. In the process that shared the tensor, it is
+    over the original storage. The memory stays while a tensor over it lives, here or in the exporter. The last drop waits for the
+    device, because PyTorch does not report which streams used the tensor.
+
+    Raises `Expired` or `PeerLost` if the memory is gone, `DeviceMissing` if its device is not visible here, and `Forked` in a
+    child of `fork`.
+    """
+    if ticket.nbytes == 0:
+        storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
+    else:
+        storage = _current().storage_of(ticket)
+    return _over(storage, ticket[:7])
+
+
+def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
+    """Returns one message by which other processes open many CUDA tensors, such as the weights of a model, with `open_all`.
+
+    It names each storage once. Tensors over few storages take least: one flat storage with many views is the best form. The tensors
+    must not be empty, and must not come from another process. Else as `share`. Raises `InvalidArgument` with the place of a wrong
+    one.
+    """
+    tensors = list(tensors)
+    for place, tensor in enumerate(tensors):
+        _check("share_all", f"tensor {place}", tensor, opens)
+    return _current().share_all(tensors, opens)
+
+
+def open_all(batch: TensorBatch) -> list[Any]:
+    """Returns the tensors of a batch, in order. Opens all storages or none. Else as `open`."""
+    storages = _current().storages_of(batch)
+    return [_over(storages[number], described) for number, described in batch.tensors]
+
+
+_replaced: dict[type, Callable[[Any], Any]] = {}
+_install_lock = threading.Lock()
+
+
+def _reduce(tensor: Any) -> Any:
+    """Pickles a tensor for another process."""
+    if _unfit(tensor) is not None:
+        # PyTorch's own way, which also raises PyTorch's own errors.
+        return reductions.reduce_tensor(tensor)
+    torch.utils.hooks.warn_if_has_hooks(tensor)
+    return open, (_current().share(tensor, 1),)
+
+
+def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
+    """Makes `torch.multiprocessing` send CUDA tensors by tickets, from this process on.
+
+    A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A second call
+    only sets the time. A tensor that no process receives within `unopened_seconds` may be gone once this process has dropped it.
+
+    Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
+    """
+    if not 0 <= unopened_seconds < float("inf"):
+        raise InvalidArgument(
+            "InvalidArgument", "install_reducers", f"unopened_seconds is {unopened_seconds}", None, "pass seconds of at least 0"
+        )
+    global _unopened_seconds
+    _unopened_seconds = unopened_seconds
+    with _install_lock:
+        for kind, reducer in list(_reducers().items()):
+            if reducer is reductions.reduce_tensor:
+                _replaced[kind] = reducer
+                ForkingPickler.register(kind, _reduce)
+
+
+def uninstall_reducers() -> None:
+    """Makes `torch.multiprocessing` send CUDA tensors in PyTorch's way again. Tickets that were sent stay valid."""
+    with _install_lock:
+        for kind, reducer in _replaced.items():
+            # Another library may have replaced the reducer meanwhile.
+            if _reducers().get(kind) is _reduce:
+                ForkingPickler.register(kind, reducer)
+        _replaced.clear()
+
+
+def _reducers() -> dict[type, Callable[[Any], Any]]:
+    found: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    return found
+
+
+def collect() -> None:
+    """Releases the memory of sent tensors that no process needs. It is also released within half a second by itself."""
+    state = _current()
+    state.land(state.receipts.take(0.0))
+    state.sweep()
+
+
+def kept_bytes() -> int:
+    """Returns the bytes of the storages that this process shares, or that are dropped here and open in other processes."""
+    state = _state
+    if state is None:
+        return 0
+    with state.lock:
+        return sum(keep.storage.nbytes() for keep in list(state.keeps))
+
+
+_allocators: list[Any] = []
+
+
+def MemPool() -> Any:
+    """Returns a `torch.cuda.MemPool` whose memory comes from Highwater's device memory, and which other processes can open.
+
+    PyTorch allocates from it inside `torch.cuda.use_mem_pool(pool)`, and caches its blocks as always. Tensors of the pool go
+    between processes by `share` and by the reducers of `install_reducers`. PyTorch's own way may not know such memory.
+
+    Raises `Unsupported` for a PyTorch without `torch.cuda.MemPool`, and the errors of `runtime`. If the device has no memory left,
+    PyTorch raises `torch.OutOfMemoryError`; `last_allocation_failure` has Highwater's reason.
+    """
+    kind = getattr(torch.cuda, "MemPool", None)
+    if kind is None:
+        raise Unsupported("Unsupported", "MemPool", "this PyTorch has no torch.cuda.MemPool", None, "use PyTorch 2.5 or newer")
+    runtime()
+    # PyTorch keeps no reference to the allocator, and uses it for as long as a block of it lives.
+    if not _allocators:
+        library = _highwater.__file__
+        _allocators.append(torch.cuda.memory.CUDAPluggableAllocator(library, "highwater_torch_alloc", "highwater_torch_free"))
+    return kind(_allocators[0].allocator())
+
+
+def last_allocation_failure() -> str | None:
+    """Returns the text of the last error of an allocation for a `MemPool` of this process. `None` if none failed."""
+    return _highwater.last_failure()

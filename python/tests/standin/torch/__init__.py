@@ -1,0 +1,243 @@
+"""A stand-in for PyTorch: storages and tensors over the memory of a Highwater runtime, with the names that `highwater.torch` uses.
+
+It has no arithmetic. Tests use it where PyTorch or a CUDA device is missing, over the mock and the simulated CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+
+__version__ = "stand-in"
+version = types.SimpleNamespace(hip=None)
+strided = "strided"
+
+
+class dtype:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.itemsize = np.dtype(name).itemsize
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+float32, float64, int32, int64, uint8 = (dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
+
+
+class device:
+    def __init__(self, type: str, index: int = 0) -> None:
+        self.type, self.index = type, index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, device) and (self.type, self.index) == (other.type, other.index)
+
+
+_storages: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class UntypedStorage:
+    def __init__(self, nbytes: int, buffer: Any = None) -> None:
+        self.buffer = buffer
+        self._nbytes = nbytes
+        self._address = 0 if buffer is None or nbytes == 0 else buffer.ptr
+        self._cdata = next(_numbers)
+        self.device = device("cpu" if buffer is None else "cuda", 0 if buffer is None else buffer.device)
+        self.tensors: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        _storages[self._cdata] = self
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @staticmethod
+    def _new_with_weak_ptr(cdata: int) -> UntypedStorage | None:
+        return _storages.get(cdata)
+
+
+class _Storage:
+    """Keeps the storage for a tensor. A reference of C++, which Python's count of the storage does not have."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.storage = storage
+
+
+class Tensor:
+    layout = strided
+    is_nested = is_quantized = False
+
+    def __init__(self, storage: UntypedStorage, kind: dtype, size: Any, stride: Any, offset: int) -> None:
+        self._holds = _Storage(storage)
+        storage.tensors.add(self)
+        self.dtype, self._size, self._stride, self._offset = kind, tuple(size), tuple(stride), offset
+        self.requires_grad, self.is_leaf = False, True
+        self._is_conj = self._is_neg = False
+        self.names: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> device:
+        return self._holds.storage.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._size
+
+    def untyped_storage(self) -> UntypedStorage:
+        return self._holds.storage
+
+    def data_ptr(self) -> int:
+        return self._holds.storage.data_ptr() + self._offset * self.dtype.itemsize
+
+    def size(self) -> tuple[int, ...]:
+        return self._size
+
+    def stride(self) -> tuple[int, ...]:
+        return self._stride
+
+    def storage_offset(self) -> int:
+        return self._offset
+
+    def is_conj(self) -> bool:
+        return self._is_conj
+
+    def is_neg(self) -> bool:
+        return self._is_neg
+
+    def has_names(self) -> bool:
+        return bool(self.names)
+
+    def requires_grad_(self) -> Tensor:
+        self.requires_grad = True
+        return self
+
+    def conj(self) -> Tensor:
+        result = self.as_strided(self._size, self._stride, self._offset)
+        result._is_conj, result._is_neg = True, self._is_neg
+        return result
+
+    def as_strided(self, size: Any, stride: Any, offset: int) -> Tensor:
+        return Tensor(self._holds.storage, self.dtype, size, stride, offset)
+
+    def set_(self, storage: UntypedStorage, offset: int, size: Any, stride: Any) -> Tensor:
+        self._holds.storage.tensors.discard(self)
+        self.__init__(storage, self.dtype, size, stride, offset)  # type: ignore[misc]
+        return self
+
+    def t(self) -> Tensor:
+        return self.as_strided(self._size[::-1], self._stride[::-1], self._offset)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(self._size[0])
+        size, offset = (stop - start, *self._size[1:]), self._offset + start * self._stride[0]
+        return self.as_strided(size, self._stride, offset)
+
+    def _array(self, values: Any) -> Any:
+        strides = [stride * self.dtype.itemsize for stride in self._stride]
+        flat = values.view(self.dtype.name)[self._offset :]
+        return np.lib.stride_tricks.as_strided(flat, self._size, strides)
+
+    def tolist(self) -> Any:
+        storage = self._holds.storage
+        return self._array(_stream(storage.device.index).download(storage.buffer)).tolist()
+
+    def fill_(self, value: float) -> Tensor:
+        storage = self._holds.storage
+        stream = _stream(storage.device.index)
+        values = stream.download(storage.buffer)
+        self._array(values)[...] = value
+        stream.write(values, storage.buffer)
+        return self
+
+
+class Parameter(Tensor):
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Parameter:
+        return super().__new__(cls)
+
+    def __init__(self, data: Tensor, requires_grad: bool = True) -> None:
+        super().__init__(data.untyped_storage(), data.dtype, data.size(), data.stride(), data.storage_offset())
+        self.requires_grad = requires_grad
+
+
+nn = types.SimpleNamespace(Parameter=Parameter)
+
+
+def _neg_view(tensor: Tensor) -> Tensor:
+    result = tensor.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    result._is_conj, result._is_neg = tensor.is_conj(), True
+    return result
+
+
+def empty(*size: int, dtype: dtype = float32, device: Any = "cpu") -> Tensor:
+    """Allocates on the current stream's device, as PyTorch does. The contents are unspecified."""
+    nbytes = math.prod(size) * dtype.itemsize
+    stride = [math.prod(size[place + 1 :]) for place in range(len(size))]
+    kind = device if isinstance(device, str) else device.type
+    if kind == "cpu":
+        return Tensor(UntypedStorage(nbytes), dtype, size, stride, 0)
+    import highwater.torch
+
+    ordinal = 0 if isinstance(device, str) else device.index
+    buffer = highwater.torch.runtime().device(ordinal).allocate_shared(nbytes, "uint8")
+    return Tensor(UntypedStorage(nbytes, buffer), dtype, size, stride, 0)
+
+
+def tensor(values: Any, dtype: dtype = float32, device: Any = "cpu") -> Tensor:
+    array = np.ascontiguousarray(values, dtype.name)
+    made = empty(*array.shape, dtype=dtype, device=device)
+    storage = made.untyped_storage()
+    _stream(storage.device.index).write(array.reshape(-1).view("uint8"), storage.buffer)
+    return made
+
+
+def _use_count(cdata: int) -> int:
+    return 1 + len(_storages[cdata].tensors)
+
+
+_C = types.SimpleNamespace(_storage_Use_Count=_use_count)
+
+
+def _from_dlpack(handed: Any) -> Tensor:
+    buffer = handed.buffer
+    return Tensor(UntypedStorage(buffer.nbytes, buffer), uint8, (buffer.nbytes,), (1,), 0)
+
+
+utils = types.SimpleNamespace(
+    dlpack=types.SimpleNamespace(from_dlpack=_from_dlpack), hooks=types.SimpleNamespace(warn_if_has_hooks=lambda tensor: None)
+)
+
+_streams: dict[int, Any] = {}
+
+
+def _stream(index: int) -> Any:
+    import highwater.torch
+
+    if index not in _streams:
+        _streams[index] = highwater.torch.runtime().device(index).create_stream()
+    return _streams[index]
+
+
+class _Stream:
+    def __init__(self, index: int) -> None:
+        self.stream = _stream(index)
+        self.cuda_stream = self.stream.raw
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+cuda = types.SimpleNamespace(init=lambda: None, is_available=lambda: False, current_stream=_Stream)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"the stand-in for PyTorch has no {name}")

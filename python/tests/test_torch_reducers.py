@@ -1,0 +1,522 @@
+"""Tensors between processes: over PyTorch on a CUDA device, or over the stand-in for PyTorch where it is not installed."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+import highwater
+from highwater import _highwater
+from test_sharing import until
+from torch_here import IS_REAL, torch
+
+# After `torch_here`, which finds PyTorch or the stand-in.
+hwt: Any = pytest.importorskip("highwater.torch")
+reductions: Any = pytest.importorskip("torch.multiprocessing.reductions")
+
+LENGTH = 1 << 16
+
+
+def copy_out(tensor: Any) -> Callable[[], Any]:
+    """Starts a copy of a tensor that takes a while. The result waits for the copy, and returns its values."""
+    if not IS_REAL:
+        # The device has the latency of HIGHWATER_MOCK.
+        stream = hwt.runtime().device(0).create_stream()
+        buffer = tensor.untyped_storage().buffer
+        out = hwt.runtime().device(0).allocate(buffer.nbytes, "uint8")
+        stream.copy(buffer, out)
+        return lambda: stream.download(out).view("float32").tolist()
+    side = torch.cuda.Stream()
+    delay = torch.randn(4096, 4096, device="cuda")
+    copied = torch.empty(tensor.size(), device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            delay = delay @ delay
+        copied.copy_(tensor, non_blocking=True)
+
+    def values() -> Any:
+        with torch.cuda.stream(side):
+            return copied.tolist()
+
+    return values
+
+
+class Steps:
+    """What a child process does. Each method is a request."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def keep(self, *tensors: Any) -> list[Any]:
+        self.kept += tensors
+        return [tensor.tolist() for tensor in tensors]
+
+    def look(self, tensor: Any) -> Any:
+        kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
+        shape = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+        return (kind, str(tensor.dtype), *shape, tensor.requires_grad, tensor.tolist())
+
+    def storages(self, *tensors: Any) -> int:
+        self.kept += tensors
+        return len({tensor.untyped_storage().data_ptr() for tensor in self.kept})
+
+    def fill(self, place: int, value: float) -> None:
+        self.kept[place].fill_(value)
+        if IS_REAL:
+            torch.cuda.synchronize()
+
+    def read(self, place: int) -> Any:
+        return self.kept[place].tolist()
+
+    def drop(self) -> None:
+        self.kept.clear()
+
+    def open(self, ticket: Any) -> Any:
+        return hwt.open(ticket).tolist()
+
+    def open_all(self, batch: Any) -> Any:
+        opened = hwt.open_all(batch)
+        self.kept += opened
+        return [tensor.tolist() for tensor in opened], len({tensor.untyped_storage().data_ptr() for tensor in opened})
+
+    def share_one(self, place: int) -> Any:
+        return hwt.share(self.kept[place])
+
+    def make(self, values: Any) -> Any:
+        self.kept.append(torch.tensor(values, device="cuda"))
+        return self.kept[-1]
+
+    def ticket(self, values: Any) -> Any:
+        return hwt.share(self.make(values))
+
+    def pass_on(self, tensor: Any) -> Any:
+        self.kept.append(tensor)
+        return tensor
+
+    def drop_under_a_copy(self, *tensors: Any) -> bool:
+        expected = [tensor.tolist() for tensor in tensors]
+        copies = [copy_out(tensor) for tensor in tensors]
+        del tensors
+        self.kept = [copies, expected]
+        return True
+
+    def copies_are_right(self) -> bool:
+        copies, expected = self.kept
+        return all(copy() == values for copy, values in zip(copies, expected, strict=True))
+
+
+def serve(connection: Any) -> None:
+    hwt.install_reducers()
+    steps = Steps()
+    while True:
+        try:
+            step, arguments = connection.recv()
+            result = getattr(steps, step)(*arguments)
+            del arguments
+        except EOFError:
+            return
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        connection.send(result)
+        del result
+
+
+class Worker:
+    def __init__(self, method: str = "spawn") -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def send(self, step: str, *arguments: Any) -> None:
+        self.connection.send((step, arguments))
+
+    def read(self) -> Any:
+        assert self.connection.poll(60)
+        return self.connection.recv()
+
+    def ask(self, step: str, *arguments: Any) -> Any:
+        self.send(step, *arguments)
+        return self.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Worker]]:
+    """Two workers that every test may use, and leaves alive and without tensors."""
+    started = [Worker(), Worker()]
+    yield started
+    for worker in started:
+        worker.kill()
+
+
+@pytest.fixture
+def workers(pair: list[Worker]) -> Iterator[list[Worker]]:
+    yield pair
+    for worker in pair:
+        worker.ask("drop")
+
+
+@pytest.fixture
+def victim() -> Iterator[Worker]:
+    """A worker that a test kills."""
+    worker = Worker()
+    yield worker
+    worker.kill()
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    hwt.install_reducers()
+    yield
+    hwt.uninstall_reducers()
+    hwt.install_reducers(unopened_seconds=60)
+    hwt.uninstall_reducers()
+
+
+def nothing_is_kept() -> bool:
+    hwt.collect()
+    sharing = hwt.runtime().statistics().sharing
+    return bool(hwt.kept_bytes() == 0 and sharing.limbo_blocks == 0)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(installed: None, workers: list[Worker]) -> Iterator[None]:
+    yield
+    for worker in workers:
+        worker.ask("drop")
+    until(nothing_is_kept)
+
+
+def cuda(values: Any, dtype: Any = None) -> Any:
+    return torch.tensor(values, dtype=dtype or torch.float32, device="cuda")
+
+
+def test_a_tensor_arrives_with_all_that_it_has(workers: list[Worker]) -> None:
+    matrix = cuda([[0, 1, 2], [3, 4, 5]])
+
+    def look(tensor: Any) -> Any:
+        return workers[0].ask("look", tensor)
+
+    whole = [[0, 1, 2], [3, 4, 5]]
+    assert look(matrix) == ("Tensor", "torch.float32", (2, 3), (3, 1), 0, False, whole)
+    assert look(matrix.t()) == ("Tensor", "torch.float32", (3, 2), (1, 3), 0, False, [[0, 3], [1, 4], [2, 5]])
+    assert look(matrix[1:2]) == ("Tensor", "torch.float32", (1, 3), (3, 1), 3, False, [[3, 4, 5]])
+    assert look(cuda([7, 8], torch.int64)) == ("Tensor", "torch.int64", (2,), (1,), 0, False, [7, 8])
+    assert look(cuda([1, 2]).requires_grad_())[5] is True
+    assert look(torch.nn.Parameter(matrix)) == ("Parameter", "torch.float32", (2, 3), (3, 1), 0, True, whole)
+    frozen = torch.nn.Parameter(cuda([3], torch.int32), requires_grad=False)
+    assert look(frozen) == ("Parameter", "torch.int32", (1,), (1,), 0, False, [3])
+
+
+def test_an_empty_tensor_arrives(workers: list[Worker]) -> None:
+    empty = torch.empty(2, 0, device="cuda")
+    ticket = hwt.share(empty)
+    assert ticket.ticket == b"" and ticket.nbytes == 0
+    opened = hwt.open(ticket)
+    assert tuple(opened.size()) == (2, 0) and opened.device.type == "cuda"
+
+
+def test_views_of_one_storage_arrive_as_views_of_one(workers: list[Worker]) -> None:
+    matrix = cuda([[0, 1], [2, 3]])
+    assert workers[0].ask("storages", matrix, matrix.t(), matrix[1:2]) == 1
+    # A later message, too.
+    assert workers[0].ask("storages", matrix[0:1]) == 1
+    workers[0].ask("fill", 2, 9)
+    assert matrix.tolist() == [[0, 1], [9, 9]]
+    assert workers[0].ask("read", 1) == [[0, 9], [1, 9]]
+    assert workers[0].ask("storages", cuda([5])) == 2
+
+
+def test_writes_after_the_share_are_seen_by_later_messages(workers: list[Worker]) -> None:
+    tensor = cuda([0.0] * LENGTH)
+    workers[0].ask("keep", tensor)
+    for value in range(1, 20):
+        tensor.fill_(value)
+        assert set(workers[0].ask("keep", tensor)[0]) == {value}
+
+
+def test_every_consumer_has_the_same_memory(workers: list[Worker]) -> None:
+    tensor = cuda([1, 2])
+    for worker in workers:
+        assert worker.ask("keep", tensor) == [[1, 2]]
+    workers[0].ask("fill", 0, 4)
+    assert tensor.tolist() == [4, 4] and workers[1].ask("read", 0) == [4, 4]
+
+
+def test_a_message_may_be_opened_by_many(workers: list[Worker]) -> None:
+    tensor = cuda([1, 2])
+    ticket = hwt.share(tensor, opens=4)
+    del tensor
+    for worker in workers * 2:
+        assert worker.ask("open", ticket) == [1, 2]
+    until(nothing_is_kept)
+    assert workers[0].ask("open", ticket).startswith("Expired")
+    with pytest.raises(highwater.Expired):
+        hwt.open(ticket)
+
+
+def test_a_dropped_tensor_stays_for_its_consumer(workers: list[Worker]) -> None:
+    tensor = cuda([3] * LENGTH)
+    workers[0].send("keep", tensor)
+    del tensor
+    hwt.collect()
+    assert workers[0].read() == [[3] * LENGTH]
+    hwt.collect()
+    # The memory is not given to another tensor while the consumer has it.
+    others = [cuda([-1] * LENGTH) for _ in range(8)]
+    assert hwt.kept_bytes() == 4 * LENGTH and workers[0].ask("read", 0) == [3] * LENGTH
+    del others
+
+
+def test_a_message_that_nobody_opens_keeps_memory_for_a_limited_time() -> None:
+    hwt.install_reducers(unopened_seconds=0.05)
+    message = ForkingPickler.dumps(cuda([1]))
+    until(nothing_is_kept)
+    with pytest.raises(highwater.Expired):
+        ForkingPickler.loads(message)
+
+
+def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> None:
+    matrix, other = cuda([[0, 1], [2, 3]]), cuda([7, 8], torch.int64)
+    tensors = [matrix[row : row + 1] for row in range(2)] * 50 + [matrix.t(), other, torch.nn.Parameter(matrix)]
+    batch = hwt.share_all(tensors, opens=2)
+    assert (len(batch.tensors), len(batch.serials), batch.batch.allocations) == (103, 2, 2)
+    expected = [tensor.tolist() for tensor in tensors]
+    here = hwt.open_all(batch)
+    assert here[0].untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+    assert here[102].requires_grad and isinstance(here[102], torch.nn.Parameter)
+    del tensors, matrix, other, here
+    assert workers[0].ask("open_all", batch) == (expected, 2)
+    workers[0].ask("fill", 0, 5)
+    # The third open, after the two for which the batch keeps the memory: a worker has it open, and the exporter dropped it.
+    until(lambda: not hwt._state.exports)
+    assert workers[1].ask("open_all", batch).startswith("Expired")
+    assert workers[0].ask("read", 2) == [[5, 5]]
+    # Each storage of a batch goes on by itself.
+    assert workers[0].ask("share_one", 0).ticket == batch.batch.ticket(0).to_bytes()
+    with pytest.raises(highwater.InvalidArgument, match="tensor 1"):
+        hwt.share_all([cuda([1]), torch.empty(2)])
+    with pytest.raises(highwater.InvalidArgument, match="tensor 0 is empty"):
+        hwt.share_all([torch.empty(2, 0, device="cuda")])
+
+
+def test_a_killed_consumer_keeps_nothing(workers: list[Worker], victim: Worker) -> None:
+    tensor = cuda([5] * LENGTH)
+    for worker in (workers[0], victim):
+        worker.ask("keep", tensor)
+    victim.kill()
+    assert workers[0].ask("read", 0) == [5] * LENGTH
+    del tensor
+    hwt.collect()
+    assert hwt.kept_bytes() == 4 * LENGTH
+    workers[0].ask("drop")
+    until(nothing_is_kept)
+
+
+def test_the_last_consumer_may_be_killed(victim: Worker) -> None:
+    tensor = cuda([5] * LENGTH)
+    victim.ask("keep", tensor)
+    del tensor
+    victim.kill()
+    until(nothing_is_kept)
+
+
+def test_a_killed_producer_leaves_what_is_open(workers: list[Worker], victim: Worker) -> None:
+    tensor, ticket = victim.ask("make", [2.0, 4.0]), victim.ask("ticket", [6.0])
+    assert tensor.tolist() == [2, 4]
+    victim.kill()
+    assert tensor.tolist() == [2, 4]
+    assert workers[0].ask("open", ticket).startswith(("Expired", "PeerLost"))
+    with pytest.raises((highwater.Expired, highwater.PeerLost)):
+        hwt.open(ticket)
+
+
+def test_tensors_dropped_under_a_copy_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIGHWATER_MOCK", "latency=40ms")
+    worker = Worker()
+    try:
+        tensors = [cuda([value] * LENGTH) for value in range(8)]
+        worker.send("drop_under_a_copy", *tensors)
+        tensors.clear()
+        assert worker.read() is True
+        hwt.collect()
+        # They get the memory of the others, if it is free.
+        tensors = [cuda([-1] * LENGTH) for _ in range(16)]
+        assert worker.ask("copies_are_right") is True
+    finally:
+        worker.kill()
+
+
+def test_a_tensor_comes_back_to_its_process_as_the_original(workers: list[Worker]) -> None:
+    tensor = cuda([1, 2, 3])
+    again = ForkingPickler.loads(ForkingPickler.dumps(tensor[1:3]))
+    assert again.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    again.fill_(8)
+    assert tensor.tolist() == [1, 8, 8]
+    passed = workers[0].ask("pass_on", tensor)
+    assert passed.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_a_received_tensor_goes_on_to_a_third_process(workers: list[Worker]) -> None:
+    received = workers[0].ask("make", [1.0, 2.0])
+    assert workers[1].ask("keep", received) == [[1, 2]]
+    workers[1].ask("fill", 0, 7)
+    assert received.tolist() == [7, 7] and workers[0].ask("read", 0) == [7, 7]
+
+
+def test_threads_share_and_open_at_once(workers: list[Worker]) -> None:
+    tensors = [cuda([value]) for value in range(8)]
+    received = [workers[0].ask("make", [float(value)]) for value in range(4)]
+    messages = [ForkingPickler.dumps(received[value % 4]) for value in range(8)]
+    found: list[Any] = []
+
+    def work(value: int) -> None:
+        for _ in range(25):
+            found.append(ForkingPickler.loads(ForkingPickler.dumps(tensors[value])).tolist() == [value])
+            found.append(ForkingPickler.loads(messages[value]).tolist() == [value % 4])
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 400 and all(found)
+
+
+def test_uninstall_restores_the_originals() -> None:
+    reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is hwt._reduce
+    hwt.uninstall_reducers()
+    assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is reductions.reduce_tensor
+    hwt.uninstall_reducers()
+    hwt.install_reducers()
+    hwt.install_reducers()
+    # The reducer of another library stays.
+    own = reducers[torch.Tensor] = lambda tensor: (int, ())
+    hwt.uninstall_reducers()
+    assert reducers[torch.Tensor] is own
+    reducers[torch.Tensor] = reductions.reduce_tensor
+
+
+def test_other_tensors_go_the_way_of_pytorch() -> None:
+    shared = torch.empty(4)
+    if IS_REAL:
+        assert ForkingPickler.loads(ForkingPickler.dumps(shared)).data_ptr()
+        result = (cuda([1]).requires_grad_() * 2,)
+        with pytest.raises(RuntimeError):
+            ForkingPickler.dumps(result)
+    else:
+        with pytest.raises(RuntimeError, match="PyTorch's own way"):
+            ForkingPickler.dumps(shared)
+    with pytest.raises(highwater.InvalidArgument, match="no tensor of a CUDA device"):
+        hwt.share(shared)
+
+
+def test_a_wrong_argument_is_refused() -> None:
+    with pytest.raises(highwater.InvalidArgument):
+        hwt.share("tensor")
+    with pytest.raises(highwater.InvalidArgument):
+        hwt.share(cuda([1]), opens=0)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(highwater.InvalidArgument):
+            hwt.install_reducers(unopened_seconds=seconds)
+    ticket = hwt.share(cuda([1]))
+    assert ticket.ticket.hex() not in repr(ticket) and str(ticket.token) not in repr(ticket)
+    with pytest.raises(highwater.InvalidArgument):
+        hwt.open(ticket._replace(ticket=ticket.ticket[:-1], exporter=bytes(16)))
+    hwt.open(ticket)
+
+
+def test_a_forked_child_is_refused_with_the_remedy() -> None:
+    ticket = hwt.share(cuda([1]))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            hwt.open(ticket)
+        except highwater.Forked as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert "spawn" in pipe.read()
+    os.waitpid(child, 0)
+    assert hwt.open(ticket).tolist() == [1]
+
+
+def test_a_child_of_a_fork_server_gets_tensors() -> None:
+    worker = Worker("forkserver")
+    try:
+        assert worker.ask("keep", cuda([4, 5])) == [[4, 5]]
+    finally:
+        worker.kill()
+
+
+def test_the_functions_of_the_allocator_allocate_and_free() -> None:
+    hwt.runtime()
+    library = ctypes.CDLL(_highwater.__file__)
+    allocate, free = library.highwater_torch_alloc, library.highwater_torch_free
+    allocate.argtypes, allocate.restype = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    free.argtypes, free.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p), None
+    stream = hwt.runtime().device(0).create_stream()
+    addresses = [allocate(1 << 20, 0, stream.raw) for _ in range(3)]
+    assert len({address for address in addresses if address}) == 3
+    for address in addresses:
+        free(address, 1 << 20, 0, stream.raw)
+    free(addresses[0], 1 << 20, 0, stream.raw)
+    assert "is not the start of live memory" in (hwt.last_allocation_failure() or "")
+    assert allocate(0, 0, stream.raw) is None and allocate(-1, 0, stream.raw) is None
+    assert "number of bytes is -1" in (hwt.last_allocation_failure() or "")
+    assert allocate(1 << 45, 0, stream.raw) is None
+
+
+@pytest.mark.skipif(not IS_REAL, reason="needs PyTorch and a CUDA device")
+def test_tensors_of_a_pool_go_between_processes(workers: list[Worker]) -> None:
+    pool = hwt.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.full((LENGTH,), 3.0, device="cuda")
+        large = torch.full((40 << 20,), 5, dtype=torch.uint8, device="cuda")
+    outside = torch.full((LENGTH,), 4.0, device="cuda")
+    assert workers[0].ask("keep", tensor, outside) == [[3] * LENGTH, [4] * LENGTH]
+    workers[0].ask("fill", 0, 6)
+    assert set(tensor.tolist()) == {6}
+    assert workers[1].ask("look", large[:2])[-1] == [5, 5]
+    segments = [segment["address"] for segment in pool.snapshot()]
+    assert any(address <= tensor.data_ptr() < address + (64 << 20) for address in segments)
+    for worker in workers:
+        worker.ask("drop")
+    del tensor, large
+    until(nothing_is_kept)
+    del pool
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not IS_REAL, reason="needs PyTorch and a CUDA device")
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "bool", "complex64", "float8_e4m3fn", "uint8"])
+def test_every_type_of_elements_arrives(workers: list[Worker], kind: str) -> None:
+    tensor = torch.arange(4, device="cuda").to(getattr(torch, kind))
+    found = workers[0].ask("look", tensor)
+    assert found[1] == f"torch.{kind}" and found[-1] == tensor.tolist()
+
+
+@pytest.mark.skipif(not IS_REAL, reason="needs PyTorch and a CUDA device")
+def test_views_with_a_sign_arrive_as_such(workers: list[Worker]) -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j], device="cuda")
+    assert workers[0].ask("look", tensor.conj())[-1] == [1 - 2j, 3 + 4j]
+    assert workers[0].ask("look", tensor.conj().imag)[-1] == [-2, 4]

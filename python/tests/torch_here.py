@@ -1,0 +1,32 @@
+"""PyTorch, or the stand-in for it where PyTorch is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+from conftest import BACKEND
+
+STAND_IN = str(pathlib.Path(__file__).with_name("standin"))
+
+
+def find() -> Any:
+    """Returns the module `torch`. Child processes find the same one."""
+    if STAND_IN not in sys.path and importlib.util.find_spec("torch") is None:
+        sys.path.insert(0, STAND_IN)
+    torch = importlib.import_module("torch")
+    if torch.__version__ == "stand-in":
+        os.environ["HIGHWATER_BACKEND"] = BACKEND
+    elif BACKEND != "cuda" or not torch.cuda.is_available():
+        pytest.skip("PyTorch is installed, and needs a CUDA device and HIGHWATER_TEST_BACKEND=cuda", allow_module_level=True)
+    return torch
+
+
+torch: Any = find()
+IS_REAL: bool = torch.__version__ != "stand-in"
