@@ -28,6 +28,8 @@ cases! {
     refuses_to_begin_again: ["capture.begin-again"] needs [has::capture];
     refuses_to_begin_on_a_stream_that_joined: ["capture.begin-again", "capture.joins"] needs [has::capture];
     streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [has::capture];
+    records_the_work_of_every_thread: ["capture.any-thread", "capture.not-executed", "capture.replay"] needs [has::capture];
+    relaxed_ends_on_another_thread: ["capture.any-thread"] needs [has::capture];
     is_not_disturbed_by_memory_and_events: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     is_not_disturbed_by_another_thread: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     is_not_disturbed_by_mapped_memory: ["mapped.capture"]
@@ -197,6 +199,46 @@ fn leaves_other_streams_alone(backend: &dyn Backend) -> CaseResult {
     holds(&recorded, NEW, "a recorded fill, launched")
 }
 
+fn records_the_work_of_every_thread(backend: &dyn Backend) -> CaseResult {
+    let (here, there) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let stream = Stream::new(backend)?;
+    for &mode in CaptureMode::ALL {
+        let capture = Capture::begin(&stream, mode)?;
+        stream.set(here.all(), NEW)?;
+        on_another_thread(|| Ok(stream.set(there.all(), NEW)?))?;
+        let executable = capture.end(&[&here, &there])?.instantiate()?;
+        stream.synchronize()?;
+        holds(&there, OLD, "work of another thread on a stream that is captured was executed")?;
+        executable.launch(&stream)?;
+        stream.synchronize()?;
+        holds(&here, NEW, "a recorded fill, launched")?;
+        holds(&there, NEW, "a fill that another thread recorded, launched")?;
+        [&here, &there].into_iter().try_for_each(|block| block.write(0, &[OLD; BYTES]))?;
+    }
+    Ok(())
+}
+
+fn relaxed_ends_on_another_thread(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+    stream.set(block.all(), NEW)?;
+    let mut graph = None;
+    on_another_thread(|| {
+        graph = Some(capture.end(&[&block])?);
+        Ok(())
+    })?;
+    check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that another thread ended");
+    let Some(graph) = graph else { return Err(Failure::new("a thread ended no capture")) };
+    graph.instantiate()?.launch(&stream)?;
+    stream.synchronize()?;
+    holds(&block, NEW, "a fill of a capture that another thread ended, launched")
+}
+
+fn on_another_thread(act: impl FnOnce() -> CaseResult + Send) -> CaseResult {
+    std::thread::scope(|scope| scope.spawn(act).join().map_err(|_| Failure::new("a thread panicked"))?)
+}
+
 // -------------------------------------------------------------------------------------------------- beginning, joining
 
 fn refuses_to_begin_again(backend: &dyn Backend) -> CaseResult {
@@ -354,10 +396,7 @@ fn is_not_disturbed_by_memory_and_events(backend: &dyn Backend) -> CaseResult {
 
 fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
     undisturbed(backend, |outside| {
-        std::thread::scope(|scope| {
-            let other = scope.spawn(|| disturb(backend, outside));
-            other.join().map_err(|_| Failure::new("a thread panicked"))?
-        })?;
+        on_another_thread(|| disturb(backend, outside))?;
         Ok(None)
     })
 }
@@ -375,7 +414,7 @@ fn is_not_disturbed_by_mapped_memory(backend: &dyn Backend) -> CaseResult {
     };
     undisturbed(backend, |_| map().map(|()| None))?;
     undisturbed(backend, |_| {
-        std::thread::scope(|scope| scope.spawn(map).join().map_err(|_| Failure::new("a thread panicked"))?)?;
+        on_another_thread(map)?;
         Ok(None)
     })
 }

@@ -1,6 +1,7 @@
 //! Captures: what is recorded, what takes part, and what must not disturb.
 
 use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
 
 use highwater_hal::{BlasKind, Completion, ErrorKind, EventId, StreamId};
 
@@ -252,6 +253,25 @@ mutants! {
             if recorded && is(&ended, ErrorKind::Capture) { reference.empty_graph(stream.device()) } else { ended }
         });
 
+    in "capture.any-thread":
+    "other-threads-executed": "Executes fills on a captured stream that another thread enqueues." => |h| {
+        let begun = beginners(h);
+        h.backend.fill(move |reference, fill, stream| {
+            if reference.is_recording(stream) && is_of_another_thread(&begun, stream) {
+                reference.on_own_stream(fill.device, |own| reference.fill(fill, own))
+            } else {
+                reference.fill(fill, stream)
+            }
+        });
+    };
+    "ended-on-its-thread": "Refuses the end of a relaxed capture on another thread." => |h| {
+        let begun = beginners(h);
+        h.backend.end_capture(move |reference, stream| match is_of_another_thread(&begun, stream) {
+            true => Err(wrong(ErrorKind::Capture, "end_capture")),
+            false => reference.end_capture(stream),
+        });
+    };
+
     in "capture.end-without":
     "ended-without": "Returns an empty graph for a stream without a capture." =>
         |h| h.backend.end_capture(|reference, stream| {
@@ -269,6 +289,22 @@ mutants! {
             true => reference.end_capture(stream),
             false => renamed(ErrorKind::Capture, ErrorKind::InvalidState, "end_capture", reference.end_capture(stream)),
         });
+}
+
+/// The thread that began the latest capture of each stream.
+fn beginners(h: &mut Hooks) -> Shared<HashMap<StreamId, ThreadId>> {
+    let begun = Shared::<HashMap<StreamId, ThreadId>>::default();
+    let noted = begun.clone();
+    h.backend.begin_capture(move |reference, stream, mode| {
+        reference.begin_capture(stream, mode)?;
+        noted.with(|noted| noted.insert(stream, std::thread::current().id()));
+        Ok(())
+    });
+    begun
+}
+
+fn is_of_another_thread(begun: &Shared<HashMap<StreamId, ThreadId>>, stream: StreamId) -> bool {
+    begun.with(|begun| begun.get(&stream).is_some_and(|&thread| thread != std::thread::current().id()))
 }
 
 /// The streams on which captures began that are open still.
