@@ -71,7 +71,8 @@
 //! it; a wait takes the point that the event names at the time of the call. A command that panics loses its device, and no
 //! caller is left waiting.
 //!
-//! *Memory.* A device's memory is one sealed memory file, mapped once. An arena says which bytes are taken. All accesses are
+//! *Memory.* A device's memory is one sealed memory file, mapped once. An arena says which bytes are taken. A shareable block
+//! has a file of its own, mapped over its part until the free, and takes a descriptor of the process. All accesses are
 //! relaxed atomics, so accesses that nothing orders give unspecified values and never undefined behavior. Page-locked
 //! memory is anonymous memory and a table. Nothing is locked, and copies are as strict as on hardware.
 //!
@@ -81,8 +82,8 @@
 //! *Other processes.* Every process has devices of its own, with the same UUIDs. They stand for the same hardware, and each
 //! process sees its own allocations and what it opened of others. Memory and events travel by descriptor
 //! ([`Transport::Descriptor`](highwater_hal::Transport)). Shared state lives in sealed memory files without a name, so it
-//! needs no space in `/dev/shm`, and ends with the last process that uses it. Work that a process has queued ends with the
-//! process. On hardware it may go on for a while.
+//! needs no space in `/dev/shm`, and ends with the last process that uses it: importers keep memory that its owner frees.
+//! Work that a process has queued ends with the process. On hardware it may go on for a while.
 //!
 //! # What the observers see
 //!

@@ -169,23 +169,49 @@ fn recording_is_no_use_and_a_launch_is_one_in_its_place() {
 
 #[test]
 fn a_graph_whose_memory_was_freed_is_found_when_it_is_launched() {
+    for is_shareable in [false, true] {
+        let rig = Rig::new(watched());
+        let allocate = || if is_shareable { rig.shareable(BYTES) } else { rig.allocate(0, BYTES) };
+        let block = allocate();
+        let graph = rig.captured(rig.stream, || fill(&rig, block, rig.stream));
+        rig.launch(graph, rig.stream).unwrap();
+        rig.gpu.synchronize_stream(rig.stream).unwrap();
+        rig.free(0, block, None).unwrap();
+        assert_none(&rig);
+        rig.launch(graph, rig.stream).unwrap();
+        let race = the_race(&rig);
+        assert_eq!((race.kind(), race.first().operation()), (RaceKind::AfterFree, Operation::Free));
+        rig.gpu.synchronize_stream(rig.stream).unwrap();
+        // Handed out again, it is the next owner's.
+        let again = allocate();
+        assert_eq!(again, block);
+        rig.launch(graph, rig.stream).unwrap();
+        assert_eq!(rig.gpu.race_count(), 1);
+        rig.gpu.synchronize_stream(rig.stream).unwrap();
+    }
+}
+
+#[test]
+fn a_free_of_shared_memory_meets_the_work_by_its_own_addresses_only() {
     let rig = Rig::new(watched());
-    let block = rig.allocate(0, BYTES);
-    let graph = rig.captured(rig.stream, || fill(&rig, block, rig.stream));
-    rig.launch(graph, rig.stream).unwrap();
-    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    let (block, other) = (rig.shareable(BYTES), rig.stream(0));
+    let alias = rig.ipc().open_memory(0, &rig.export(block)).unwrap();
+    // An importer may use the memory before, during and after the free.
+    fill(&rig, alias, other);
     rig.free(0, block, None).unwrap();
+    fill(&rig, alias, other);
     assert_none(&rig);
-    rig.launch(graph, rig.stream).unwrap();
+    rig.gpu.synchronize_stream(other).unwrap();
+    let next = rig.shareable(BYTES);
+    assert_eq!(next, block, "the test wants the place back");
+    fill(&rig, next, rig.stream);
+    fill(&rig, alias, other);
+    assert_none(&rig);
+    // Its own work must be over.
+    rig.free(0, next, None).unwrap();
     let race = the_race(&rig);
-    assert_eq!((race.kind(), race.first().operation()), (RaceKind::AfterFree, Operation::Free));
-    rig.gpu.synchronize_stream(rig.stream).unwrap();
-    // Handed out again, it is the next owner's.
-    let again = rig.allocate(0, BYTES);
-    assert_eq!(again, block);
-    rig.launch(graph, rig.stream).unwrap();
-    assert_eq!(rig.gpu.race_count(), 1);
-    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    assert_eq!((race.kind(), race.second().operation()), (RaceKind::Unordered, Operation::Free));
+    rig.gpu.synchronize_device(0).unwrap();
 }
 
 #[test]

@@ -41,6 +41,8 @@ const SIZES: [usize; 12] = [1, 2, 255, 256, 257, 511, 4095, 4096, 4097, 65_536, 
 const SMALL: u64 = 512 << 20;
 /// The most bytes that a case takes of another device.
 const PART: u64 = 64 << 20;
+/// Each size fits a few times, once the next larger one does not.
+const MOST_BLOCKS: usize = 256;
 
 /// Takes blocks of falling sizes until nothing fits, and requests more than the rest of the device after each. The same blocks
 /// fit again where every second one was freed, and once all were.
@@ -60,7 +62,7 @@ fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult 
         Ok(())
     };
     let (mut blocks, mut taken, mut size) = (Vec::new(), 0, part / 16 * 5);
-    while size > 0 {
+    while size > 0 && blocks.len() < MOST_BLOCKS {
         if !is_whole && taken + size > part {
             size /= 2;
             continue;
@@ -76,7 +78,8 @@ fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult 
             Err(error) => return Err(error.into()),
         }
     }
-    check!(blocks.len() > 2, "{} blocks of {part} bytes fill a device of {total} bytes", blocks.len());
+    let count = blocks.len();
+    check!(taken > part / 2, "after {count} blocks with {taken} of {part} bytes, {size} bytes are the most that fit");
     let mut places: Vec<_> = blocks.iter().map(|block| (block.ptr().get(), block.bytes())).collect();
     places.sort_unstable();
     let apart = places.windows(2).all(|pair| pair[0].0 + pair[0].1 as u64 <= pair[1].0);
