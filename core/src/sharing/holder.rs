@@ -378,7 +378,7 @@ impl State {
             };
             while !search.has_to_end() && !inherits(&answering) {
                 if state.register(&incarnation, &mut answering, search).is_err() {
-                    search.sleep(pause.next());
+                    search.sleep(pause.next(), None);
                 }
             }
             search.note_over();
@@ -396,7 +396,7 @@ impl State {
         let begun = self.searches.begin(OPERATION, *link.incarnation(), move |search| {
             let mut pause = Pause::new();
             while !state.try_to_take(&of_thread, search) {
-                search.sleep(pause.next());
+                search.sleep(pause.next(), None);
             }
             search.note_over();
             state.bell.ring();
@@ -417,7 +417,7 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        let late = (!is_offered).then(|| link.late_hand_over()).flatten();
+        let late = (!is_offered).then(|| link.read_late()).flatten();
         if late.is_none() && (!is_offered || search.has_to_end()) {
             return true;
         }
@@ -454,6 +454,9 @@ impl State {
         let mut estates = self.estates.lock();
         let mut all = self.held.lock();
         let Some(first) = all.iter().find(|held| is_widowed(held)) else { return true };
+        if first.link().and_then(|link| link.named_heir()).is_some_and(|heir| !heir.has_ended()) {
+            return false;
+        }
         let known = estates.iter().find(|estate| estate.incarnation() == *incarnation).cloned();
         let estate = match known {
             Some(estate) => estate,
@@ -501,6 +504,8 @@ impl State {
             match registered {
                 Ok(counted) => (held.counted, held.place) = (counted, Place::Other(Arc::clone(&link))),
                 Err(error) if link.is_cut() || link.process.has_ended() || search.has_to_end() => return Err(error),
+                // It has not answered in time.
+                Err(error) if error.kind() == ErrorKind::InvalidState => return Err(error),
                 Err(error) => {
                     crate::warnings::warning!("an heir refused memory of a dead owner: {error}");
                     held.place = Place::Released;
