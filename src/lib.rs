@@ -117,8 +117,8 @@ pub use runtime::Runtime;
 /// The memory that the processes of a user share, as `highwater ipc ls` lists it.
 pub mod ipc {
     pub use highwater_core::ipc::{
-        Allocation, Answer, HeldAllocation, HeldState, Holder, OpenedAllocation, SharedAllocation, SharingProcess,
-        processes,
+        Allocation, Answer, DescriptorStore, HeldAllocation, HeldState, Holder, HolderState, OpenedAllocation,
+        SharedAllocation, SharingProcess, processes,
     };
 }
 

@@ -73,8 +73,8 @@ pub use shared_pinned::SharedPinnedBuffer;
 /// The memory that the processes of a user share, and a holder that keeps it without a device.
 pub mod ipc {
     pub use crate::sharing::{
-        Allocation, Answer, HeldAllocation, HeldState, Holder, OpenedAllocation, SharedAllocation, SharingProcess,
-        processes,
+        Allocation, Answer, DescriptorStore, HeldAllocation, HeldState, Holder, HolderState, OpenedAllocation,
+        SharedAllocation, SharingProcess, processes,
     };
 }
 

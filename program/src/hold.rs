@@ -1,11 +1,13 @@
-//! `highwater ipc hold`: keeps shared memory beyond the death of its owner, without a device.
+//! `highwater ipc hold`: keeps shared memory beyond the death of its owner, without a device. Under a service manager with a store for
+//! descriptors, it keeps the memory beyond its own death, too.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use highwater::Ticket;
-use highwater::ipc::{HeldAllocation, HeldState, Holder};
+use highwater::ipc::{DescriptorStore, HeldAllocation, HeldState, Holder};
+use highwater::sharing::SharingOptions;
+use highwater::{ErrorKind, Ticket};
 use serde_json::{Value, json};
 
 use super::args::IpcHoldArguments;
@@ -13,6 +15,8 @@ use super::{Verdict, output};
 
 /// The interval between looks for changes to report.
 const LOOK: Duration = Duration::from_millis(50);
+/// The number of looks after which the state is stored although nothing to report has changed: an owner may have shared again.
+const STORE: u32 = 20;
 
 /// Holds the memory of tickets until a signal ends this process, or nothing is left to hold. Reports each change.
 pub(super) fn command(arguments: &IpcHoldArguments, json: bool) -> Result<Verdict> {
@@ -21,13 +25,28 @@ pub(super) fn command(arguments: &IpcHoldArguments, json: bool) -> Result<Verdic
         let _ = sender.send(());
     })
     .context("the signals that end this process cannot be received")?;
-    let holder = Holder::new()?;
+    let (mut store, state) = DescriptorStore::from_environment()?.unzip();
+    let state = state.flatten();
+    let is_restored = state.is_some();
+    let holder = match state {
+        Some(state) => Holder::restore(state, &SharingOptions::new())?,
+        None => Holder::new()?,
+    };
     for ticket in &arguments.tickets {
-        holder.hold(&ticket.parse::<Ticket>()?)?;
+        match holder.hold(&ticket.parse::<Ticket>()?) {
+            // The earlier process has let it go.
+            Err(error) if is_restored && error.kind() == ErrorKind::Expired => output::line(format!("{error}")),
+            held => held?,
+        }
     }
-    let mut before = Vec::new();
+    let (mut before, mut look) = (Vec::new(), 0_u32);
     loop {
         let held = holder.held();
+        if let Some(store) = &mut store
+            && (held != before || look.is_multiple_of(STORE))
+        {
+            store.keep(&holder.save()?)?;
+        }
         for (number, now) in held.iter().enumerate().filter(|(number, now)| before.get(*number) != Some(*now)) {
             if json { output::object(&to_json(number, now))? } else { output::result(describe(number, now))? }
         }
@@ -35,7 +54,7 @@ pub(super) fn command(arguments: &IpcHoldArguments, json: bool) -> Result<Verdic
         if !has_any || !matches!(ended.recv_timeout(LOOK), Err(RecvTimeoutError::Timeout)) {
             return Ok(Verdict::Good);
         }
-        before = held;
+        (before, look) = (held, look.wrapping_add(1));
     }
 }
 

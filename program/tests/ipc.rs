@@ -4,8 +4,10 @@
 
 mod started;
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{BufRead, BufReader, IoSliceMut, Write};
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
@@ -13,8 +15,10 @@ use std::time::{Duration, Instant, SystemTime};
 use highwater::mock::{MockGpu, MockOptions};
 use highwater::{DeviceBuffer, ImportOptions, OwnerDeath, Runtime, SharedPinnedBuffer, Ticket};
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg,
 };
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::Value;
@@ -530,4 +534,127 @@ fn a_holder_answers_for_a_killed_owner_until_it_is_told_to_end() {
     }
     let output = Command::new(env!("CARGO_BIN_EXE_highwater")).args(["ipc", "hold", "nothing"]).output().unwrap();
     assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0));
+}
+
+/// The lines that a holder prints.
+type Lines = Box<dyn Iterator<Item = String>>;
+
+/// Plays a service manager with a store for descriptors.
+struct Manager {
+    socket: UnixDatagram,
+    name: String,
+    ticket: String,
+    store: Vec<(String, OwnedFd)>,
+}
+
+impl Manager {
+    fn new(ticket: &str) -> Self {
+        let name = format!("test-of-a-store-{}-{}", std::process::id(), &ticket[ticket.len() - 16..]);
+        let socket = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        Self { socket, name, ticket: ticket.to_owned(), store: Vec::new() }
+    }
+
+    /// Starts the next process of the service.
+    fn start(&self) -> (Child, Lines) {
+        let (mut redirected, mut names) = (String::new(), Vec::new());
+        // Inheritable copies above the numbers that they get, for the time of the start.
+        let copy = |(_, stored): &(String, OwnedFd)| {
+            let copy = fcntl_dupfd_cloexec(stored, 30).unwrap();
+            fcntl_setfd(&copy, FdFlags::empty()).unwrap();
+            copy
+        };
+        let copies: Vec<OwnedFd> = self.store.iter().map(copy).collect();
+        for (at, (name, _)) in self.store.iter().enumerate() {
+            let copy = copies[at].as_raw_fd();
+            redirected += &format!(" {}<&{copy} {copy}<&-", at + 3);
+            names.push(name.as_str());
+        }
+        let mut command = Command::new("bash");
+        let script = format!("LISTEN_PID=$$ exec \"$@\"{redirected}");
+        command.args(["-c", &script, "bash", env!("CARGO_BIN_EXE_highwater"), "ipc", "hold", &self.ticket]);
+        command.env("NOTIFY_SOCKET", format!("@{}", self.name)).env("LISTEN_FDS", names.len().to_string());
+        command.env("LISTEN_FDNAMES", names.join(":")).stdout(Stdio::piped());
+        let mut holder = command.spawn().unwrap();
+        let lines = BufReader::new(holder.stdout.take().unwrap()).lines().map(Result::unwrap);
+        (holder, Box::new(lines))
+    }
+
+    /// Obeys the service until the store has one descriptor with each of these parts in its name, and no other one.
+    #[track_caller]
+    fn until_it_has(&mut self, parts: &[&str]) {
+        let is_so = |store: &[(String, OwnedFd)]| {
+            store.len() == parts.len() && parts.iter().all(|part| store.iter().any(|(name, _)| name.contains(part)))
+        };
+        self.socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        while !is_so(&self.store) {
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let (mut control, mut bytes) = (RecvAncillaryBuffer::new(&mut space), [0; 1000]);
+            let mut data = [IoSliceMut::new(&mut bytes)];
+            let received = recvmsg(&self.socket, &mut data, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+            let mut descriptors = Vec::new();
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                    descriptors.extend(rights);
+                }
+            }
+            let text = std::str::from_utf8(&bytes[..received.bytes]).unwrap();
+            let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap().to_owned();
+            if text.starts_with("FDSTORE=1\n") {
+                self.store.push((name, descriptors.pop().unwrap()));
+            } else {
+                assert!(text.starts_with("FDSTOREREMOVE=1\n"), "{text}");
+                self.store.retain(|(stored, _)| *stored != name);
+            }
+        }
+    }
+}
+
+fn end(mut holder: Child, signal: Signal) -> Option<i32> {
+    kill_process(Pid::from_child(&holder), signal).unwrap();
+    holder.wait().unwrap().code()
+}
+
+/// Whatever ends while the holder is away, its next process has the memory.
+#[test]
+fn a_holder_survives_its_own_death_in_the_store_of_a_service_manager() {
+    let mut stranger = Peer::start();
+    for dies_meanwhile in [false, true] {
+        let mut owner = Peer::start();
+        let ticket = owner.tell("share 64");
+        let owned = format!("process {} answers", owner.pid());
+        let mut manager = Manager::new(&ticket);
+        let has = |mut lines: Lines, part: &str| {
+            assert!(lines.any(|line| line.contains(part)), "{part}");
+            lines
+        };
+        let (holder, lines) = manager.start();
+        let lines = has(lines, &owned);
+        manager.until_it_has(&["-state-1", "-0", "-owner-"]);
+        end(holder, Signal::KILL);
+        drop(lines);
+        let (holder, lines) = if dies_meanwhile {
+            drop(owner);
+            let (holder, lines) = manager.start();
+            (holder, has(lines, "this process answers"))
+        } else {
+            let (holder, lines) = manager.start();
+            let lines = has(lines, &owned);
+            // The live owner counts it again, and its death is noticed.
+            assert_eq!(stranger.tell(&format!("can-open {ticket}")), "true");
+            drop(owner);
+            (holder, has(lines, "this process answers"))
+        };
+        manager.until_it_has(&["-state-", "-0", "-socket"]);
+        assert_eq!(stranger.tell(&format!("can-open {ticket}")), "true");
+        end(holder, Signal::KILL);
+        drop(lines);
+        // The store has the name, and no process answers.
+        assert_eq!(Peer::start().tell(&format!("can-open {ticket}")), "false");
+        let (holder, lines) = manager.start();
+        let lines = has(lines, "this process answers");
+        assert_eq!(Peer::start().tell(&format!("can-open {ticket}")), "true");
+        assert_eq!(end(holder, Signal::TERM), Some(0));
+        drop((lines, manager));
+        assert_eq!(Peer::start().tell(&format!("can-open {ticket}")), "false");
+    }
 }

@@ -13,7 +13,7 @@ use super::held::HeldMemory;
 use super::identity::Process;
 use super::message::{
     AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL,
-    PROTOCOL_OF_HAND_OVERS, PROTOCOL_OF_HEIRS, PROTOCOL_OF_PARTS, Part, Standing, Wants,
+    PROTOCOL_OF_HAND_OVERS, PROTOCOL_OF_HEIRS, PROTOCOL_OF_NAMED_HEIRS, PROTOCOL_OF_PARTS, Part, Standing, Wants,
 };
 use super::options::Openers;
 use super::rendezvous::Listener;
@@ -393,11 +393,21 @@ fn hand_over(desk: &dyn Desk, peer: &Peer, question: u32) -> Result<()> {
         let unnamed = || Error::new(ErrorKind::InvalidState, "inherit", "the owner does not listen any more");
         let listener = desk.listener().ok_or_else(unnamed)?;
         let socket = listener.descriptor().ok_or_else(unnamed)?;
-        desk.exporter().hand_over(peer.id, || say(peer, &Message::HandedOver { question }, &[socket.as_fd()]))?;
+        let give = || say(peer, &Message::HandedOver { question }, &[socket.as_fd()]);
+        desk.exporter().hand_over(peer.id, give, |other| name_heir(other, &peer.process))?;
         listener.give_up();
         Ok(())
     });
     given.or_else(|error| say(peer, &Message::refusal(question, &error), &[]))
+}
+
+/// Gives an importer the pidfd of the heir, which proves that the heir lives.
+fn name_heir(peer: &Peer, heir: &Process) {
+    let knows = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_NAMED_HEIRS;
+    if knows && let Some(pidfd) = heir.pidfd() {
+        // An importer that cannot be reached has only the name of the heir.
+        let _ = say(peer, &Message::Heir, &[pidfd]);
+    }
 }
 
 /// Refuses a process that may open memory and must not answer for it: it could give memory of its own under the number of any

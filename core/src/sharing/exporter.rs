@@ -772,11 +772,11 @@ impl Exporter {
     }
 
     /// Gives all allocations to an importer that has claimed each. `give` sends the importer the right to answer. From its success on,
-    /// this exporter grants nothing.
+    /// this exporter grants nothing. `tell` names the heir to another importer, before that one can see the hand-over.
     ///
     /// # Errors
     /// `InvalidState` while the importer lacks an allocation, or device work before a share is not done; otherwise that of `give`.
-    pub(super) fn hand_over(&self, peer: u64, give: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(super) fn hand_over(&self, peer: u64, give: impl FnOnce() -> Result<()>, tell: impl Fn(&Peer)) -> Result<()> {
         let mut to_ring = Vec::new();
         {
             let mut state = self.state.lock();
@@ -801,6 +801,7 @@ impl Exporter {
             }
             // Under the lock: a share and a drop of another thread come before it or after it.
             give()?;
+            state.peers.values().filter(|book| book.peer.id != peer).for_each(|book| tell(&book.peer));
             state.hand_over = HandOver::Done;
             state.publish_hand_over(Progress::Done, &mut to_ring);
             for key in kept {

@@ -6,6 +6,7 @@
 //! | claim | heir: an importer that keeps the original handles | `Entrust` without parts, for each allocation |
 //! | take | heir | `TakeOver`; refused while it lacks an allocation, or a share waits for device work |
 //! | give | owner | `HandedOver` with the socket on which it listens. From here on, the heir is the owner |
+//! | name | owner | `Heir` with the heir's pidfd, to each other importer |
 //! | tell | owner | each file of readiness says `Done`; it rings all importers, which register at the heir as after a death |
 //!
 //! *One owner.* The send of `HandedOver` decides. Before it, the owner answers; it grants nothing after it, and closes its own copy of
@@ -13,6 +14,9 @@
 //! connections to the owner until the heir listens, so their importers connect again. *No early open.* All shares have become ready
 //! before the send. *Deaths.* A process that dies before the send leaves the other one as it was. After it, the heir has the name, or the
 //! name is free, and the next heir binds it (`heir.rs`): the flag `Done` counts as the death of the owner.
+//!
+//! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits for that. An importer without a connection
+//! to the former owner does not know the pidfd. It takes the heir for dead once no process has had the name for a few seconds.
 //!
 //! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 
@@ -154,7 +158,7 @@ impl Sharing {
         let mapper = self.mapper_of(search);
         let imports = self.importer.heirs_of(link);
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
-        if !is_offered && let Some(socket) = link.late_hand_over() {
+        if !is_offered && let Some(socket) = link.read_late() {
             self.inherit_from(link, socket);
             return true;
         }
@@ -205,7 +209,7 @@ fn take(sharing: &Weak<Sharing>, link: &Arc<Link>, search: &Search) {
             return;
         }
         drop(sharing);
-        search.sleep(pause.next());
+        search.sleep(pause.next(), None);
     }
 }
 
@@ -252,12 +256,12 @@ mod tests {
         assert_eq!(exporter.offer().unwrap(), 1);
         assert_eq!(exporter.offer().unwrap_err().kind(), ErrorKind::InvalidState);
         // An heir that claims nothing gets nothing.
-        let given = exporter.hand_over(1, || unreachable!());
+        let given = exporter.hand_over(1, || unreachable!(), |_| ());
         assert_eq!(given.unwrap_err().kind(), ErrorKind::InvalidState);
         let error = exporter.wait_for_heir(Some(Instant::now())).unwrap_err();
         assert!(error.message().contains("the heir keeps all but 1 of 1 allocations"), "{error}");
         assert!(!exporter.is_offering() && !exporter.has_handed_over());
-        assert_eq!(exporter.hand_over(1, || unreachable!()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(exporter.hand_over(1, || unreachable!(), |_| ()).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 
     #[test]
@@ -277,7 +281,7 @@ mod tests {
                 }
                 Ok(())
             };
-            exporter.hand_over(1, give).unwrap();
+            exporter.hand_over(1, give, |_| ()).unwrap();
             waiting.join().unwrap().unwrap();
         });
         assert!(exporter.has_handed_over(), "the exporter has forgotten that its heir answers");
@@ -289,13 +293,13 @@ mod tests {
         let keys = [(); 2].map(|()| register(&exporter, Transport::Descriptor));
         exporter.offer().unwrap();
         exporter.claim_offered(1, keys[0], None).unwrap();
-        assert!(exporter.hand_over(1, || unreachable!()).is_err());
+        assert!(exporter.hand_over(1, || unreachable!(), |_| ()).is_err());
         // The heir has dropped its buffer of the first allocation since.
         exporter.claim_offered(1, keys[1], None).unwrap();
-        let error = exporter.hand_over(1, || Ok(())).unwrap_err();
+        let error = exporter.hand_over(1, || Ok(()), |_| ()).unwrap_err();
         assert!(error.message().contains("all but 1 of 2"), "{error}");
         keys.iter().for_each(|key| exporter.claim_offered(1, *key, None).unwrap());
-        exporter.hand_over(1, || Ok(())).unwrap();
+        exporter.hand_over(1, || Ok(()), |_| ()).unwrap();
         assert!(exporter.has_handed_over());
     }
 }

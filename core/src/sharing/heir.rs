@@ -81,6 +81,11 @@ impl Estate {
         Ok(Kept { estate: Arc::clone(self), key: held.key, bell: Arc::clone(bell) })
     }
 
+    /// Returns the socket with the name. `None` once another process has it.
+    pub(super) fn socket(&self) -> Option<Arc<OwnedFd>> {
+        self.listener.descriptor()
+    }
+
     /// Returns whether no allocation is left.
     pub(super) fn is_over(&self) -> bool {
         self.exporter.counts().blocks == 0

@@ -9,14 +9,18 @@ use super::Sharing;
 use super::desk::Desk as _;
 use super::heir::{Estate, Pause};
 use super::held::no_descriptor;
+use super::identity::Process;
 use super::importer::{Import, Link, Mapper as _};
 use super::rendezvous::Meeting;
 use super::searches::{Search, Searches};
 use super::ticket::Ticket;
-use highwater_hal::{Result, Transport};
+use highwater_hal::{ErrorKind, Result, Transport};
 
 /// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
+
+/// The time between two looks for an heir that lives and was not reached for that long.
+const SELDOM: Duration = Duration::from_secs(1);
 
 /// The dead owners that a runtime answers for, and those whose heirs it looks for.
 #[derive(Debug)]
@@ -95,6 +99,10 @@ impl Sharing {
             return true;
         }
         let Some(first) = widowed.iter().find(|import| import.is_held()) else { return false };
+        // An heir may have lost its sockets, and so the name.
+        if first.named_heir().is_some_and(|heir| !heir.has_ended()) {
+            return false;
+        }
         match Estate::take(&self.meeting, first.ticket.exporter(), first.link.openers()) {
             Ok(Some(estate)) => {
                 self.importer.inherit(&widowed, &estate, &self.bell);
@@ -110,34 +118,47 @@ impl Sharing {
         }
     }
 
-    /// Looks once for the heir of an owner, and registers there. Returns whether the search is over. `answering` is the connection to
-    /// the last heir.
-    fn look_for_heir(
-        &self,
-        incarnation: &[u8; 16],
-        answering: &mut Option<Arc<Link>>,
-        started: Instant,
-        search: &Search,
-    ) -> bool {
+    /// Looks once for the heir of an owner, and registers there. Returns whether the search is over.
+    fn look_for_heir(&self, incarnation: &[u8; 16], quest: &mut Quest, search: &Search) -> bool {
         let widowed = self.importer.widowed(incarnation);
         let keeps = widowed.iter().any(|import| import.is_held());
         let mapper = self.mapper_of(search);
         if widowed.is_empty() || self.is_stopping() || mapper.check().is_err() {
             return true;
         }
-        if !answering.as_ref().is_some_and(|link| link.may_still_work()) && self.inherit(incarnation) {
+        let named = widowed.iter().find_map(|import| import.named_heir());
+        if let Some(heir) = &named {
+            self.revoke_widowed(&widowed, |import| import.named_heir().is_some_and(|heir| heir.has_ended()));
+            if !heir.has_ended() {
+                quest.has_seen(Arc::clone(heir));
+            }
+        }
+        if !quest.answering.as_ref().is_some_and(|link| link.may_still_work()) && self.inherit(incarnation) {
             return true;
         }
-        match self.importer.register(&widowed, answering, &mapper, &self.bell) {
+        match self.importer.register(&widowed, &mut quest.answering, &mapper, &self.bell) {
             Ok(()) => true,
             Err(_) if mapper.check().is_err() => true,
-            Err(error) if !keeps && started.elapsed() > APPEARS_WITHIN => {
+            // A process has the name, and does not answer.
+            Err(error) if error.kind() == ErrorKind::InvalidState => {
+                quest.since = Instant::now();
+                false
+            }
+            Err(error) if !keeps && quest.since.elapsed() > APPEARS_WITHIN => {
                 tracing::debug!("a dead owner has no heir: {error}");
                 // The importers of an owner that had handed over, whose heir died at once.
-                self.revoke_if(|import| widowed.iter().any(|widowed| Arc::ptr_eq(widowed, import)));
+                self.revoke_widowed(&widowed, |_| true);
                 true
             }
             Err(_) => false,
+        }
+    }
+
+    /// Revokes the blocks of those imports whose owner has handed over, and whose heir is dead.
+    fn revoke_widowed(&self, widowed: &[Arc<Import>], is_lost: impl Fn(&Import) -> bool) {
+        let lost: Vec<_> = widowed.iter().filter(|import| is_lost(import)).collect();
+        if !lost.is_empty() {
+            self.revoke_if(|import| lost.iter().any(|lost| Arc::ptr_eq(lost, import)));
         }
     }
 
@@ -155,12 +176,30 @@ impl Sharing {
     }
 }
 
+/// What a search has found out.
+struct Quest {
+    /// The connection to the last heir.
+    answering: Option<Arc<Link>>,
+    /// The living heir that the owner has named.
+    named: Option<Arc<Process>>,
+    /// The latest time at which an heir was known to live; before, the begin.
+    since: Instant,
+}
+
+impl Quest {
+    fn has_seen(&mut self, heir: Arc<Process>) {
+        self.named = Some(heir);
+        self.since = Instant::now();
+    }
+}
+
 /// Looks for the heir of an owner until the imports of this process are settled.
 fn look(sharing: &Weak<Sharing>, incarnation: [u8; 16], search: &Search) {
     let started = Instant::now();
-    let (mut answering, mut pause) = (None, Pause::new());
+    let mut quest = Quest { answering: None, named: None, since: started };
+    let mut pause = Pause::new();
     while let Some(sharing) = sharing.upgrade() {
-        if sharing.look_for_heir(&incarnation, &mut answering, started, search) {
+        if sharing.look_for_heir(&incarnation, &mut quest, search) {
             search.note_over();
             if sharing.importer.has_lost_heir(&incarnation) && !sharing.is_stopping() {
                 // It died after the search.
@@ -169,7 +208,10 @@ fn look(sharing: &Weak<Sharing>, incarnation: [u8; 16], search: &Search) {
             return;
         }
         drop(sharing);
-        search.sleep(pause.next());
+        let named = quest.named.as_ref().filter(|heir| !heir.has_ended());
+        // An heir that nobody reaches may live for long.
+        let is_long = named.is_some() && started.elapsed() > APPEARS_WITHIN;
+        search.sleep(if is_long { SELDOM } else { pause.next() }, named);
     }
 }
 

@@ -5,7 +5,8 @@
 //! another process.
 
 use std::collections::HashSet;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::collections::hash_map::{Entry, HashMap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -18,17 +19,19 @@ use rustix::io::Errno;
 use super::desk::{Desk, LOOK_EVERY, Reception, Visit, Visitors};
 use super::heir::{Estate, Kept, Pause};
 use super::held::{HeldMemory, no_descriptor};
+use super::identity::Process;
 use super::importer::{CountedAt, Link, Mapper, Pieces};
-use super::message::ExportKey;
-use super::options::SharingOptions;
+use super::message::{ExportKey, Part};
+use super::options::{Openers, SharingOptions};
 use super::patience::Patience;
 use super::rendezvous::Meeting;
 use super::searches::{Search, Searches};
 use super::segment::Progress;
-use super::system::{Bell, drain};
+use super::store::{self, HolderState, Saved};
+use super::system::{Bell, drain, os_error};
 use super::ticket::Ticket;
 use crate::own_thread::spawn;
-use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 
 const OPERATION: &str = "hold";
 /// Time limit for the answers of an owner.
@@ -103,8 +106,10 @@ struct State {
 #[derive(Debug)]
 struct Held {
     ticket: Ticket,
-    /// The numbers of the latest share, and of the latest share whose work is done.
-    counted: CountedAt,
+    /// The count at the latest process that counted it. `None` if an earlier holder was counted.
+    counted: Option<CountedAt>,
+    /// The numbers of the latest share, and of the latest share whose work is done, as an earlier holder knew them.
+    saved: (u64, u64),
     memory: Arc<HeldMemory>,
     place: Place,
 }
@@ -113,32 +118,68 @@ struct Held {
 #[derive(Debug)]
 enum Place {
     Other(Arc<Link>),
-    Here { _kept: Kept },
+    /// The process that answered for an earlier holder, which may have ended meanwhile.
+    Former(Arc<Process>, Openers),
+    Here {
+        _kept: Kept,
+    },
     Released,
 }
 
 impl Held {
     fn is_widowed(&self) -> bool {
-        // What the owner dropped while it lived needs no heir. A former owner waits until it is released.
-        let is_shared = || !self.counted.is_closed(self.memory.key);
-        matches!(&self.place, Place::Other(link) if link.has_no_process() && is_shared())
+        match &self.place {
+            // What the owner dropped while it lived needs no heir. A former owner waits until it is released.
+            Place::Other(link) => link.has_no_process() && !self.is_closed(),
+            Place::Former(..) => true,
+            Place::Here { .. } | Place::Released => false,
+        }
+    }
+
+    /// Returns whether the owner has dropped the memory.
+    fn is_closed(&self) -> bool {
+        self.counted.as_ref().is_some_and(|counted| counted.is_closed(self.memory.key))
+    }
+
+    /// Returns the numbers of the latest share, and of the latest share whose work is done.
+    fn numbers(&self) -> (u64, u64) {
+        self.counted.as_ref().map_or(self.saved, |counted| counted.numbers(self.memory.key))
+    }
+
+    /// Returns the process that answered last, if it may be alive, and those that may open the memory.
+    fn owner(&self) -> Option<(Arc<Process>, Openers)> {
+        match &self.place {
+            Place::Other(link) => Some((Arc::clone(link.named_heir().unwrap_or(&link.process)), link.openers())),
+            Place::Former(process, openers) => Some((Arc::clone(process), *openers)),
+            Place::Here { .. } | Place::Released => None,
+        }
+    }
+
+    /// Returns whether a process has the name that this one must not take.
+    fn has_living_owner(&self) -> bool {
+        match &self.place {
+            Place::Other(link) => link.named_heir().is_some_and(|heir| !heir.has_ended()),
+            Place::Former(process, _) => !process.has_ended(),
+            Place::Here { .. } | Place::Released => false,
+        }
     }
 
     fn link(&self) -> Option<&Arc<Link>> {
         match &self.place {
             Place::Other(link) => Some(link),
-            Place::Here { .. } | Place::Released => None,
+            Place::Former(..) | Place::Here { .. } | Place::Released => None,
         }
     }
 
     /// Answers for the allocation from now on.
     fn inherit(&mut self, estate: &Arc<Estate>, bell: &Arc<Bell>) {
-        if self.counted.is_closed(self.memory.key) {
+        if self.is_closed() {
             // The owner dropped it while it lived.
             self.place = Place::Released;
             return;
         }
-        self.place = match estate.keep(&self.memory, self.counted.numbers(self.memory.key), bell) {
+        self.saved = self.numbers();
+        self.place = match estate.keep(&self.memory, self.saved, bell) {
             Ok(kept) => Place::Here { _kept: kept },
             Err(error) => {
                 crate::warnings::warning!("memory of a former owner was not inherited: {error}");
@@ -149,8 +190,9 @@ impl Held {
 
     /// Ends the count at a process that answers.
     fn end(&mut self) {
-        if let Place::Other(link) = std::mem::replace(&mut self.place, Place::Released) {
-            self.counted.end(&link, self.memory.key);
+        let place = std::mem::replace(&mut self.place, Place::Released);
+        if let (Place::Other(link), Some(counted)) = (place, &self.counted) {
+            counted.end(&link, self.memory.key);
         }
     }
 }
@@ -177,11 +219,59 @@ impl Holder {
     /// # Errors
     /// As [`Holder::new`].
     pub fn with_options(options: &SharingOptions) -> Result<Self> {
+        Self::start(options, |_| Ok(()))
+    }
+
+    /// Starts the holder of a state, in another process or in this one. It holds what the state has. Where the former holder answered, it
+    /// answers at once, under the same name. Otherwise it is counted at the owner again, or inherits the memory of an owner that has died
+    /// meanwhile. Tickets of shares after the state was saved are refused then, because their device work is not known.
+    ///
+    /// The caller must end the former holder first. Otherwise both answer under one name.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the state is not one of [`Holder::save`], lacks a descriptor, or is of another boot; otherwise as
+    /// [`Holder::with_options`].
+    pub fn restore(state: HolderState, options: &SharingOptions) -> Result<Self> {
+        let HolderState { descriptors, bytes } = state;
+        let saved = store::decode(&bytes)?;
+        Self::start(options, |state| state.restore(saved, descriptors.into_iter().collect()))
+    }
+
+    /// Returns all that the holder holds, for [`Holder::restore`]. The descriptors are copies, so this holder continues. A process that is
+    /// killed later can be replaced by one that has the state: a service manager keeps it ([`DescriptorStore`](super::DescriptorStore)).
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_core::ipc::{HeldState, Holder};
+    /// use highwater_core::SharingOptions;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let weights = runtime.device(0)?.allocate_shared::<f32>(1000)?;
+    /// let holder = Holder::new()?;
+    /// holder.hold(&weights.share()?)?;
+    ///
+    /// let state = holder.save()?;
+    /// drop(holder);
+    /// // Usually in the next process.
+    /// let next = Holder::restore(state, &SharingOptions::new())?;
+    /// assert_eq!(next.held().len(), 1);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `OperatingSystem` if no descriptor is left.
+    pub fn save(&self) -> Result<HolderState> {
+        self.state.save()
+    }
+
+    fn start(options: &SharingOptions, prepare: impl FnOnce(&State) -> Result<()>) -> Result<Self> {
         let meeting = Meeting::open(options.or(SharingOptions::from_environment()?))?;
         let bell = Arc::new(Bell::new(OPERATION)?);
         let (generation, searches) = (Generation::current(), Searches::new(OPERATION)?);
         let (is_stopping, held, estates) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
         let state = Arc::new(State { generation, bell, meeting, is_stopping, held, estates, searches });
+        prepare(&state)?;
         let of_thread = Arc::clone(&state);
         let thread = Some(spawn(("highwater-hold", OPERATION, ""), move || of_thread.run())?);
         Ok(Self { state, thread })
@@ -221,7 +311,8 @@ impl Holder {
         let memory = Arc::new(HeldMemory::of(&whole, None, handles).inspect_err(|_| {
             counted.end(&link, ExportKey { index: whole.index, serial: whole.serial });
         })?);
-        let held = Held { ticket: whole.clone(), counted, memory, place: Place::Other(link) };
+        let (counted, saved) = (Some(counted), (0, 0));
+        let held = Held { ticket: whole.clone(), counted, saved, memory, place: Place::Other(link) };
         let mut all = state.held.lock();
         all.retain(|held| !is_same(held));
         all.push(held);
@@ -240,6 +331,7 @@ impl Holder {
                 Place::Other(link) => {
                     HeldState::Owned { pid: link.process.pid().and_then(|pid| u32::try_from(pid).ok()) }
                 }
+                Place::Former(..) => HeldState::Orphaned,
                 Place::Here { .. } => HeldState::Inherited,
                 Place::Released => HeldState::Released,
             },
@@ -352,7 +444,7 @@ impl State {
         }
         reception.drop_silent_peers(visitors.desks());
         for held in &mut *self.held.lock() {
-            if held.link().is_some() && held.counted.is_closed(held.memory.key) {
+            if held.link().is_some() && held.is_closed() {
                 held.end();
             }
         }
@@ -378,7 +470,7 @@ impl State {
             };
             while !search.has_to_end() && !inherits(&answering) {
                 if state.register(&incarnation, &mut answering, search).is_err() {
-                    search.sleep(pause.next());
+                    search.sleep(pause.next(), None);
                 }
             }
             search.note_over();
@@ -396,7 +488,7 @@ impl State {
         let begun = self.searches.begin(OPERATION, *link.incarnation(), move |search| {
             let mut pause = Pause::new();
             while !state.try_to_take(&of_thread, search) {
-                search.sleep(pause.next());
+                search.sleep(pause.next(), None);
             }
             search.note_over();
             state.bell.ring();
@@ -409,7 +501,7 @@ impl State {
     /// Tries once to take the allocations. Returns whether the hand-over is over.
     fn try_to_take(&self, link: &Arc<Link>, search: &Search) -> bool {
         let is_of = |held: &&mut Held| held.link().is_some_and(|of| Arc::ptr_eq(of, link));
-        let is_shared = |held: &&mut Held| !held.counted.is_closed(held.memory.key);
+        let is_shared = |held: &&mut Held| !held.is_closed();
         let claimed: Vec<_> = {
             let mut all = self.held.lock();
             let held = all.iter_mut().filter(is_of).filter(is_shared);
@@ -417,7 +509,7 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        let late = (!is_offered).then(|| link.late_hand_over()).flatten();
+        let late = (!is_offered).then(|| link.read_late()).flatten();
         if late.is_none() && (!is_offered || search.has_to_end()) {
             return true;
         }
@@ -448,17 +540,118 @@ impl State {
         true
     }
 
+    fn save(&self) -> Result<HolderState> {
+        let failed = |errno| os_error(OPERATION, "copy of a descriptor", errno);
+        let mut descriptors: HashMap<String, OwnedFd> = HashMap::new();
+        let mut put = |name: String, descriptor: BorrowedFd<'_>| -> Result<()> {
+            if let Entry::Vacant(entry) = descriptors.entry(name) {
+                entry.insert(rustix::io::fcntl_dupfd_cloexec(descriptor, 0).map_err(failed)?);
+            }
+            Ok(())
+        };
+        let mut all = Vec::new();
+        // In this order, as elsewhere.
+        let estates = self.estates.lock();
+        for held in &*self.held.lock() {
+            let estate = estates.iter().find(|estate| estate.incarnation() == held.ticket.incarnation);
+            let (owner, proof, openers) = match (&held.place, held.owner(), estate) {
+                (_, Some((process, openers)), _) => match process.shared_pidfd() {
+                    Some(pidfd) => (Some(process.key()), Arc::clone(pidfd), openers),
+                    None => continue,
+                },
+                (Place::Here { .. }, None, Some(estate)) => match estate.socket() {
+                    Some(socket) => (None, socket, estate.standing().openers),
+                    None => continue,
+                },
+                _ => continue,
+            };
+            let handles = (0..held.memory.parts()).map(|part| held.memory.handle(part)).collect::<Result<Vec<_>>>()?;
+            let parts = handles.iter().map(|handle| Part { bytes: handle.bytes, payload: handle.payload }).collect();
+            let saved = Saved { ticket: held.ticket.clone(), numbers: held.numbers(), openers, owner, parts };
+            for (part, handle) in handles.iter().enumerate() {
+                if let Some(descriptor) = &handle.descriptor {
+                    put(saved.part(part), descriptor.as_ref().as_fd())?;
+                }
+            }
+            put(saved.proof(), proof.as_fd())?;
+            all.push(saved);
+        }
+        Ok(HolderState { descriptors: descriptors.into_iter().collect(), bytes: store::encode(&all) })
+    }
+
+    /// Holds what an earlier holder has saved. The thread does not run yet.
+    fn restore(&self, all: Vec<Saved>, mut descriptors: HashMap<String, OwnedFd>) -> Result<()> {
+        let lacking = |name: &str| store::invalid(&format!("no descriptor with the name `{name}`"));
+        let mut former: HashMap<String, Arc<Process>> = HashMap::new();
+        for saved in all {
+            let boot = super::system::boot_id();
+            if saved.ticket.boot != boot && boot != [0; 16] && saved.ticket.boot != [0; 16] {
+                return Err(store::invalid("memory of another machine, or of before the last restart of this one"));
+            }
+            self.meeting.check_heir(saved.ticket.method)?;
+            let handles = saved.parts.iter().enumerate().map(|(at, part)| {
+                let name = saved.part(at);
+                let descriptor = descriptors.remove(&name).ok_or_else(|| lacking(&name))?;
+                let uuid = saved.ticket.device_uuid;
+                let handle = MemoryHandle::new(Transport::Descriptor, uuid, part.bytes, part.payload);
+                Ok(handle.with_descriptor(Descriptor::new(descriptor)))
+            });
+            let handles = handles.collect::<Result<Vec<_>>>()?;
+            let bytes = handles.iter().try_fold(0_u64, |bytes, handle| bytes.checked_add(handle.bytes));
+            if bytes != Some(saved.ticket.allocation_bytes) {
+                return Err(store::invalid("parts that are not the allocation of their ticket"));
+            }
+            let memory = Arc::new(HeldMemory::of(&saved.ticket, None, handles)?);
+            let proof = saved.proof();
+            let (counted, place) = (None, Place::Released);
+            let mut held = Held { ticket: saved.ticket.clone(), counted, saved: saved.numbers, memory, place };
+            if saved.owner.is_some() {
+                let process = match former.get(&proof) {
+                    Some(process) => Arc::clone(process),
+                    None => {
+                        let pidfd = descriptors.remove(&proof).ok_or_else(|| lacking(&proof))?;
+                        let wrong = || store::invalid(&format!("a descriptor `{proof}` that is no pidfd"));
+                        let process = Arc::new(Process::of_pidfd(pidfd).ok_or_else(wrong)?);
+                        former.insert(proof, Arc::clone(&process));
+                        process
+                    }
+                };
+                held.place = Place::Former(process, saved.openers);
+            } else {
+                let mut estates = self.estates.lock();
+                let known = estates.iter().find(|estate| estate.incarnation() == saved.ticket.incarnation).cloned();
+                let estate = match known {
+                    Some(estate) => estate,
+                    None => {
+                        let socket = descriptors.remove(&proof).ok_or_else(|| lacking(&proof))?;
+                        let estate = Estate::given(saved.ticket.exporter(), saved.openers, socket)?;
+                        estates.push(Arc::clone(&estate));
+                        estate
+                    }
+                };
+                held.inherit(&estate, &self.bell);
+            }
+            self.held.lock().push(held);
+        }
+        // The thread looks for the owners.
+        self.bell.ring();
+        Ok(())
+    }
+
     /// Takes the name of a dead owner. Returns whether nothing is left to settle.
     fn inherit(&self, incarnation: &[u8; 16]) -> bool {
         let is_widowed = |held: &Held| held.ticket.incarnation == *incarnation && held.is_widowed();
         let mut estates = self.estates.lock();
         let mut all = self.held.lock();
         let Some(first) = all.iter().find(|held| is_widowed(held)) else { return true };
+        if first.has_living_owner() {
+            return false;
+        }
         let known = estates.iter().find(|estate| estate.incarnation() == *incarnation).cloned();
         let estate = match known {
             Some(estate) => estate,
             None => {
-                let openers = first.link().map_or_else(Default::default, |link| link.openers());
+                let openers = first.owner().map_or_else(Default::default, |(_, openers)| openers);
                 match Estate::take(&self.meeting, first.ticket.exporter(), openers) {
                     Ok(Some(estate)) => estate,
                     Ok(None) => return false,
@@ -484,25 +677,38 @@ impl State {
         let widowed: Vec<_> = {
             let all = self.held.lock();
             let widowed = all.iter().filter(|held| held.ticket.incarnation == *incarnation && held.is_widowed());
-            widowed.map(|held| (held.ticket.clone(), Arc::clone(&held.memory), held.counted.clone())).collect()
+            let living = |held: &Held| match &held.place {
+                Place::Former(process, _) => Some(Arc::clone(process)),
+                _ => None,
+            };
+            widowed.map(|held| (held.ticket.clone(), Arc::clone(&held.memory), held.numbers(), living(held))).collect()
         };
-        let Some((first, ..)) = widowed.first() else { return Ok(()) };
+        let Some((first, _, _, former)) = widowed.first() else { return Ok(()) };
         let mapper = NoMapper(self, Some(search));
         let mut patience = Patience::new(Duration::from_secs(1));
         let link = Arc::new(Link::connect(first, &mapper, patience)?);
-        link.check_heir()?;
+        let checked = link.check_heir();
+        let is_heir = checked.is_ok();
+        // The owner of an earlier holder may live. It has the memory.
+        if !former.as_ref().is_some_and(|former| former.key() == link.process.key()) {
+            checked?;
+        }
         *answering = Some(Arc::clone(&link));
-        for (ticket, memory, counted) in widowed {
+        for (ticket, memory, numbers, _) in widowed {
             patience.renew();
-            let numbers = counted.numbers(memory.key);
-            let registered = link.register(&ticket, Some(&memory), numbers, &mapper, &mut patience);
+            let passed = is_heir.then_some(&*memory);
+            let registered = link.register(&ticket, passed, numbers, &mapper, &mut patience);
             let mut all = self.held.lock();
             let Some(held) = all.iter_mut().find(|held| Arc::ptr_eq(&held.memory, &memory)) else { continue };
             match registered {
-                Ok(counted) => (held.counted, held.place) = (counted, Place::Other(Arc::clone(&link))),
+                Ok(counted) => (held.counted, held.place) = (Some(counted), Place::Other(Arc::clone(&link))),
                 Err(error) if link.is_cut() || link.process.has_ended() || search.has_to_end() => return Err(error),
+                // It has not answered in time.
+                Err(error) if error.kind() == ErrorKind::InvalidState => return Err(error),
                 Err(error) => {
-                    crate::warnings::warning!("an heir refused memory of a dead owner: {error}");
+                    crate::warnings::warning!(
+                        "memory is not held any more, because its owner or heir has refused it: {error}"
+                    );
                     held.place = Place::Released;
                 }
             }

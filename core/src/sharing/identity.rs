@@ -178,6 +178,17 @@ impl Process {
         if process.has_ended() { Err(ended(operation, &process)) } else { Ok(process) }
     }
 
+    /// Returns the process of a descriptor that a third process has sent. `None` if it is not a pidfd.
+    pub(crate) fn of_pidfd(pidfd: OwnedFd) -> Option<Self> {
+        if !is_pidfd(pidfd.as_fd()) {
+            return None;
+        }
+        // The kernel shows the id in the namespace of `/proc`: 0 for a process of another one, and -1 for one that has ended.
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
+        let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<i32>().ok());
+        Some(Self { pid: pid.unwrap_or(0).max(0), pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false })
+    }
+
     /// Returns the descriptor of this process that the other one needs, if the kernel gives it none. It goes with the greeting.
     pub(crate) fn own_pidfd(&self, operation: &'static str) -> Result<Option<OwnedFd>> {
         let open = || Kernel.open(rustix::process::getpid());

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
@@ -48,6 +48,9 @@ const MOST_FURTHER: u32 = 1 << 20;
 
 /// Time without an answer after which an open checks whether the exporter is stopped.
 const STOPPED_AFTER: Duration = Duration::from_secs(1);
+
+/// Time between two checks of a thread that waits for the requests of another one.
+const LOCK_LOOKS_EVERY: Duration = Duration::from_millis(20);
 
 /// Time limits of one open for the answers of a live exporter.
 #[derive(Debug)]
@@ -168,6 +171,8 @@ pub(crate) struct Link {
     lost: AtomicBool,
     /// Set when the exporter has handed over.
     handed_over: AtomicBool,
+    /// The heir that the exporter has named after a hand-over.
+    named_heir: OnceLock<Arc<Process>>,
     /// Set when the connection is found to be cut.
     cut: AtomicBool,
     /// Number of mappings that it opened; written under the lock of the tables.
@@ -489,6 +494,7 @@ impl Link {
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
             handed_over: AtomicBool::new(false),
+            named_heir: OnceLock::new(),
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
@@ -507,7 +513,11 @@ impl Link {
         let heard = link.hear(mapper, if is_other { patience_for_other } else { patience });
         *is_cut = link.is_cut();
         let (answer, descriptors) = match (said, heard) {
-            (Err(_), Err(_)) | (Ok(()), Err(_)) if is_other => return Err(impostor()),
+            (_, Err(_)) if is_other => {
+                // It may be an heir.
+                link.check_running()?;
+                return Err(impostor());
+            }
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
             (_, heard) => heard?,
         };
@@ -564,7 +574,10 @@ impl Link {
         mapper: &dyn Mapper,
         patience: &mut Patience,
     ) -> (Vec<(usize, Granted)>, Option<Error>) {
-        let mut channel = self.channel.lock();
+        let mut channel = match self.channel(mapper, *patience) {
+            Ok(channel) => channel,
+            Err(error) => return (Vec::new(), Some(error)),
+        };
         let first = channel.wrapping_add(1);
         let (mut granted, mut failed) = (Vec::with_capacity(keys.len()), None);
         let (mut sent, mut belated) = (0, 0);
@@ -619,7 +632,7 @@ impl Link {
         mapper: &dyn Mapper,
         patience: Patience,
     ) -> Result<Vec<MemoryHandle>> {
-        let mut channel = self.channel.lock();
+        let mut channel = self.channel(mapper, patience)?;
         *channel = channel.wrapping_add(1);
         let question = *channel;
         self.say(&Message::Parts { question, key, first }, &[], mapper, patience)?;
@@ -643,6 +656,19 @@ impl Link {
             return Err(invalid_message(OPERATION, "fewer parts than it announced"));
         }
         Ok(handles)
+    }
+
+    /// Returns the right to send requests, once no other thread waits for an answer.
+    fn channel(&self, mapper: &dyn Mapper, patience: Patience) -> Result<MutexGuard<'_, u32>> {
+        loop {
+            if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {
+                return Ok(channel);
+            }
+            mapper.check()?;
+            if patience.is_over() {
+                return Err(patience.lost_with(&format!("the exporter ({})", self.process)));
+            }
+        }
     }
 
     /// Waits for the answer to a request. `belated` counts the answers to requests that were given up and abandoned. There are at
@@ -758,6 +784,10 @@ impl Link {
                         self.cut.store(true, Ordering::Relaxed);
                         invalid_message(OPERATION, "bytes that are not a message")
                     })?;
+                    if message == Message::Heir {
+                        self.note_heir(descriptors);
+                        continue;
+                    }
                     if let Message::Refused { question: 0, kind, text } = message {
                         self.cut.store(true, Ordering::Relaxed);
                         return Err(refusal(kind, text));
@@ -1679,16 +1709,16 @@ mod tests {
         });
         let mapper = NoMapper::new();
         let link = Link::connect(&ticket(incarnation), &mapper, Patience::new(Duration::from_secs(10))).unwrap();
-        assert!(link.late_hand_over().is_none());
+        assert!(link.read_late().is_none());
         let error = link.take_over(std::iter::empty(), &mapper, &mut Patience::new(Duration::ZERO)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         answer.send(()).unwrap();
         let connection = owner.join().unwrap();
         // It is the socket that has the name.
-        let socket = link.late_hand_over().unwrap();
+        let socket = link.read_late().unwrap();
         let name = rustix::net::getsockname(&socket).unwrap();
         assert_eq!(name, rustix::net::getsockname(&connection).unwrap());
-        assert!(link.late_hand_over().is_none());
+        assert!(link.read_late().is_none());
     }
 
     #[test]

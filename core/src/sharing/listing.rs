@@ -234,7 +234,7 @@ pub(super) fn listen(incarnation: &[u8; 16]) -> Result<OwnedFd> {
 }
 
 /// Writes a list to a file that nobody can change.
-fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
+pub(super) fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     if !highwater_hal::file_limit::allows(list.len() as u64) {
         return Err(Errno::FBIG);
     }

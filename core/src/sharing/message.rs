@@ -13,6 +13,8 @@
 //! | `Entrust`, to an heir: the handle of memory of the dead owner (`heir.rs`); without parts, to an owner that hands over | `Entrusted` or `Refused` |
 //! | `TakeOver`, only to an owner that hands over (`hand_over.rs`) | `HandedOver`, with the socket on which it listened, or `Refused` |
 //!
+//! One message answers no request: `Heir`, of an owner that has handed over, with the pidfd of its heir.
+//!
 //! An `Open` names the secret of a ticket that has one. Before Linux 6.5, `Hello` and `Welcome` also bring the pidfd of their senders.
 //!
 //! Version 3 added the parts of adopted memory. An exporter refuses to open memory of several parts for an importer of version 2.
@@ -23,6 +25,8 @@
 //! Version 5 added the hand-over. Its messages follow a flag that only exporters of version 5 raise (`segment.rs`), so older processes
 //! neither send nor receive them. The `Welcome` for an importer of version 5 also states the process id of its sender.
 //!
+//! Version 6 added `Heir`, by which an owner that has handed over gives each importer of version 6 the pidfd of its heir.
+//!
 //! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
 use super::options::Openers;
@@ -30,7 +34,7 @@ use super::ticket::{Fields, Secret};
 use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
-pub(crate) const PROTOCOL: u16 = 5;
+pub(crate) const PROTOCOL: u16 = 6;
 /// Oldest version that is understood.
 pub(crate) const OLDEST_PROTOCOL: u16 = 2;
 /// First version that has the parts of adopted memory.
@@ -39,6 +43,8 @@ pub(crate) const PROTOCOL_OF_PARTS: u16 = 3;
 pub(crate) const PROTOCOL_OF_HEIRS: u16 = 4;
 /// First version that has hand-overs.
 pub(crate) const PROTOCOL_OF_HAND_OVERS: u16 = 5;
+/// First version whose owners name their heir.
+pub(crate) const PROTOCOL_OF_NAMED_HEIRS: u16 = 6;
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
 pub(crate) const AT_ONCE: usize = 32;
@@ -62,6 +68,7 @@ const ENTRUST: u16 = 10;
 const ENTRUSTED: u16 = 11;
 const TAKE_OVER: u16 = 12;
 const HANDED_OVER: u16 = 13;
+const HEIR: u16 = 14;
 const KNOCK: u16 = 20;
 const DOOR: u16 = 21;
 
@@ -139,6 +146,7 @@ pub(crate) enum Message {
     Entrusted { question: u32 },
     TakeOver { question: u32 },
     HandedOver { question: u32 },
+    Heir,
     Refused { question: u32, kind: ErrorKind, text: String },
 }
 
@@ -187,13 +195,14 @@ impl Message {
             Self::Entrusted { .. } => ENTRUSTED,
             Self::TakeOver { .. } => TAKE_OVER,
             Self::HandedOver { .. } => HANDED_OVER,
+            Self::Heir => HEIR,
             Self::Knock { .. } => KNOCK,
             Self::Door => DOOR,
         };
         bytes.extend(kind.to_le_bytes());
         bytes.extend(0_u16.to_le_bytes());
         match self {
-            Self::Ring | Self::Door => {}
+            Self::Ring | Self::Heir | Self::Door => {}
             Self::Knock { incarnation } => bytes.extend(incarnation),
             Self::Hello { version, oldest } => {
                 bytes.extend(version.to_le_bytes());
@@ -353,6 +362,7 @@ impl Message {
                 Self::Refused { question, kind, text }
             }
             RING => Self::Ring,
+            HEIR => Self::Heir,
             KNOCK => Self::Knock { incarnation: fields.array()? },
             DOOR => Self::Door,
             _ => return None,
@@ -420,6 +430,7 @@ mod tests {
             Message::Entrusted { question: 8 },
             Message::TakeOver { question: 9 },
             Message::HandedOver { question: 9 },
+            Message::Heir,
             Message::Knock { incarnation: [5; 16] },
             Message::Door,
             Message::Opened { question: 8, opened },

@@ -64,6 +64,7 @@ mod searches;
 mod segment;
 mod service;
 mod spread;
+mod store;
 mod survey;
 mod system;
 mod ticket;
@@ -80,6 +81,7 @@ pub use holder::{HeldAllocation, HeldState, Holder};
 pub use options::{Openers, Rendezvous, SharingOptions};
 pub use owner::{DeathWatch, ImportOptions, Owner, OwnerDeath};
 pub use processes::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
+pub use store::{DescriptorStore, HolderState};
 pub use survey::SharingReport;
 pub use ticket::Ticket;
 

@@ -13,6 +13,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
+use super::identity::Process;
 use super::system::{Bell, is_readable};
 use crate::own_thread::spawn;
 use highwater_hal::{Result, fork::Generation};
@@ -138,9 +139,11 @@ impl Search {
         self.end.descriptor()
     }
 
-    /// Waits for this time, or until the thread has to end.
-    pub(super) fn sleep(&self, time: Duration) {
-        let mut ends = [PollFd::from_borrowed_fd(self.ending(), PollFlags::IN)];
+    /// Waits for this time, or until the thread has to end, or until a process has ended.
+    pub(super) fn sleep(&self, time: Duration, process: Option<&Arc<Process>>) {
+        let pidfd = process.and_then(|process| process.pidfd());
+        let ends = [self.ending()].into_iter().chain(pidfd);
+        let mut ends: Vec<_> = ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)).collect();
         // Interrupted or not, the caller looks again.
         let _ = rustix::event::poll(&mut ends, rustix::time::Timespec::try_from(time).ok().as_ref());
     }

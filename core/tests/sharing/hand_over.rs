@@ -356,3 +356,60 @@ fn an_owner_that_is_stopped_after_the_hand_over_delays_nobody() {
     heir.end();
     third.end();
 }
+
+/// An owner that has handed its memory over to an heir, while an importer was stopped. The importer releases the memory when the heir dies.
+fn handed_over(value: u32) -> (Peer, Peer, Peer) {
+    let (mut owner, ticket) = owner(value);
+    let (mut heir, mut importer) = (Peer::start(), Peer::start());
+    heir.tell(&format!("open-heir a {ticket}"));
+    importer.tell(&format!("open-release a {ticket}"));
+    importer.signal(Signal::STOP);
+    owner.tell("hand-over 60000");
+    until("the heir has it", || heir.exports().0 == 1);
+    (owner, heir, importer)
+}
+
+/// Failed before: the importer took the heir for dead after 5 seconds without an answer.
+#[test]
+fn an_heir_that_does_not_answer_for_long_is_alive() {
+    let mut rounds: Vec<_> = ["stop", "close-sockets", "cut-sockets"].map(|how| (how, handed_over(7))).into();
+    for (how, (_, heir, importer)) in &mut rounds {
+        if *how == "stop" {
+            heir.signal(Signal::STOP);
+        } else {
+            heir.tell(how);
+        }
+        importer.signal(Signal::CONT);
+    }
+    std::thread::sleep(Duration::from_millis(5500));
+    for (how, (owner, mut heir, mut importer)) in rounds {
+        assert_eq!(importer.ask("read a"), "7", "{how}");
+        if how == "stop" {
+            heir.signal(Signal::CONT);
+            until("the importer is counted", || heir.exports() == (1, 1));
+        }
+        heir.kill();
+        until("the memory has gone with the heir", || importer.ask("read a").starts_with("error Expired"));
+        owner.kill();
+        importer.kill();
+    }
+}
+
+/// Failed before: the importer knew only after 5 seconds that no heir comes.
+#[test]
+fn an_importer_knows_the_death_of_an_heir_that_has_not_counted_it() {
+    let (owner, heir, mut importer) = handed_over(7);
+    let pid = heir.pid();
+    heir.kill();
+    importer.signal(Signal::CONT);
+    let started = std::time::Instant::now();
+    let mut refused = String::new();
+    until("the memory has gone with the heir", || {
+        refused = importer.ask("read a");
+        refused.starts_with("error Expired")
+    });
+    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+    assert!(refused.contains("heir of") || refused.contains(&format!("process {pid}")), "{refused}");
+    owner.kill();
+    importer.kill();
+}

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use highwater_core::ipc::{HeldState, Holder, HolderState};
 use highwater_core::{
     Backend as _, DeviceBuffer, ErrorKind, ImportOptions, Openers, OwnerDeath, Rendezvous, Result, Runtime,
     RuntimeOptions, SharingOptions, Ticket, TicketBatch,
@@ -431,6 +432,39 @@ fn a_holder_lets_go_what_a_live_owner_drops_and_ends_without_a_trace() {
     drop(other);
     exporter.end_once_all_is_back();
     assert!(holder.quit().success());
+}
+
+#[test]
+fn a_holder_continues_from_a_whole_state_and_refuses_any_other() {
+    let exporter = Exporter::new();
+    let (buffer, ticket) = exporter.make_shared(1000, 7);
+    let holder = Holder::new().unwrap();
+    holder.hold(&ticket).unwrap();
+    let options = SharingOptions::new();
+    let refused = |change: fn(&mut HolderState)| {
+        let mut state = holder.save().unwrap();
+        change(&mut state);
+        let error = Holder::restore(state, &options).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        error.to_string()
+    };
+    assert!(refused(|state| state.bytes.truncate(100)).contains("not the state"));
+    assert!(refused(|state| state.descriptors.retain(|(name, _)| !name.contains("-owner-"))).contains("-owner-"));
+    assert!(refused(|state| state.descriptors.retain(|(name, _)| !name.ends_with("-1-0"))).contains("-1-0`"));
+    let error = refused(|state| {
+        let null = || std::fs::File::open("/dev/null").unwrap().into();
+        state.descriptors.iter_mut().for_each(|(_, descriptor)| *descriptor = null());
+    });
+    assert!(error.contains("no pidfd"), "{error}");
+    let state = holder.save().unwrap();
+    drop(holder);
+    let next = Holder::restore(state, &options).unwrap();
+    until("the owner counts it", || next.held()[0].state == HeldState::Owned { pid: Some(std::process::id()) });
+    assert_eq!(exporter.exports(), (1, 0, 1));
+    drop(buffer);
+    until("it is released", || next.held()[0].state == HeldState::Released);
+    drop(next);
+    exporter.end_once_all_is_back();
 }
 
 /// Failed before: only a holder could keep page-locked memory beyond its owner.

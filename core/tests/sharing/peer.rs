@@ -251,9 +251,10 @@ impl Obedient {
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);
                 Ok(len.to_string())
             }
-            // To inherit it.
-            ["open-heir", name, ticket] => {
-                let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+            // To inherit it, or to release it when its owner dies.
+            [how @ ("open-heir" | "open-release"), name, ticket] => {
+                let death = if how == "open-heir" { OwnerDeath::Inherit } else { OwnerDeath::Release };
+                let options = ImportOptions::new().with_owner_death(death);
                 let buffer = self.runtime.open_shared_with::<u32>(&ticket.parse::<Ticket>()?, &options)?;
                 let len = buffer.len();
                 self.buffers.entry(name.to_owned()).or_default().push(buffer);

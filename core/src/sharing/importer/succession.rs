@@ -5,6 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use parking_lot::MutexGuard;
+
 use super::super::heir::{Estate, Kept};
 use super::super::held::HeldMemory;
 use super::super::identity::Process;
@@ -40,6 +42,11 @@ impl Import {
         self.heir().unwrap_or_else(|| Arc::clone(&self.link))
     }
 
+    /// Returns the heir that the owner of the memory has named. This process is not counted there yet.
+    pub(in super::super) fn named_heir(&self) -> Option<Arc<Process>> {
+        self.counted_at().named_heir().cloned()
+    }
+
     /// Returns whether the process behind a connection counts this import.
     pub(crate) fn is_of(&self, link: &Arc<Link>) -> bool {
         Arc::ptr_eq(&self.counted_at(), link)
@@ -50,19 +57,22 @@ impl Import {
         let heir = self.heir();
         let is_handed_over = self.link.is_handed_over();
         match heir.filter(|_| is_handed_over) {
-            Some(heir) => Some(Arc::clone(&heir.process)),
+            // Unless it has handed over, too.
+            Some(heir) => Some(Arc::clone(heir.named_heir.get().unwrap_or(&heir.process))),
             None if is_handed_over && self.is_inherited() => None,
-            None => Some(Arc::clone(&self.link.process)),
+            None => Some(Arc::clone(self.link.named_heir.get().unwrap_or(&self.link.process))),
         }
     }
 
     /// Returns the owner that has died, for a message.
     pub(crate) fn last_owner(&self) -> String {
-        match self.heir() {
-            Some(heir) => heir.process.to_string(),
+        let counted_at = self.counted_at();
+        // The kernel does not tell the id of an heir that died before its name was read.
+        match counted_at.named_heir.get().filter(|heir| heir.pid().is_some()) {
+            Some(heir) => heir.to_string(),
             // It died before this process was counted there.
-            None if self.link.is_handed_over() => format!("the heir of {}", self.link.process),
-            None => self.link.process.to_string(),
+            None if counted_at.is_handed_over() => format!("the heir of {}", counted_at.process),
+            None => counted_at.process.to_string(),
         }
     }
 
@@ -179,7 +189,13 @@ impl Importer {
                     let registration = Registration { link: Arc::clone(&link), counted };
                     self.succeed(import, Succession::Registered(registration), bell);
                 }
-                Err(error) if link.is_cut() || link.process.has_ended() || mapper.check().is_err() => {
+                // With `InvalidState`, it has not answered in time.
+                Err(error)
+                    if error.kind() == ErrorKind::InvalidState
+                        || link.is_cut()
+                        || link.process.has_ended()
+                        || mapper.check().is_err() =>
+                {
                     registered = Err(error);
                     break;
                 }
@@ -272,7 +288,7 @@ impl Link {
             self.entrust(held, None, (0, 0), mapper, *patience)?;
         }
         patience.renew();
-        let mut channel = self.channel.lock();
+        let mut channel = self.channel(mapper, *patience)?;
         *channel = channel.wrapping_add(1);
         let question = *channel;
         self.say(&Message::TakeOver { question }, &[], mapper, *patience)?;
@@ -286,18 +302,41 @@ impl Link {
         }
     }
 
-    /// Returns the socket of an owner that has handed over, if the answer came after [`Link::take_over`] had given up. In an unread message,
-    /// the socket would keep the name, and no process would answer.
-    pub(in super::super) fn late_hand_over(&self) -> Option<OwnedFd> {
-        // No request of another thread waits for an answer.
-        let _channel = self.channel.lock();
+    /// Reads what the exporter has sent without a question. Returns its socket, if it has handed over and [`Link::take_over`] gave up before
+    /// the answer. In an unread message, the socket would keep the name, and no process would answer.
+    pub(in super::super) fn read_late(&self) -> Option<OwnedFd> {
+        self.read_unasked(&self.channel.lock())
+    }
+
+    /// Reads while no request of another thread waits for an answer: the caller has the lock.
+    fn read_unasked(&self, _: &MutexGuard<'_, u32>) -> Option<OwnedFd> {
         let mut buffer = [0_u8; LONGEST + 1];
         while let Ok(Received::Message(bytes, descriptors)) = receive(self.socket.as_fd(), &mut buffer) {
-            if matches!(Message::decode(&buffer[..bytes]), Some(Message::HandedOver { .. })) {
-                return descriptors.into_iter().next();
+            match Message::decode(&buffer[..bytes]) {
+                Some(Message::HandedOver { .. }) => return descriptors.into_iter().next(),
+                Some(Message::Heir) => self.note_heir(descriptors),
+                _ => {}
             }
         }
         None
+    }
+
+    /// Notes the heir that the exporter names, by its pidfd.
+    pub(super) fn note_heir(&self, descriptors: Vec<OwnedFd>) {
+        let heir = descriptors.into_iter().next().and_then(Process::of_pidfd);
+        heir.into_iter().for_each(|heir| drop(self.named_heir.set(Arc::new(heir))));
+    }
+
+    /// Returns the heir that the exporter has named after a hand-over. `None` if this process could not be told, or is the heir.
+    pub(in super::super) fn named_heir(&self) -> Option<&Arc<Process>> {
+        if self.named_heir.get().is_none()
+            && self.hand_over() == Progress::Done
+            && let Some(channel) = self.channel.try_lock()
+        {
+            // The name came before the flag. A thread that has the lock reads it itself.
+            let _ = self.read_unasked(&channel);
+        }
+        self.named_heir.get()
     }
 
     /// Opens an allocation. Returns the handles of all parts, and the count.
@@ -361,7 +400,7 @@ impl Link {
         patience: Patience,
     ) -> Result<usize> {
         let (entrusted, handles) = held.entrust(first, numbers);
-        let mut channel = self.channel.lock();
+        let mut channel = self.channel(mapper, patience)?;
         *channel = channel.wrapping_add(1);
         let question = *channel;
         let descriptors = handles.iter().filter_map(|handle| handle.descriptor.as_ref());
