@@ -361,6 +361,24 @@ macro_rules! products_of {
             pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
                 lend(&mut self.pooled, &self.stream, self.numerics, foreign)
             }
+
+            /// Calls code that enqueues work with the vendor's handle, as the products of this lease are enqueued: bound to the stream's
+            /// own workspace, and under the submission lock. Nothing is restored afterwards, so a repetition makes no call of the
+            /// backend. For code that changes the handle, use [`with_raw`](Self::with_raw).
+            ///
+            /// `enqueue` takes the vendor's handle as a number. The handle has the modes of the innermost policy. `enqueue` blocks
+            /// forever if it uses this stream of Highwater.
+            ///
+            /// # Errors
+            /// `Unsupported` if the policy requests TF32 and the device lacks it, or in a capture if the BLAS has no workspace; else the
+            /// error of binding the handle.
+            ///
+            /// # Safety
+            /// The caller must not change a setting of the handle, must not destroy or keep it, and must enqueue work with it on this
+            /// stream only. The memory of the work must live until the stream has passed it, or as long as the graph if a capture is open.
+            pub unsafe fn enqueue_raw<R>(&mut self, enqueue: impl FnOnce(u64) -> R) -> Result<R> {
+                enqueue_foreign(&mut self.pooled, &self.stream, self.numerics, enqueue)
+            }
         }
     };
 }
@@ -399,6 +417,29 @@ fn enqueue(
     // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
     // The submission lock is held.
     unsafe { pooled.handle.gemm(gemm) }
+}
+
+/// Lets foreign code enqueue with a handle of a lease, which it leaves as it is.
+fn enqueue_foreign<R>(
+    pooled: &mut PooledHandle,
+    stream: &Stream,
+    numerics: Option<Numerics>,
+    foreign: impl FnOnce(u64) -> R,
+) -> Result<R> {
+    const OPERATION: &str = "enqueue_raw";
+    stream.runtime().inner.check(OPERATION)?;
+    let turn = pooled.bound_turn(OPERATION, stream)?;
+    // Foreign code may multiply any type.
+    let (policy, data_type) = (policy(numerics, stream), DataType::F32);
+    if !pooled.modes.suit(policy, data_type) {
+        pooled.apply_numerics(OPERATION, stream, policy, data_type)?;
+    }
+    if turn.recording.is_some() {
+        check_recordable(OPERATION, stream)?;
+    }
+    let value = foreign(pooled.handle.raw());
+    drop(turn);
+    Ok(value)
 }
 
 /// Lends a handle of a lease.

@@ -90,6 +90,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(stream.synchronize())
                 && forked(stream.blas().map(|_| ()))
                 && forked(blas.with_raw(|_| ()))
+                // SAFETY: nothing is done with the handle.
+                && forked(unsafe { blas.enqueue_raw(|_| ()) })
                 && forked(stream.copy_to_device(&pinned, &buffer))
                 && forked(pinned.write().map(|_| ()))
                 && forked(pinned.read_with(|_| ()))

@@ -1,6 +1,7 @@
 //! Which calls the policy makes on a handle, and in which order.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use HandleCall::{CreatePlan, Gemm, RunPlan, SetAtomicsMode, SetMathMode, SetStream, SetWorkspace};
@@ -274,6 +275,53 @@ fn a_handle_is_lent_in_the_modes_of_the_policy_and_all_are_set_again_afterwards(
     assert_eq!(bench.backend.take_handle_calls(), [SetStream, SetWorkspace]);
     let calls = bench.multiply(&mut lease, 1.0_f32, 0.0).unwrap();
     assert_eq!(calls, [&modes[..], &[Gemm(DataType::F32)]].concat());
+}
+
+#[test]
+fn foreign_products_that_change_no_setting_take_the_handle_as_it_is() {
+    let bench = Bench::new(TF32);
+    let mut lease = bench.stream.blas().unwrap();
+    bench.backend.take_handle_calls();
+    let mut calls = |policy| {
+        lease.set_numerics(policy);
+        // SAFETY: Nothing is done with the handle.
+        let handle = unsafe { lease.enqueue_raw(|handle| handle) }.unwrap();
+        (handle, bench.backend.take_handle_calls())
+    };
+    let (handle, first) = calls(TF32);
+    assert_eq!(first, [SetMathMode(MathMode::Tf32), SetAtomicsMode(AtomicsMode::NotAllowed)]);
+    assert_eq!(calls(TF32), (handle, vec![]), "a repetition sets nothing");
+    assert_eq!(calls(Numerics::new()), (handle, vec![SetMathMode(MathMode::Default)]));
+    assert_eq!(bench.multiply(&mut lease, 1.0_f32, 0.0).unwrap(), [Gemm(DataType::F32)], "nothing is restored");
+    // After code that may have changed the handle, its settings are new.
+    lease.with_raw(|_| ()).unwrap();
+    bench.backend.take_handle_calls();
+    // SAFETY: As above.
+    unsafe { lease.enqueue_raw(|_| ()) }.unwrap();
+    let modes = [SetMathMode(MathMode::Default), SetAtomicsMode(AtomicsMode::NotAllowed)];
+    assert_eq!(bench.backend.take_handle_calls(), modes);
+}
+
+#[test]
+fn foreign_products_of_threads_take_turns_on_a_stream() {
+    let bench = Bench::new(Numerics::new());
+    let (inside, turns) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let enqueue = |_| {
+        assert!(!inside.swap(true, Ordering::AcqRel), "two threads enqueue with one workspace");
+        std::thread::yield_now();
+        turns.fetch_add(1, Ordering::Relaxed);
+        inside.store(false, Ordering::Release);
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut lease = bench.stream.blas().unwrap();
+                // SAFETY: Nothing is done with the handle.
+                (0..200).for_each(|_| unsafe { lease.enqueue_raw(enqueue) }.unwrap());
+            });
+        }
+    });
+    assert_eq!(turns.into_inner(), 800);
 }
 
 #[test]

@@ -807,6 +807,8 @@ fn a_life_of_graphs(runtime: &Runtime, streams: &[Stream; 2]) -> Result<()> {
         first.blas()?.gemm(&shape, 1.0, &buffers[0], &buffers[1], 0.0, &buffers[2])?;
         second.lt()?.matmul(&shape, Epilogue::None, 1.0, &buffers[0], &buffers[1], 0.0, &buffers[3], None)?;
         first.blas()?.with_raw(|_| ())?;
+        // SAFETY: Nothing is done with the handle.
+        unsafe { first.blas()?.enqueue_raw(|_| ())? };
         first.copy(&buffers[0], &ordered)?;
         drop(ordered);
         if device.capabilities().create_during_capture {

@@ -61,6 +61,8 @@ fn the_per_thread_stream_belongs_to_one_thread() {
                 kind(stream.wait(&event)),
                 kind(product(&stream)),
                 kind(stream.blas().and_then(|mut lease| lease.with_raw(|_| ()))),
+                // SAFETY: Nothing is done with the handle.
+                kind(stream.blas().and_then(|mut lease| unsafe { lease.enqueue_raw(|_| ()) })),
             ] {
                 assert_eq!(refused, ErrorKind::InvalidState);
             }

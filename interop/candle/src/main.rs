@@ -179,13 +179,18 @@ impl Program {
         rows.push(("handle: candle's device", Summary::of(&devices)));
         let created = together(threads, || self.place(kind), |place| self.handles_of_cudarc(&place))?;
         rows.push(("handle: CudaBlas, new and drop", Summary::of(&created)));
-        let lent = |place: Place| self.handles_of_the_pool(|| Ok(place.blas.with_handle(black_box)?));
-        rows.push(("handle: of the pool, for cudarc", Summary::of(&together(threads, || self.place(kind), lent)?)));
         let leased = |place: Place| self.handles_of_the_pool(|| Ok(place.stream.blas()?));
+        rows.push(("handle: of the pool, a lease", Summary::of(&together(threads, || self.place(kind), leased)?)));
+        let product = |place: Place| {
+            // SAFETY: Nothing is done with the handle.
+            self.handles_of_the_pool(|| Ok(unsafe { place.stream.blas()?.enqueue_raw(black_box)? }))
+        };
         rows.push((
-            "handle: of the pool, for Highwater",
-            Summary::of(&together(threads, || self.place(kind), leased)?),
+            "handle: of the pool, of a product",
+            Summary::of(&together(threads, || self.place(kind), product)?),
         ));
+        let lent = |place: Place| self.handles_of_the_pool(|| Ok(place.blas.with_handle(black_box)?));
+        rows.push(("handle: of the pool, with_handle", Summary::of(&together(threads, || self.place(kind), lent)?)));
         for (name, memory, pooled) in [
             ("run: candle alone", Memory::Pageable, false),
             ("run: pinned of cudarc", Memory::Cudarc, false),
