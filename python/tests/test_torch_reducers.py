@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import highwater
+from conftest import BACKEND
 from highwater import _highwater
 from test_sharing import until
 from torch_here import IS_REAL, torch
@@ -97,6 +98,14 @@ class Steps:
 
     def ticket(self, values: Any) -> Any:
         return hwt.share(self.make(values))
+
+    def ticket_on(self, values: Any, device: int) -> Any:
+        self.kept.append(torch.tensor(values, device=torch.device("cuda", device)))
+        return hwt.share(self.kept[-1])
+
+    def where(self, ticket: Any) -> Any:
+        opened = hwt.open(ticket)
+        return opened.tolist(), opened.device.index
 
     def pass_on(self, tensor: Any) -> Any:
         self.kept.append(tensor)
@@ -304,6 +313,25 @@ def test_a_message_that_nobody_opens_keeps_memory_for_a_limited_time() -> None:
     until(nothing_is_kept)
     with pytest.raises(highwater.Expired):
         ForkingPickler.loads(message)
+
+
+@pytest.mark.skipif(BACKEND != "cuda" or (IS_REAL and torch.cuda.device_count() < 2), reason="needs two CUDA devices")
+def test_a_receiver_that_numbers_its_devices_differently_finds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIGHWATER_MOCK", "devices=2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    producer = Worker()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    consumer = Worker()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    stranger = Worker()
+    try:
+        ticket = producer.ask("ticket_on", [1.0, 2.0], 1)
+        assert ticket.device == 1
+        assert consumer.ask("where", ticket) == ([1, 2], 0)
+        assert stranger.ask("where", ticket).startswith("DeviceMissing")
+    finally:
+        for worker in (producer, consumer, stranger):
+            worker.kill()
 
 
 def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> None:
