@@ -6,6 +6,9 @@ import ctypes
 import dataclasses
 import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -17,7 +20,7 @@ import highwater
 from conftest import BACKEND
 from highwater import _highwater
 from test_sharing import until
-from torch_here import IS_REAL, torch
+from torch_here import IS_REAL, STAND_IN, torch
 
 # After `torch_here`, which finds PyTorch or the stand-in.
 hwt: Any = pytest.importorskip("highwater.torch")
@@ -166,6 +169,27 @@ class Worker:
         self.connection.close()
 
 
+ENDING = """
+import pickle, sys
+import torch
+import highwater.torch
+mine = torch.tensor([1.0], device="cuda")
+ticket = highwater.torch.share(mine)
+theirs = highwater.torch.open(pickle.loads(bytes.fromhex(sys.stdin.readline())))
+print(theirs.tolist(), flush=True)
+"""
+
+
+def start_ending() -> subprocess.Popen[str]:
+    environment = dict(os.environ)
+    if not IS_REAL:
+        environment["PYTHONPATH"] = os.pathsep.join([STAND_IN, environment.get("PYTHONPATH", "")])
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", ENDING], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
 @dataclasses.dataclass
 class Started:
     pair: list[Worker]
@@ -176,6 +200,8 @@ class Started:
     """A worker whose device takes 40 ms for each operation, on the mock."""
     of_server: Worker
     """A child of a fork server."""
+    ending: subprocess.Popen[str]
+    """A process that ends by itself once it has opened a ticket."""
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +210,13 @@ def started() -> Iterator[Started]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIGHWATER_MOCK", "latency=40ms")
         slow = Worker()
-    found = Started([Worker(), Worker()], [Worker() for _ in range(3)], slow, Worker("forkserver"))
+    found = Started([Worker(), Worker()], [Worker() for _ in range(3)], slow, Worker("forkserver"), start_ending())
     every = [*found.pair, *found.victims, slow, found.of_server]  # A test takes its victim out of the list.
     yield found
     for worker in every:
         worker.kill()
+    found.ending.kill()
+    found.ending.communicate()
 
 
 @pytest.fixture
@@ -496,6 +524,12 @@ def test_a_forked_child_is_refused_with_the_remedy() -> None:
         assert "spawn" in pipe.read()
     os.waitpid(child, 0)
     assert hwt.open(ticket).tolist() == [1]
+
+
+def test_a_process_ends_in_peace_while_it_shares_and_has_open(started: Started) -> None:
+    tensor = cuda([3, 4])
+    printed, errors = started.ending.communicate(pickle.dumps(hwt.share(tensor)).hex() + "\n", timeout=20)
+    assert (started.ending.returncode, printed) == (0, "[3.0, 4.0]\n") and "Traceback" not in errors, errors
 
 
 def test_a_child_of_a_fork_server_gets_tensors(started: Started) -> None:
