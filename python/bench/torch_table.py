@@ -182,7 +182,7 @@ def many_views(views: int, storages: int, consumers: int) -> dict[str, str]:
     tensors = [flat[place // length][place % length * 256 :][:256] for place in range(views)]
     torch.cuda.synchronize()
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(3):
+    for _ in range(2):
         for way in WAYS:
             use(way)
             begin = time.perf_counter()
