@@ -23,7 +23,7 @@ hwt: Any = importlib.import_module("highwater.torch")
 
 WAYS = ("PyTorch", "Highwater")
 MIB = 1 << 20
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 1.5
 
 
 def use(way: str) -> None:
@@ -94,11 +94,9 @@ class Process:
         self.connection.close()
 
 
-def start(number: int) -> list[Process]:
-    processes = [Process() for _ in range(number)]
-    for process in processes:
-        assert process.wait() == "ready"
-    return processes
+# Started at once, because each import of PyTorch takes seconds.
+pool: list[Process] = []
+victims: list[Process] = []
 
 
 def collect() -> None:
@@ -119,7 +117,7 @@ def settled(left: Callable[[], int]) -> tuple[int, float]:
 
 def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
     """A tensor of 1 MiB: the time to pickle it, and the time to receive it, read a value and drop it."""
-    (consumer,) = start(1)
+    consumer = pool[0]
     tensor = torch.full((MIB // 4,), 1.0, device="cuda")
     sends: dict[str, list[float]] = {way: [] for way in WAYS}
     receives: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -138,7 +136,6 @@ def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
             if turn >= 10:
                 sends[way].append(end - begin)
                 receives[way].append(received)
-    consumer.kill()
 
     def shown(way: str) -> str:
         send, receive = (statistics.median(times[way]) * 1e6 for times in (sends, receives))
@@ -150,7 +147,7 @@ def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
 
 def many_tensors(number: int, consumers: int) -> dict[str, str]:
     """`number` tensors of 1 MiB to each consumer: the time until each has read one value of each; and the bytes left."""
-    processes = start(consumers)
+    processes = pool[:consumers]
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     lefts: dict[str, tuple[int, float]] = {}
     for _ in range(3):
@@ -171,8 +168,6 @@ def many_tensors(number: int, consumers: int) -> dict[str, str]:
             for process in processes:
                 process.wait()
             lefts[way] = settled(lambda before=before: torch.cuda.memory_allocated() - before)  # type: ignore[misc]
-    for process in processes:
-        process.kill()
     return {
         way: f"{statistics.median(found[way]) * 1e3:.0f} ms; {lefts[way][0]} bytes left after {lefts[way][1] * 1e3:.0f} ms"
         for way in WAYS
@@ -181,13 +176,13 @@ def many_tensors(number: int, consumers: int) -> dict[str, str]:
 
 def many_views(views: int, storages: int, consumers: int) -> dict[str, str]:
     """Views over few storages to each consumer, as the weights of a model: the time until each has read one of each storage."""
-    processes = start(consumers)
+    processes = pool[:consumers]
     length = -(-views // storages)
     flat = [torch.full((length * 256,), 1.0, device="cuda") for _ in range(storages)]
     tensors = [flat[place // length][place % length * 256 :][:256] for place in range(views)]
     torch.cuda.synchronize()
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(3):
+    for _ in range(2):
         for way in WAYS:
             use(way)
             begin = time.perf_counter()
@@ -207,8 +202,6 @@ def many_views(views: int, storages: int, consumers: int) -> dict[str, str]:
             for process in processes:
                 process.wait()
             collect()
-    for process in processes:
-        process.kill()
     return {way: f"{statistics.median(found[way]) * 1e3:.0f} ms" for way in WAYS}
 
 
@@ -217,7 +210,7 @@ def killed_consumer(number: int) -> dict[str, str]:
     found = {}
     for way in WAYS:
         use(way)
-        (consumer,) = start(1)
+        consumer = victims.pop()
         before = torch.cuda.memory_allocated()
         tensors = [torch.full((MIB // 4,), 1.0, device="cuda") for _ in range(number)]
         torch.cuda.synchronize()
@@ -234,17 +227,17 @@ def killed_producer(number: int) -> dict[str, str]:
     """A producer is killed while this process has its tensors. Then this process drops them."""
     found = {}
     for way in WAYS:
-        torch.cuda.synchronize()
-        before = torch.cuda.mem_get_info()[0]
-        (producer,) = start(1)
+        producer = victims.pop()
         producer.ask("produce", (way, number))
         tensors = ForkingPickler.loads(producer.connection.recv_bytes())
         assert tensors[-1][0].item() == 1.0
         producer.kill()
+        time.sleep(0.5)  # The driver frees what the process alone had.
+        held = torch.cuda.mem_get_info()[0]
         values = sum(tensor[-1].item() for tensor in tensors)
         del tensors
-        left, took = settled(lambda before=before: before - torch.cuda.mem_get_info()[0])  # type: ignore[misc]
-        found[way] = f"{values:.0f} of {number} values right; {left} bytes of the device left after {took * 1e3:.0f} ms"
+        left, took = settled(lambda held=held: held + number * MIB - torch.cuda.mem_get_info()[0])  # type: ignore[misc]
+        found[way] = f"{values:.0f} of {number} values right; {left} bytes left after {took * 1e3:.0f} ms"
     return found
 
 
@@ -256,11 +249,16 @@ def main() -> None:
     arguments.add_argument("--consumers", default="1,4,8")
     options = arguments.parse_args()
     torch.cuda.init()
+    counts = [int(consumers) for consumers in options.consumers.split(",")]
+    pool.extend(Process() for _ in range(max(*counts, 4)))
+    victims.extend(Process() for _ in range(4))
+    for process in pool + victims:
+        assert process.wait() == "ready"
     scenarios: list[tuple[str, Callable[[], dict[str, str]]]] = [
         ("one tensor of 1 MiB, sent again and again", lambda: one_tensor(options.rounds, False)),
         ("a new tensor of 1 MiB each time", lambda: one_tensor(options.rounds, True)),
     ]
-    for consumers in map(int, options.consumers.split(",")):
+    for consumers in counts:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"
         scenarios.append((name, lambda consumers=consumers: many_tensors(options.tensors, consumers)))  # type: ignore[misc]
     scenarios += [
@@ -277,6 +275,8 @@ def main() -> None:
         except Exception as error:
             found = dict.fromkeys(WAYS, f"failed: {type(error).__name__}: {error}")
         print(f"| {name} | {found['PyTorch']} | {found['Highwater']} |", flush=True)
+    for process in pool:
+        process.kill()
 
 
 if __name__ == "__main__":

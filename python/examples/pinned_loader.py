@@ -19,13 +19,13 @@ class PinnedLoader:
         self.slots: list[Any] = [None] * slots
 
     def staged(self, place: int, batch: Any) -> Any:
-        """Copies a batch to a slot, which no copy uses any more. The pool has exactly the bytes of a batch for it."""
+        """Copies a batch to a slot, which no copy uses any more. A new slot comes from the pool."""
         slot = self.slots[place]
         if slot is not None:
             slot[2].synchronize()
         if slot is None or slot[1].shape != batch.shape or slot[1].dtype != batch.dtype:
             memory = highwater.torch.runtime().device(self.device.index).pinned(tuple(batch.shape), batch.dtype)
-            slot = self.slots[place] = (memory, torch.from_numpy(memory.array), torch.cuda.Event())
+            slot = self.slots[place] = (memory, torch.from_dlpack(memory), torch.cuda.Event())
         slot[1].copy_(batch)
         return slot
 

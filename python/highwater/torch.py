@@ -217,7 +217,10 @@ class _State:
                     wait = FIRST_LOOK_SECONDS
                 else:
                     wait = min(wait * 2, LAST_LOOK_SECONDS)
+                begin = time.monotonic()
                 self.sweep()
+                # Many storages take at most 5 % of a core.
+                wait = max(wait, 20 * (time.monotonic() - begin))
             except Exception:
                 # The thread must go on: nothing else releases the memory.
                 _log.exception("the search for tensors that nobody needs has failed")

@@ -99,14 +99,17 @@ fn allocating<R>(work: impl FnOnce() -> Result<R>) -> Option<R> {
         Ok(Err(error)) => error.to_string(),
         Err(_) => "the allocator panicked".to_owned(),
     };
-    *lock(&FAILURE) = Some(failure);
+    // Without a wait: in a forked child, a thread that does not exist may hold the lock.
+    if let Ok(mut last) = FAILURE.try_lock() {
+        *last = Some(failure);
+    }
     None
 }
 
 /// Returns the text of the last error of the pluggable allocator.
 #[pyfunction]
 pub(crate) fn last_failure() -> Option<String> {
-    lock(&FAILURE).clone()
+    FAILURE.try_lock().ok()?.clone()
 }
 
 /// Allocates device memory that other processes can open, for PyTorch's pluggable allocator. Returns null after an error.

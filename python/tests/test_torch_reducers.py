@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -13,9 +17,10 @@ from typing import Any
 import pytest
 
 import highwater
+from conftest import BACKEND
 from highwater import _highwater
 from test_sharing import until
-from torch_here import IS_REAL, torch
+from torch_here import IS_REAL, STAND_IN, torch
 
 # After `torch_here`, which finds PyTorch or the stand-in.
 hwt: Any = pytest.importorskip("highwater.torch")
@@ -66,7 +71,7 @@ class Steps:
 
     def storages(self, *tensors: Any) -> int:
         self.kept += tensors
-        return len({tensor.untyped_storage().data_ptr() for tensor in self.kept})
+        return len({tensor.untyped_storage()._cdata for tensor in self.kept})
 
     def fill(self, place: int, value: float) -> None:
         self.kept[place].fill_(value)
@@ -85,7 +90,7 @@ class Steps:
     def open_all(self, batch: Any) -> Any:
         opened = hwt.open_all(batch)
         self.kept += opened
-        return [tensor.tolist() for tensor in opened], len({tensor.untyped_storage().data_ptr() for tensor in opened})
+        return [tensor.tolist() for tensor in opened], len({tensor.untyped_storage()._cdata for tensor in opened})
 
     def share_one(self, place: int) -> Any:
         return hwt.share(self.kept[place])
@@ -96,6 +101,14 @@ class Steps:
 
     def ticket(self, values: Any) -> Any:
         return hwt.share(self.make(values))
+
+    def ticket_on(self, values: Any, device: int) -> Any:
+        self.kept.append(torch.tensor(values, device=torch.device("cuda", device)))
+        return hwt.share(self.kept[-1])
+
+    def where(self, ticket: Any) -> Any:
+        opened = hwt.open(ticket)
+        return opened.tolist(), opened.device.index
 
     def pass_on(self, tensor: Any) -> Any:
         self.kept.append(tensor)
@@ -141,7 +154,7 @@ class Worker:
         self.connection.send((step, arguments))
 
     def read(self) -> Any:
-        assert self.connection.poll(60)
+        assert self.connection.poll(20)
         return self.connection.recv()
 
     def ask(self, step: str, *arguments: Any) -> Any:
@@ -149,33 +162,73 @@ class Worker:
         return self.read()
 
     def kill(self) -> None:
+        if self.connection.closed:
+            return
         self.process.kill()
         self.process.join()
         self.connection.close()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[Worker]]:
+ENDING = """
+import pickle, sys
+import torch
+import highwater.torch
+mine = torch.tensor([1.0], device="cuda")
+ticket = highwater.torch.share(mine)
+theirs = highwater.torch.open(pickle.loads(bytes.fromhex(sys.stdin.readline())))
+print(theirs.tolist(), flush=True)
+"""
+
+
+def start_ending() -> subprocess.Popen[str]:
+    environment = dict(os.environ)
+    if not IS_REAL:
+        environment["PYTHONPATH"] = os.pathsep.join([STAND_IN, environment.get("PYTHONPATH", "")])
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", ENDING], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+@dataclasses.dataclass
+class Started:
+    pair: list[Worker]
     """Two workers that every test may use, and leaves alive and without tensors."""
-    started = [Worker(), Worker()]
-    yield started
-    for worker in started:
+    victims: list[Worker]
+    """Workers that tests kill."""
+    slow: Worker
+    """A worker whose device takes 40 ms for each operation, on the mock."""
+    of_server: Worker
+    """A child of a fork server."""
+    ending: subprocess.Popen[str]
+    """A process that ends by itself once it has opened a ticket."""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
+    """All workers. They start at once, because the import of PyTorch takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HIGHWATER_MOCK", "latency=40ms")
+        slow = Worker()
+    found = Started([Worker(), Worker()], [Worker() for _ in range(3)], slow, Worker("forkserver"), start_ending())
+    every = [*found.pair, *found.victims, slow, found.of_server]  # A test takes its victim out of the list.
+    yield found
+    for worker in every:
         worker.kill()
+    found.ending.kill()
+    found.ending.communicate()
 
 
 @pytest.fixture
-def workers(pair: list[Worker]) -> Iterator[list[Worker]]:
-    yield pair
-    for worker in pair:
+def workers(started: Started) -> Iterator[list[Worker]]:
+    yield started.pair
+    for worker in started.pair:
         worker.ask("drop")
 
 
 @pytest.fixture
-def victim() -> Iterator[Worker]:
-    """A worker that a test kills."""
-    worker = Worker()
-    yield worker
-    worker.kill()
+def victim(started: Started) -> Worker:
+    return started.victims.pop()
 
 
 @pytest.fixture(autouse=True)
@@ -290,6 +343,25 @@ def test_a_message_that_nobody_opens_keeps_memory_for_a_limited_time() -> None:
         ForkingPickler.loads(message)
 
 
+@pytest.mark.skipif(BACKEND != "cuda" or (IS_REAL and torch.cuda.device_count() < 2), reason="needs two CUDA devices")
+def test_a_receiver_that_numbers_its_devices_differently_finds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIGHWATER_MOCK", "devices=2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    producer = Worker()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    consumer = Worker()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    stranger = Worker()
+    try:
+        ticket = producer.ask("ticket_on", [1.0, 2.0], 1)
+        assert ticket.device == 1
+        assert consumer.ask("where", ticket) == ([1, 2], 0)
+        assert stranger.ask("where", ticket).startswith("DeviceMissing")
+    finally:
+        for worker in (producer, consumer, stranger):
+            worker.kill()
+
+
 def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> None:
     matrix, other = cuda([[0, 1], [2, 3]]), cuda([7, 8], torch.int64)
     tensors = [matrix[row : row + 1] for row in range(2)] * 50 + [matrix.t(), other, torch.nn.Parameter(matrix)]
@@ -345,20 +417,15 @@ def test_a_killed_producer_leaves_what_is_open(workers: list[Worker], victim: Wo
         hwt.open(ticket)
 
 
-def test_tensors_dropped_under_a_copy_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HIGHWATER_MOCK", "latency=40ms")
-    worker = Worker()
-    try:
-        tensors = [cuda([value] * LENGTH) for value in range(8)]
-        worker.send("drop_under_a_copy", *tensors)
-        tensors.clear()
-        assert worker.read() is True
-        hwt.collect()
-        # They get the memory of the others, if it is free.
-        tensors = [cuda([-1] * LENGTH) for _ in range(16)]
-        assert worker.ask("copies_are_right") is True
-    finally:
-        worker.kill()
+def test_tensors_dropped_under_a_copy_are_not_reused(started: Started) -> None:
+    tensors = [cuda([value] * LENGTH) for value in range(8)]
+    started.slow.send("drop_under_a_copy", *tensors)
+    tensors.clear()
+    assert started.slow.read() is True
+    hwt.collect()
+    # They get the memory of the others, if it is free.
+    tensors = [cuda([-1] * LENGTH) for _ in range(16)]
+    assert started.slow.ask("copies_are_right") is True
 
 
 def test_a_tensor_comes_back_to_its_process_as_the_original(workers: list[Worker]) -> None:
@@ -459,12 +526,15 @@ def test_a_forked_child_is_refused_with_the_remedy() -> None:
     assert hwt.open(ticket).tolist() == [1]
 
 
-def test_a_child_of_a_fork_server_gets_tensors() -> None:
-    worker = Worker("forkserver")
-    try:
-        assert worker.ask("keep", cuda([4, 5])) == [[4, 5]]
-    finally:
-        worker.kill()
+def test_a_process_ends_in_peace_while_it_shares_and_has_open(started: Started) -> None:
+    tensor = cuda([3, 4])
+    printed, errors = started.ending.communicate(pickle.dumps(hwt.share(tensor)).hex() + "\n", timeout=20)
+    assert (started.ending.returncode, printed) == (0, "[3.0, 4.0]\n") and "Traceback" not in errors, errors
+
+
+def test_a_child_of_a_fork_server_gets_tensors(started: Started) -> None:
+    assert started.of_server.ask("keep", cuda([4, 5])) == [[4, 5]]
+    started.of_server.ask("drop")
 
 
 def test_the_functions_of_the_allocator_allocate_and_free() -> None:
@@ -500,7 +570,7 @@ def test_tensors_of_a_pool_go_between_processes(workers: list[Worker]) -> None:
     assert any(address <= tensor.data_ptr() < address + (64 << 20) for address in segments)
     for worker in workers:
         worker.ask("drop")
-    del tensor, large
+    del tensor, large, outside
     until(nothing_is_kept)
     del pool
     torch.cuda.empty_cache()
