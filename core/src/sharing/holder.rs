@@ -690,7 +690,7 @@ impl State {
         let checked = link.check_heir();
         let is_heir = checked.is_ok();
         // The owner of an earlier holder may live. It has the memory.
-        if !former.as_ref().is_some_and(|former| former.key() == link.process.key()) {
+        if former.as_ref().is_none_or(|former| former.key() != link.process.key()) {
             checked?;
         }
         *answering = Some(Arc::clone(&link));
