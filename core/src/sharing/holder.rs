@@ -509,7 +509,7 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        let late = (!is_offered).then(|| link.read_late()).flatten();
+        let late = (!is_offered).then(|| link.read_late(&NoMapper(self, Some(search)))).flatten();
         if late.is_none() && (!is_offered || search.has_to_end()) {
             return true;
         }
