@@ -158,7 +158,7 @@ impl Sharing {
         let mapper = self.mapper_of(search);
         let imports = self.importer.heirs_of(link);
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
-        if !is_offered && let Some(socket) = link.read_late() {
+        if !is_offered && let Some(socket) = link.read_late(&mapper) {
             self.inherit_from(link, socket);
             return true;
         }

@@ -509,7 +509,7 @@ impl State {
         };
         let is_offered = link.hand_over() == Progress::Offered && !link.has_no_process();
         let Some((_, name)) = claimed.first() else { return true };
-        let late = (!is_offered).then(|| link.read_late()).flatten();
+        let late = (!is_offered).then(|| link.read_late(&NoMapper(self, Some(search)))).flatten();
         if late.is_none() && (!is_offered || search.has_to_end()) {
             return true;
         }
@@ -690,7 +690,7 @@ impl State {
         let checked = link.check_heir();
         let is_heir = checked.is_ok();
         // The owner of an earlier holder may live. It has the memory.
-        if !former.as_ref().is_some_and(|former| former.key() == link.process.key()) {
+        if former.as_ref().is_none_or(|former| former.key() != link.process.key()) {
             checked?;
         }
         *answering = Some(Arc::clone(&link));

@@ -1709,16 +1709,16 @@ mod tests {
         });
         let mapper = NoMapper::new();
         let link = Link::connect(&ticket(incarnation), &mapper, Patience::new(Duration::from_secs(10))).unwrap();
-        assert!(link.read_late().is_none());
+        assert!(link.read_late(&mapper).is_none());
         let error = link.take_over(std::iter::empty(), &mapper, &mut Patience::new(Duration::ZERO)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         answer.send(()).unwrap();
         let connection = owner.join().unwrap();
         // It is the socket that has the name.
-        let socket = link.read_late().unwrap();
+        let socket = link.read_late(&mapper).unwrap();
         let name = rustix::net::getsockname(&socket).unwrap();
         assert_eq!(name, rustix::net::getsockname(&connection).unwrap());
-        assert!(link.read_late().is_none());
+        assert!(link.read_late(&mapper).is_none());
     }
 
     #[test]

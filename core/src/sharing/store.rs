@@ -351,7 +351,7 @@ mod tests {
             length: 3 * 4096,
         };
         let parts = vec![Part { bytes: 4096, payload: [9; 64] }; 3];
-        let owner = (serial % 2 == 0).then_some((77, 1 << 40));
+        let owner = serial.is_multiple_of(2).then_some((77, 1 << 40));
         Saved { ticket, numbers: (3, 2), openers: Openers::Group(5), owner, parts }
     }
 

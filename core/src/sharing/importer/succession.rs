@@ -16,7 +16,9 @@ use super::super::pinned_handle::PINNED;
 use super::super::segment::{CountSegment, Progress, ReadySegment, place_of};
 use super::super::system::{Bell, Received, invalid_message, receive};
 use super::super::ticket::Ticket;
-use super::{Answer, Import, Importer, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped};
+use super::{
+    Answer, Import, Importer, LOCK_LOOKS_EVERY, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped,
+};
 use highwater_hal::{ErrorKind, MemoryHandle, Result, Transport};
 
 impl Import {
@@ -304,8 +306,14 @@ impl Link {
 
     /// Reads what the exporter has sent without a question. Returns its socket, if it has handed over and [`Link::take_over`] gave up before
     /// the answer. In an unread message, the socket would keep the name, and no process would answer.
-    pub(in super::super) fn read_late(&self) -> Option<OwnedFd> {
-        self.read_unasked(&self.channel.lock())
+    pub(in super::super) fn read_late(&self, mapper: &dyn Mapper) -> Option<OwnedFd> {
+        loop {
+            // A thread that waits for an answer may have the lock for as long as an open.
+            if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {
+                return self.read_unasked(&channel);
+            }
+            mapper.check().ok()?;
+        }
     }
 
     /// Reads while no request of another thread waits for an answer: the caller has the lock.
