@@ -434,6 +434,47 @@ fn a_holder_lets_go_what_a_live_owner_drops_and_ends_without_a_trace() {
     assert!(holder.quit().success());
 }
 
+/// Failed before: the child waited for a thread that it does not have.
+#[test]
+fn a_forked_child_drops_its_copy_of_a_holder_at_once() {
+    let exporter = Exporter::new();
+    let (buffer, ticket) = exporter.make_shared(1000, 7);
+    let holder = Holder::new().unwrap();
+    holder.hold(&ticket).unwrap();
+    // SAFETY: the child drops one object, which must take no lock and allocate nothing, and ends with `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(holder);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = -1;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let has_ended = loop {
+        // SAFETY: asks for the child made above.
+        if unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == child {
+            break true;
+        }
+        if Instant::now() > deadline {
+            // SAFETY: ends the child made above, and waits for it.
+            unsafe {
+                libc::kill(child, libc::SIGKILL);
+                libc::waitpid(child, &raw mut status, 0);
+            }
+            break false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    assert!(has_ended && status == 0, "{status}");
+    // That of this process holds on.
+    assert_eq!(
+        (holder.held()[0].state, exporter.exports()),
+        (HeldState::Owned { pid: Some(std::process::id()) }, (1, 0, 1))
+    );
+    drop((holder, buffer));
+    exporter.end_once_all_is_back();
+}
+
 #[test]
 fn a_holder_continues_from_a_whole_state_and_refuses_any_other() {
     let exporter = Exporter::new();
