@@ -54,7 +54,7 @@ def serve(connection: Any) -> None:
             if isinstance(kept, hwt.TensorBatch):
                 kept = hwt.open_all(kept)
             if argument is not None:
-                kept = (kept, kept[:: len(kept) // argument])
+                kept = (kept, kept[:: -(-len(kept) // argument)])
                 connection.send(sum(tensor[0].item() for tensor in kept[1]))
                 continue
             total = sum(tensor[0].item() for tensor in kept)
