@@ -31,9 +31,9 @@ pub(crate) enum Owner {
     Plain,
     /// A caller of `allocate`, in stream order.
     StreamOrdered,
-    /// A caller of `allocate`, in pages of a file of its own, which can be mapped by other processes.
+    /// A caller of `allocate`, in pages of a file of its own, which other processes can map.
     Shareable,
-    /// A caller of a simulated driver, in pages of the device's own file, which can be mapped by other processes.
+    /// A caller of a simulated driver, in pages of the device's own file, which other processes can map.
     #[cfg(feature = "simulated")]
     Pages,
     /// A caller of `create_memory`. Counts as a live object elsewhere, and no address reaches it here.

@@ -223,7 +223,7 @@ impl Device {
         match self.memory.end_file(offset) {
             Ok(None) => {}
             Ok(Some(file)) => self.forget_file(file.id.inode, file.bytes),
-            // The system is out of memory for its own tables. No block gets the bytes then, because others have them open.
+            // The system lacks memory for its own tables. No block gets the bytes, because other processes have them open.
             Err(error) => {
                 tracing::warn!(%error, bytes = block.bytes, "freed memory of a simulated device stays taken");
                 return;
@@ -307,7 +307,7 @@ impl Device {
                         let range = Range { bytes: mapping.bytes(), ..touch.used.range };
                         order.closed(operation, Touch::whole(touch.store, touch.start, range));
                     }
-                    // Of a file that this device does not have, no other address remains.
+                    // No other address reaches a file that this device does not have.
                     if operation == Operation::CloseMemory
                         && let Some(order) = &self.observers.order
                         && let Some(Touch { store: store @ Store::File(inode), start, .. }) = touch

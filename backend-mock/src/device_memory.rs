@@ -1,8 +1,8 @@
 //! The memory that a device can reach: its own sealed memory file, the memory of other processes that is open, and memory
 //! that is mapped at reserved addresses.
 //!
-//! A block that other processes may map has a file of its own, which lies over its part of the device's file. The free takes
-//! it away. So a process that has the block open keeps its bytes, and the next block at the address has other ones.
+//! A block that other processes may map has a file of its own, which lies over its part of the device's file. The free unmaps
+//! this file. So a process that has the block open keeps its bytes, and the next block at the address has other bytes.
 //!
 //! Offsets count from the start of the device's own memory. Opened memory lies far behind it, at offsets that no
 //! device's own memory has, and each access looks it up in a table. Work on memory that was closed too early panics,
@@ -104,7 +104,7 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Takes the file at `offset` away, so that the device's own bytes are there again. Returns `None` if there is none.
+    /// Unmaps the file at `offset`, and maps the device's own bytes there. Returns `None` if no file lies there.
     pub(crate) fn end_file(&self, offset: u64) -> Result<Option<Arc<BlockFile>>, Errno> {
         let Some(block) = self.files.write().remove(&offset) else { return Ok(None) };
         // SAFETY: the device's own file is sealed, and as long as the mapping.
@@ -122,8 +122,8 @@ impl DeviceMemory {
         self.files.read().get(&offset).map(Arc::clone)
     }
 
-    /// Returns the inode of the file that holds one of the device's own bytes, the offset in the file, and how many bytes lie
-    /// there in a row.
+    /// Returns the place of one of the device's own bytes: the inode of the file, the offset in it, and the number of bytes
+    /// that follow in one piece.
     pub(crate) fn source(&self, offset: u64) -> (u64, u64, u64) {
         let files = self.files.read();
         if let Some((start, block)) = files.range(..=offset).next_back()

@@ -15,8 +15,8 @@
 //!
 //! An event handle has the same form with another magic number and no offset; see [`crate::shared_event`].
 //!
-//! When the exporter frees a block, the next allocation may get its address, but never its bytes: those belong to each process that has
-//! the block open, and end with the last mapping and descriptor.
+//! When the exporter frees a block, the next allocation may get its address, but never its bytes. The bytes end with the last mapping and
+//! the last descriptor.
 
 use std::fmt;
 use std::os::fd::OwnedFd;

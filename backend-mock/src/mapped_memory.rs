@@ -1,9 +1,9 @@
 //! Mapped memory: reserved addresses, physical memory, and the devices that have access to it.
 //!
 //! Physical memory is a block of its device's memory file that has no address. If other processes may map it, its bytes are in
-//! a file of its own, which they keep. A device that gets access maps the part of the file at the reserved address, as it maps
-//! memory of another process. So the engine finds the bytes, the checks see them change hands, and the race finder knows where
-//! they lie, whatever addresses reach them.
+//! a file of its own, which those processes keep. A device that gets access maps the part of the file at the reserved address,
+//! as it maps memory of another process. So the engine finds the bytes, and the checks see them change hands. The race finder
+//! knows the place of the bytes behind each address.
 //!
 //! Lock: `mapped_memory` is taken before the locks of a device.
 

@@ -45,8 +45,8 @@ impl Mapping {
         Ok(Self { base, words: length / WORD })
     }
 
-    /// Puts `bytes` bytes of another file, from `from` on, into the place of those at `offset`. All are multiples of the page
-    /// size. An access at the same time meets the old bytes or the new ones. After an error, the old bytes stay.
+    /// Maps `bytes` bytes of another file, from `from` on, in place of those at `offset`. All three are multiples of the page
+    /// size. A concurrent access meets the old bytes or the new ones. After an error, the old bytes stay.
     ///
     /// # Panics
     /// If the range is not in the memory.

@@ -362,9 +362,9 @@ macro_rules! products_of {
                 lend(&mut self.pooled, &self.stream, self.numerics, foreign)
             }
 
-            /// Calls code that enqueues work with the vendor's handle, as the products of this lease are enqueued: bound to the stream's
-            /// own workspace, and under the submission lock. Nothing is restored afterwards, so a repetition makes no call of the
-            /// backend. For code that changes the handle, use [`with_raw`](Self::with_raw).
+            /// Calls code that enqueues work with the vendor's handle. The handle is bound to the stream's own workspace, and the call
+            /// holds the submission lock, as for a product of this lease. Nothing is restored afterwards, so a repetition makes no
+            /// call of the backend. For code that changes the handle, use [`with_raw`](Self::with_raw).
             ///
             /// `enqueue` takes the vendor's handle as a number. The handle has the modes of the innermost policy. `enqueue` blocks
             /// forever if it uses this stream of Highwater.
@@ -419,7 +419,7 @@ fn enqueue(
     unsafe { pooled.handle.gemm(gemm) }
 }
 
-/// Lets foreign code enqueue with a handle of a lease, which it leaves as it is.
+/// Calls foreign code that enqueues with a handle of a lease and leaves its settings as they are.
 fn enqueue_foreign<R>(
     pooled: &mut PooledHandle,
     stream: &Stream,

@@ -1,5 +1,5 @@
 //! `highwater ipc hold`: keeps shared memory beyond the death of its owner, without a device. Under a service manager with a store for
-//! descriptors, it keeps the memory beyond its own death, too.
+//! descriptors, the memory survives the death of the holder, too.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::{Verdict, output};
 
 /// The interval between looks for changes to report.
 const LOOK: Duration = Duration::from_millis(50);
-/// The number of looks after which the state is stored although nothing to report has changed: an owner may have shared again.
+/// The number of looks between two stores of a state without a change to report. An owner may have shared again meanwhile.
 const STORE: u32 = 20;
 
 /// Holds the memory of tickets until a signal ends this process, or nothing is left to hold. Reports each change.
@@ -34,7 +34,7 @@ pub(super) fn command(arguments: &IpcHoldArguments, json: bool) -> Result<Verdic
     };
     for ticket in &arguments.tickets {
         match holder.hold(&ticket.parse::<Ticket>()?) {
-            // The earlier process has let it go.
+            // The earlier process has released it.
             Err(error) if is_restored && error.kind() == ErrorKind::Expired => output::line(format!("{error}")),
             held => held?,
         }

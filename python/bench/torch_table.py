@@ -2,8 +2,8 @@
 
     python python/bench/torch_table.py [--rounds 300] [--tensors 1000] [--views 19500] [--consumers 1,4,8]
 
-Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. Bytes are those of the
-tensors of a scenario that are still allocated after every process has dropped them or was killed.
+Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. The bytes are those that
+stay allocated after each process has dropped the tensors of a scenario or was killed.
 """
 
 from __future__ import annotations

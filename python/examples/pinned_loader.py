@@ -9,7 +9,7 @@ import highwater.torch
 
 
 class PinnedLoader:
-    """Copies each batch of a loader to the device, while the program works on the batch before. A batch is one tensor."""
+    """Copies each batch of a loader to the device while the program works on the previous batch. A batch is one tensor."""
 
     def __init__(self, loader: Any, device: int = 0, slots: int = 2) -> None:
         self.loader = loader
@@ -19,7 +19,7 @@ class PinnedLoader:
         self.slots: list[Any] = [None] * slots
 
     def staged(self, place: int, batch: Any) -> Any:
-        """Copies a batch to a slot, which no copy uses any more. A new slot comes from the pool."""
+        """Copies a batch to a slot after the last copy from it. A new slot comes from the pool."""
         slot = self.slots[place]
         if slot is not None:
             slot[2].synchronize()

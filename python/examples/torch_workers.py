@@ -1,4 +1,7 @@
-"""One process makes the weights. Three workers use them without a copy, also after one was killed. Needs PyTorch and a CUDA device."""
+"""One process makes the weights, and three workers use them without a copy. Needs PyTorch and a CUDA device.
+
+The program also shows that killed workers keep no memory.
+"""
 
 import multiprocessing
 import time
@@ -13,7 +16,7 @@ def work(queue: Any, results: Any) -> None:
     weights = queue.get()  # The memory of the producer, not a copy.
     results.put(sum(map(sum, weights["first"].tolist())))
     while True:
-        time.sleep(1)  # Uses the weights.
+        time.sleep(1)  # A real worker uses the weights here.
 
 
 def main() -> None:
@@ -30,7 +33,7 @@ def main() -> None:
     assert [results.get(timeout=60) for _ in workers] == [10.0, 10.0, 10.0]
 
     del first, weights
-    assert highwater.torch.kept_bytes() == 16  # The workers have it.
+    assert highwater.torch.kept_bytes() == 16  # The workers have the storage.
     for worker in workers:
         worker.kill()
         worker.join()

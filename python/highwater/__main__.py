@@ -1,4 +1,4 @@
-"""`python -m highwater doctor` and `python -m highwater ipc ls`: what the program `highwater` answers, without the program."""
+"""`python -m highwater doctor` and `python -m highwater ipc ls`: two reports of the program `highwater`, without the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import Error, _highwater, open, survey
 
 
 def doctor() -> int:
-    """Prints what became of each backend. Returns 1 if no real device works."""
+    """Prints which backends open and why others do not, and the devices of the best one. Returns 1 if no real device works."""
     print(survey())
     try:
         with open("auto") as runtime:
@@ -33,7 +33,7 @@ def command_of(pid: int) -> str:
         name = pathlib.Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
     except OSError:
         return ""
-    # The process chose it.
+    # The process chose the name, so it may contain anything.
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
@@ -58,7 +58,7 @@ def memory_of(allocation: dict[str, Any]) -> str:
 
 
 def ipc_ls(as_json: bool) -> int:
-    """Prints the processes of this user that share memory, with whom, how much, and since when."""
+    """Prints the processes of this user that share memory, with the other processes, the bytes and the begin of each share."""
     processes = _highwater.processes()
     for process in processes:
         process["command"] = command_of(process["pid"]) if process["pid"] else ""
@@ -79,9 +79,9 @@ def ipc_ls(as_json: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m highwater", description="Looks at the GPUs and the shared memory of this machine.")
+    parser = argparse.ArgumentParser(prog="python -m highwater", description="Reports GPUs and shared memory of this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what became of each backend, and the devices of the best one")
+    commands.add_parser("doctor", help="which backends open and why others do not, and the devices of the best one")
     ls = commands.add_parser("ipc", help="shared memory").add_subparsers(dest="action", required=True)
     ls.add_parser("ls", help="the processes that share memory").add_argument("--json", action="store_true")
     arguments = parser.parse_args()

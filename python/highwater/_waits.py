@@ -18,7 +18,7 @@ async def until_over(done: Done) -> None:
             if not over.done():
                 over.set_result(None)
 
-        # Of this task alone: a loop has one reader for each descriptor.
+        # A loop has one reader for each descriptor, so each task needs its own.
         descriptor = os.dup(done.fileno())
         try:
             loop.add_reader(descriptor, wake)

@@ -1,7 +1,7 @@
-"""PyTorch's CUDA tensors between processes by Highwater's tickets, and a memory pool of PyTorch on Highwater's device memory.
+"""Sends PyTorch's CUDA tensors between processes by Highwater's tickets, and makes memory pools of PyTorch that others can open.
 
-`install_reducers` replaces the way in which `torch.multiprocessing` sends CUDA tensors: through queues, pipes and arguments of
-processes. `share` and `open` do the same by hand. Nothing is copied. The receiver sees the writes of the sender, and the reverse.
+`install_reducers` makes `torch.multiprocessing` send CUDA tensors by tickets, through queues, pipes and arguments of processes.
+`share` and `open` do the same by hand. Nothing is copied. Each process sees the writes of the others.
 
 The memory of a sent tensor stays until the sender has dropped every tensor over it and no process has it open. A ticket that no
 process has opened keeps the memory for a limited time. A process that is killed releases what it has open.
@@ -51,8 +51,7 @@ reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
 _log = logging.getLogger("highwater")
 
 
-# The class, type, size, stride and offset of a tensor, whether it requires a gradient, and whether it is a conjugate and a negative
-# view.
+# The first seven fields of a `TensorTicket`.
 _Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
 
 
@@ -66,17 +65,17 @@ class TensorTicket(NamedTuple):
     size: tuple[int, ...]
     """The lengths of the dimensions."""
     stride: tuple[int, ...]
-    """The distance of neighbors in each dimension, in elements."""
+    """The distance between neighbors in each dimension, in elements."""
     offset: int
     """The place of the first element in the storage, in elements."""
     requires_grad: bool
-    """Whether the tensor needs a gradient."""
+    """Whether the tensor requires a gradient."""
     views: tuple[bool, bool]
     """Whether the tensor is a conjugate view, and whether it is a negative view."""
     device: int
     """The index of the device in the process that shared the tensor."""
     nbytes: int
-    """Bytes of the storage."""
+    """The number of bytes of the storage."""
     ticket: bytes
     """The bytes of the `highwater.Ticket` of the storage. Empty for an empty storage."""
     exporter: bytes
@@ -84,7 +83,7 @@ class TensorTicket(NamedTuple):
     serial: int
     """The number of the storage in the exporter."""
     token: int
-    """The number that the receipt of this ticket has. 0 for none."""
+    """The number of this ticket in its receipt. 0 if it needs no receipt."""
 
     def __repr__(self) -> str:
         # Without its secrets.
@@ -103,7 +102,7 @@ class TensorBatch(NamedTuple):
     serials: tuple[int, ...]
     """The numbers of the storages in the exporter."""
     token: int
-    """The number that the receipt of this batch has."""
+    """The number of this batch in its receipt."""
 
     def __repr__(self) -> str:
         return f"<highwater.torch.TensorBatch of {len(self.tensors)} tensors over {len(self.serials)} storages>"
@@ -158,7 +157,7 @@ class _Received(NamedTuple):
 
 
 class _Handed:
-    """A buffer for PyTorch. The wait that `open_shared` made is enough, so no stream is ordered."""
+    """A buffer for PyTorch. `open_shared` has waited for the work before the share, so no stream is ordered."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -182,7 +181,7 @@ class _State:
         torch.cuda.init()
         if not hasattr(torch._C, "_storage_Use_Count"):
             message = f"PyTorch {torch.__version__} does not count the uses of a storage"
-            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, which was run, or one like it")
+            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
         self.pid = os.getpid()
         self.runtime = _highwater.standing_runtime(_backend())
         self.receipts = _highwater.Receipts(os.urandom(16))
@@ -203,7 +202,7 @@ class _State:
         threading.Thread(target=self.look, name="highwater-torch", daemon=True).start()
 
     def look(self) -> None:
-        """Releases what nobody needs, for as long as there is anything."""
+        """Releases storages that no process needs. Sleeps while no storage is shared. Never returns."""
         wait: float | None = None
         while True:
             try:
@@ -222,8 +221,8 @@ class _State:
                 # Many storages take at most 5 % of a core.
                 wait = max(wait, 20 * (time.monotonic() - begin))
             except Exception:
-                # The thread must go on: nothing else releases the memory.
-                _log.exception("the search for tensors that nobody needs has failed")
+                # The thread must continue, because nothing else releases the memory.
+                _log.exception("the search for tensors that no process needs has failed")
                 time.sleep(LAST_LOOK_SECONDS)
 
     def land(self, tokens: list[int]) -> None:
@@ -252,7 +251,7 @@ class _State:
                     ended.append(export)
             if len(self.received) > self.most_received:
                 self.forget_received()
-        # Outside of the lock: the memory goes, or waits until no process has it open.
+        # Outside of the lock: this frees the memory, or keeps it until no process has it open.
         ended.clear()
 
     def is_idle(self, export: _Export) -> bool:
@@ -295,7 +294,7 @@ class _State:
         return made
 
     def drop(self, export: _Export) -> None:
-        """Forgets the share of a storage that has other memory now."""
+        """Forgets the share of a storage whose memory has changed."""
         for token in export.flights:
             self.by_token[token].remove(export)
         del self.by_serial[export.serial]
@@ -307,7 +306,7 @@ class _State:
         if nbytes > 0:
             forwarded = self.forwarded(storage)
             if forwarded is not None:
-                # Its exporter knows nothing of the work here.
+                # The exporter cannot wait for the work of this process.
                 torch.cuda.current_stream(device).synchronize()
                 data, exporter, serial = forwarded.ticket, forwarded.exporter, forwarded.serial
             else:
@@ -376,7 +375,7 @@ class _State:
             storage = self.original(ticket.serial)
             self.land([ticket.token])
             return storage
-        # Also if the storage is open already: this waits for the work before the share.
+        # The open waits for the work before the share, so it is needed even if the storage is open.
         buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
         storage = self.received_as(key, buffer, ticket)
         if ticket.token:
@@ -388,7 +387,7 @@ class _State:
         with self.lock:
             export = self.by_serial.get(serial)
         if export is None:
-            raise Expired("Expired", "open", "the memory of the ticket is gone", None, "keep the tensor until it is opened")
+            raise Expired("Expired", "open", "the memory of the ticket was released", None, "keep the tensor until it is opened")
         return export.keep.storage
 
     def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: TensorTicket) -> Any:
@@ -476,7 +475,7 @@ def _current() -> _State:
 
 @atexit.register
 def _end() -> None:
-    """Releases what no process needs, while PyTorch still can."""
+    """Releases storages that no process needs, before PyTorch ends."""
     state = _state
     if state is not None and state.pid == os.getpid():
         state.sweep()
@@ -485,14 +484,14 @@ def _end() -> None:
 def runtime() -> Runtime:
     """Returns the runtime of this process for PyTorch's memory. The first call opens it.
 
-    It is of CUDA or ROCm, as PyTorch is, or of the backend that the variable `HIGHWATER_BACKEND` names. It lives as long as the
-    process.
+    The environment variable `HIGHWATER_BACKEND` names its backend. By default, it is that of PyTorch, CUDA or ROCm. The runtime
+    lives as long as the process.
     """
     return _current().runtime
 
 
 def _unfit(tensor: Any) -> str | None:
-    """Why a tensor cannot be shared. `None` if it can."""
+    """Returns why a tensor cannot be shared. `None` if it can."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
         return "it is no tensor of a CUDA device"
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
@@ -518,12 +517,12 @@ def _check(operation: str, name: str, tensor: Any, opens: int) -> None:
 def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
     """Returns a ticket by which other processes `open` a CUDA tensor. Copies nothing and waits for nothing.
 
-    The work that this thread's current stream has now is done before a process has opened the ticket. `opens` is the number of
-    opens for which the ticket keeps the memory after this process has dropped the tensor. It keeps the memory for at most 60
-    seconds, or the `unopened_seconds` of `install_reducers`. While this process has the tensor, any number of processes open it.
+    Each open waits for the work that this thread's current stream has at the call. `opens` is the number of opens for which the
+    ticket keeps the memory after this process has dropped the tensor. The ticket keeps it for at most 60 seconds, or the
+    `unopened_seconds` of `install_reducers`. While this process has the tensor, any number of processes can open the ticket.
 
-    A tensor that came from another process is shared on, by the ticket of its owner. This waits for the current stream. Such a
-    ticket keeps nothing, and the owner must still have the tensor when it is opened.
+    For a tensor that came from another process, returns a ticket of its owner. This waits for the current stream. Such a ticket
+    keeps nothing, so the owner must still have the tensor at the open.
 
     Raises `InvalidArgument` for other tensors, and for memory that no process can open, such as that of `cudaMallocAsync`.
     """
@@ -532,13 +531,13 @@ def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
 
 
 def open(ticket: TensorTicket) -> Any:
-    """Returns the tensor of a ticket: its memory, not a copy. Waits until the work before the share is done.
+    """Returns a tensor over the memory of a ticket. Copies nothing. Waits until the work before the share is done.
 
-    Tensors over one storage arrive as views of one storage, also by several tickets. In the process that shared the tensor, it is
-    over the original storage. The memory stays while a tensor over it lives, here or in the exporter. The last drop waits for the
-    device, because PyTorch does not report which streams used the tensor.
+    Tensors over one storage arrive as views of one storage, also by several tickets. In the process that shared the tensor, the
+    result is over the original storage. The memory stays while a tensor over it lives, here or in the exporter. The last drop
+    waits for the device, because PyTorch does not report which streams used the tensor.
 
-    Raises `Expired` or `PeerLost` if the memory is gone, `DeviceMissing` if its device is not visible here, and `Forked` in a
+    Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, and `Forked` in a
     child of `fork`.
     """
     if ticket.nbytes == 0:
@@ -551,9 +550,8 @@ def open(ticket: TensorTicket) -> Any:
 def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
     """Returns one message by which other processes open many CUDA tensors, such as the weights of a model, with `open_all`.
 
-    It names each storage once. Tensors over few storages take least: one flat storage with many views is the best form. The tensors
-    must not be empty, and must not come from another process. Else as `share`. Raises `InvalidArgument` with the place of a wrong
-    one.
+    The message names each storage once. One flat storage with many views makes the smallest message. The tensors must not be
+    empty, and must not come from another process. Otherwise as `share`. Raises `InvalidArgument` with the place of a wrong tensor.
     """
     tensors = list(tensors)
     for place, tensor in enumerate(tensors):
@@ -562,7 +560,7 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
 
 
 def open_all(batch: TensorBatch) -> list[Any]:
-    """Returns the tensors of a batch, in order. Opens all storages or none. Else as `open`."""
+    """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`."""
     storages = _current().storages_of(batch)
     return [_over(storages[number], described) for number, described in batch.tensors]
 
@@ -581,10 +579,10 @@ def _reduce(tensor: Any) -> Any:
 
 
 def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
-    """Makes `torch.multiprocessing` send CUDA tensors by tickets, from this process on.
+    """Makes `torch.multiprocessing` send CUDA tensors by tickets from this process.
 
     A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A second call
-    only sets the time. A tensor that no process receives within `unopened_seconds` may be gone once this process has dropped it.
+    only sets the time. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
 
     Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
     """
@@ -602,7 +600,7 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
 
 
 def uninstall_reducers() -> None:
-    """Makes `torch.multiprocessing` send CUDA tensors in PyTorch's way again. Tickets that were sent stay valid."""
+    """Restores PyTorch's way of `torch.multiprocessing` to send CUDA tensors. Tickets that were sent stay valid."""
     with _install_lock:
         for kind, reducer in _replaced.items():
             # Another library may have replaced the reducer meanwhile.
@@ -617,14 +615,14 @@ def _reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 def collect() -> None:
-    """Releases the memory of sent tensors that no process needs. It is also released within half a second by itself."""
+    """Releases the memory of sent tensors that no process needs. A thread of this module does the same regularly."""
     state = _current()
     state.land(state.receipts.take(0.0))
     state.sweep()
 
 
 def kept_bytes() -> int:
-    """Returns the bytes of the storages that this process shares, or that are dropped here and open in other processes."""
+    """Returns the bytes of all storages that this process shares, or has dropped while other processes have them open."""
     state = _state
     if state is None:
         return 0
@@ -638,11 +636,11 @@ _allocators: list[Any] = []
 def MemPool() -> Any:
     """Returns a `torch.cuda.MemPool` whose memory comes from Highwater's device memory, and which other processes can open.
 
-    PyTorch allocates from it inside `torch.cuda.use_mem_pool(pool)`, and caches its blocks as always. Tensors of the pool go
-    between processes by `share` and by the reducers of `install_reducers`. PyTorch's own way may not know such memory.
+    PyTorch allocates from it inside `torch.cuda.use_mem_pool(pool)`, and caches its blocks as always. `share` and the reducers of
+    `install_reducers` send tensors of the pool. PyTorch's own way may not know such memory.
 
     Raises `Unsupported` for a PyTorch without `torch.cuda.MemPool`, and the errors of `runtime`. If the device has no memory left,
-    PyTorch raises `torch.OutOfMemoryError`; `last_allocation_failure` has Highwater's reason.
+    PyTorch raises `torch.OutOfMemoryError`, and `last_allocation_failure` returns Highwater's reason.
     """
     kind = getattr(torch.cuda, "MemPool", None)
     if kind is None:
@@ -656,5 +654,5 @@ def MemPool() -> Any:
 
 
 def last_allocation_failure() -> str | None:
-    """Returns the text of the last error of an allocation for a `MemPool` of this process. `None` if none failed."""
+    """Returns the text of the last failed allocation for a `MemPool` of this process. `None` if none failed."""
     return _highwater.last_failure()

@@ -6,7 +6,7 @@
 //! - `dlpack`: tensors of other libraries, both ways
 //! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
-//! - `torch`: what `highwater/torch.py` needs, with functions that PyTorch finds by their names in this library
+//! - `torch`: parts of `highwater/torch.py`, and functions that PyTorch finds in this library by their names
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
 //! waiting thread holds. No Python object is touched without the lock. Memory whose address other code has seen is released after

@@ -1,4 +1,4 @@
-//! [`processes`]: who shares memory with whom, as the program `highwater ipc ls --json` has it.
+//! [`processes`]: the processes that share memory, as in the output of `highwater ipc ls --json`.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,7 +19,7 @@ fn transport(transport: Transport) -> &'static str {
     }
 }
 
-/// Returns what all allocations have. `since` is in seconds since 1970.
+/// Returns the fields that all allocations have. `since` is in seconds since 1970.
 fn fields<'py>(py: Python<'py>, allocation: &Allocation) -> PyResult<Bound<'py, PyDict>> {
     let fields = PyDict::new(py);
     fields.set_item("kind", if allocation.device.is_some() { "device" } else { "page-locked" })?;

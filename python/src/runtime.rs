@@ -198,14 +198,14 @@ impl Runtime {
         Ok(TicketBatch { batch, kinds: memories.iter().map(|memory| (memory.shape.clone(), memory.dtype)).collect() })
     }
 
-    /// Opens the buffers of a batch, in order. If one allocation cannot be opened, opens none. Else as `open_shared`.
+    /// Opens the buffers of a batch, in order. If one allocation cannot be opened, opens none. Otherwise as `open_shared`.
     #[pyo3(signature = (batch, *, owner_death="keep"))]
     fn open_shared_all(&self, py: Python<'_>, batch: &TicketBatch, owner_death: &str) -> PyResult<Vec<Buffer>> {
         const OPERATION: &str = "open_shared_all";
         let runtime = self.get()?;
         let options = import_options(OPERATION, owner_death)?;
         let open = || {
-            // This opens each allocation once. The opens below find it mapped.
+            // This opens each allocation once. The opens below then find it mapped.
             let _kept = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
             let typed = |(place, (shape, dtype)): (usize, &(Vec<usize>, DType))| {
                 let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
@@ -380,9 +380,9 @@ impl Device {
 
     /// Makes a buffer over device memory that other code allocated and `keep` keeps, from the address `ptr` on.
     ///
-    /// The memory is not freed. `keep` is dropped after the buffer, the last use of it here, and that by every other process that
-    /// opened a ticket. The memory must stay allocated until then. The caller must order its own work with that of this package;
-    /// see `Stream.note_device_use`. Processes that open a ticket reach the whole allocation around the buffer.
+    /// The buffer never frees the memory. `keep` is dropped after the buffer, after its last use here, and after the last use by
+    /// each process that opened a ticket. The memory must stay allocated until then. The caller must order its own work with that of
+    /// this package: see `Stream.note_device_use`. Processes that open a ticket reach the whole allocation around the buffer.
     ///
     /// Raises `InvalidPointer` if the range is in no allocation, `WrongDevice` for memory of another device, and `InvalidArgument`
     /// for no bytes or an address that is not aligned.

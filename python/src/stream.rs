@@ -124,7 +124,7 @@ impl Stream {
         py.detach(|| self.queue.is_complete()).map_err(raised)
     }
 
-    /// Returns a wait for the work that the stream has now, which blocks no thread: `await stream.done()`.
+    /// Returns a wait for the work that the stream has at the call: `await stream.done()`. The wait blocks no thread.
     fn done(&self, py: Python<'_>) -> PyResult<Done> {
         Done::new(py, || self.queue.done())
     }
@@ -141,10 +141,11 @@ impl Stream {
         py.detach(|| self.queue.wait(&event.0)).map_err(raised)
     }
 
-    /// Notes that work of other code uses a buffer: what this stream has now, and what it gets until the buffer is dropped.
+    /// Notes that work of other code on this stream uses a buffer, from the work before the call until the drop of the buffer.
     ///
-    /// A share of the buffer then covers the work so far, and the end of the buffer comes after all of it. The work must go to this
-    /// stream. Raises `InvalidPointer` for a buffer of another runtime, and `Capture` while other code captures the stream.
+    /// A later share of the buffer covers the work before this call. The memory stays until all of the work is done. The caller must
+    /// put the work on this stream. Raises `InvalidPointer` for a buffer of another runtime, and `Capture` while other code captures
+    /// the stream.
     fn note_device_use(&self, py: Python<'_>, buffer: &Buffer) -> PyResult<()> {
         let memory = &buffer.0;
         memory.note(py, &self.queue);
@@ -393,7 +394,7 @@ impl Event {
         py.detach(|| self.0.is_complete()).map_err(raised)
     }
 
-    /// Returns a wait until the stream has passed the event, which blocks no thread. `await event` is the same.
+    /// Returns a wait until the stream has passed the event. The wait blocks no thread. `await event` is the same.
     fn done(&self, py: Python<'_>) -> PyResult<Done> {
         Done::new(py, || self.0.done())
     }

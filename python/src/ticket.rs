@@ -99,8 +99,8 @@ impl Ticket {
 
 /// Names many buffers that share few allocations. `Runtime.share_all` returns it. It can be pickled, and goes through queues.
 ///
-/// It has 20 bytes for a buffer and 84 for an allocation, where a `Ticket` has 136 for both. The bytes may hold secrets, so keep them
-/// from other users.
+/// It has 20 bytes for each buffer and 84 for each allocation. A `Ticket` has 136 bytes for both. The bytes may hold secrets, so keep
+/// them from other users.
 #[pyclass(frozen, module = "highwater")]
 pub(crate) struct TicketBatch {
     pub(crate) batch: highwater::TicketBatch,

@@ -1,5 +1,5 @@
-//! What `highwater/torch.py` needs of this crate: one runtime of the process, receipts of tensors that other processes opened, and
-//! the functions of PyTorch's pluggable allocator.
+//! The parts of `highwater/torch.py` in Rust: one runtime of the process, receipts of tensors that other processes opened, and the
+//! functions of PyTorch's pluggable allocator.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_void};
@@ -28,7 +28,7 @@ struct Standing {
     runtime: highwater::Runtime,
     /// Wrapped streams by device and raw handle. Those of PyTorch live as long as the process.
     streams: Mutex<HashMap<(u32, u64), Arc<Stream>>>,
-    /// What PyTorch's pools have allocated, by address.
+    /// The allocations of PyTorch's pools, by address.
     segments: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn standing_runtime(py: Python<'_>, name: &str) -> PyResult<Runtime> 
             streams: Mutex::default(),
             segments: Mutex::default(),
         };
-        // Another thread may have been faster. Then this one is dropped.
+        // If another thread was faster, this runtime is dropped.
         py.detach(|| drop(STANDING.set(made)));
     }
     let standing = Standing::get(OPERATION).map_err(raised)?;
@@ -99,7 +99,7 @@ fn allocating<R>(work: impl FnOnce() -> Result<R>) -> Option<R> {
         Ok(Err(error)) => error.to_string(),
         Err(_) => "the allocator panicked".to_owned(),
     };
-    // Without a wait: in a forked child, a thread that does not exist may hold the lock.
+    // This does not wait: in a forked child, a thread that does not exist may hold the lock.
     if let Ok(mut last) = FAILURE.try_lock() {
         *last = Some(failure);
     }
@@ -145,7 +145,7 @@ pub(crate) unsafe extern "C" fn highwater_torch_alloc(bytes: isize, device: c_in
 /// Frees device memory after the work of its stream, for PyTorch's pluggable allocator.
 ///
 /// # Safety
-/// The caller must use the memory no more. Other addresses are refused.
+/// The caller must not use the memory after the call. Other addresses are refused.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn highwater_torch_free(
     address: *mut c_void,
@@ -167,7 +167,7 @@ pub(crate) unsafe extern "C" fn highwater_torch_free(
     });
 }
 
-/// The most receipts that wait to be taken. Further ones are lost, as those of a killed process are.
+/// The most receipts that wait for `take`. Further receipts are lost, like those of a killed process.
 const MOST_WAITING: usize = 1 << 16;
 /// The time that a receiver waits for a process with many receipts.
 const SEND_TIMEOUT: Duration = Duration::from_millis(100);
@@ -178,7 +178,7 @@ struct Arrived {
     is_awake: bool,
 }
 
-/// What other processes acknowledge. Each token names one tensor that this process sent.
+/// The receipts from other processes. Each token names one message that this process sent.
 ///
 /// A thread reads the socket without the interpreter's lock, so that a receiver never waits for Python code of the sender.
 #[pyclass(frozen, module = "highwater._highwater")]
@@ -264,7 +264,7 @@ impl Receipts {
     }
 }
 
-/// Tells a process that a tensor was opened. Returns whether the receipt was sent.
+/// Sends a receipt to the process that shared a tensor. Returns whether it was sent.
 #[pyfunction]
 pub(crate) fn acknowledge(py: Python<'_>, name: &[u8], token: u64) -> bool {
     static SOCKET: OnceLock<Option<UnixDatagram>> = OnceLock::new();

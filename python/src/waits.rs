@@ -29,7 +29,7 @@ impl Done {
         py.detach(|| self.0.outcome()).is_some()
     }
 
-    /// Returns if the work was done without an error, and raises its error else. Raises `InvalidState` while the work runs.
+    /// Raises the error of failed work. Returns if the work succeeded. Raises `InvalidState` while the work runs.
     fn result(&self, py: Python<'_>) -> PyResult<()> {
         let running = || {
             let error = Error::new(ErrorKind::InvalidState, "result", "the work is not done");

@@ -107,7 +107,7 @@ impl Blocks {
     }
 }
 
-/// Returns that many zeros, of which the system provides a page once it is used; `None` if it refuses.
+/// Returns that many zeros; `None` if the system refuses. The system provides each page at its first use.
 fn zeros(bytes: usize) -> Option<Box<[AtomicU8]>> {
     let layout = Layout::array::<AtomicU8>(bytes).ok().filter(|layout| layout.size() > 0)?;
     // SAFETY: the layout has a size.

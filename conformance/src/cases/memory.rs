@@ -37,17 +37,17 @@ cases! {
 /// Sizes around the usual borders of allocators.
 const SIZES: [usize; 12] = [1, 2, 255, 256, 257, 511, 4095, 4096, 4097, 65_536, 1 << 20, (1 << 20) + 1];
 
-/// A device of at most that many bytes is filled, if nothing else uses it.
+/// The case fills a device of at most this many bytes, if nothing else uses it.
 const SMALL: u64 = 512 << 20;
-/// The most bytes that a case takes of another device.
+/// The most bytes that the case takes of another device.
 const PART: u64 = 64 << 20;
-/// Each size fits a few times, once the next larger one does not.
+/// The most blocks that the case allocates. Each size fits a few times once the next larger one does not.
 const MOST_BLOCKS: usize = 256;
 
-/// Takes blocks of falling sizes until nothing fits, and requests more than the rest of the device after each. The same blocks
-/// fit again where every second one was freed, and once all were.
+/// Allocates blocks of falling sizes until nothing fits. After each block, a request for more than the rest of the device fails.
+/// After every second block is freed, and after all are, the same sizes fit again.
 ///
-/// A larger device may have other users, who must not find it full. The blocks take a part of it.
+/// A larger device may have other users, which must not find it full. The blocks take a part of it.
 fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult {
     let MemoryInfo { free, total, .. } = backend.memory_info(DEVICE)?;
     let is_whole = free == total && total <= SMALL;

@@ -124,12 +124,13 @@ fn devices_have_one_uuid_in_every_process(backend: &dyn Backend, launcher: &Laun
     Ok(())
 }
 
-/// The second process exits with its objects. A handler that was registered before the backend was opened asks the backend.
+/// The second process exits with its objects. An exit handler that was registered before the backend was opened calls
+/// `is_exiting`.
 fn processes_notice_their_exit(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let mut peer = start(launcher, backend)?;
-    check!(!backend.is_exiting() && !peer.is_exiting()??, "a process that does not exit is reported to exit");
+    check!(!backend.is_exiting() && !peer.is_exiting()??, "a backend reports the exit of a process that does not exit");
     check!(peer.exit_and_tell()?, "a backend does not notice that its process has begun to exit");
-    check!(!backend.is_exiting(), "a process is reported to exit after another one has exited");
+    check!(!backend.is_exiting(), "a backend reports the exit of its process after another process has exited");
     Ok(())
 }
 
@@ -891,8 +892,8 @@ fn descriptors_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launc
     Ok(())
 }
 
-/// The exporter frees the memory, and allocates as much again. An importer keeps the old bytes, and gets them again by the
-/// handle.
+/// The exporter frees the memory, and allocates as much again. An importer keeps the old bytes, and finds them again when it
+/// opens the handle.
 fn importers_keep_memory_that_the_exporter_freed(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let transport = Transport::Descriptor;
     let mut peer = start(launcher, backend)?;

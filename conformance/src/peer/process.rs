@@ -136,13 +136,13 @@ impl Peer {
         self.ends_well()
     }
 
-    /// Returns whether the backend of the process says that the process exits.
+    /// Returns whether the backend of the process reports an exit.
     #[track_caller]
     pub(crate) fn is_exiting(&mut self) -> Answer<bool> {
         Ok(self.number(Command::IsExiting, |message| message)?.map(|answer| answer != 0))
     }
 
-    /// Lets the process exit with all its objects. Returns what the backend then says of the exit.
+    /// Makes the process exit with all its objects. Returns whether the backend then reports the exit.
     #[track_caller]
     pub(crate) fn exit_and_tell(mut self) -> Result<bool, Failure> {
         let answer = self.number(Command::ExitAndTell, |message| message)??;

@@ -32,7 +32,7 @@ pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Res
     Some(serve(open))
 }
 
-/// The socket to which the process tells at its exit what the backend says of the exit.
+/// The socket to which the process reports the answer of `is_exiting` at its exit.
 static AT_EXIT: Mutex<Option<(OwnedFd, Arc<dyn Backend>)>> = Mutex::new(None);
 
 extern "C" fn tell_at_exit() {

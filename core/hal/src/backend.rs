@@ -295,10 +295,10 @@ impl std::fmt::Display for LiveObjects {
 /// its plans belong to one thread at a time. That thread can destroy them while their products are outstanding.
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
-/// memory, registrations, and workspaces. It must keep memory that it exported by another transport than descriptors until
-/// no other process has it open: the bytes of such memory that an exporter frees earlier may serve others. A foreign object must
-/// outlive its id, so the destruction of the id waits until no call of another thread uses it. The caller must end a capture
-/// before it destroys a stream that takes part. The outcome of the capture is otherwise not promised.
+/// memory, registrations, and workspaces. It must keep memory that it exported by a transport other than descriptors until
+/// no other process has it open. Otherwise, a later allocation may get the bytes. A foreign object must outlive its id, so the
+/// destruction of the id waits until no call of another thread uses it. The caller must end a capture before it destroys a
+/// stream that takes part. The outcome of the capture is otherwise not promised.
 ///
 /// # Safety
 /// Core trusts a backend's answers when it frees and reuses memory, and when it lets safe code touch page-locked memory.

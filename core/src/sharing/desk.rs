@@ -405,7 +405,7 @@ fn hand_over(desk: &dyn Desk, peer: &Peer, question: u32) -> Result<()> {
 fn name_heir(peer: &Peer, heir: &Process) {
     let knows = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_NAMED_HEIRS;
     if knows && let Some(pidfd) = heir.pidfd() {
-        // An importer that cannot be reached has only the name of the heir.
+        // An importer that cannot be reached must find the heir by the name.
         let _ = say(peer, &Message::Heir, &[pidfd]);
     }
 }

@@ -15,8 +15,8 @@
 //! before the send. *Deaths.* A process that dies before the send leaves the other one as it was. After it, the heir has the name, or the
 //! name is free, and the next heir binds it (`heir.rs`): the flag `Done` counts as the death of the owner.
 //!
-//! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits for that. An importer without a connection
-//! to the former owner does not know the pidfd. It takes the heir for dead once no process has had the name for a few seconds.
+//! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits until then. An importer without a
+//! connection to the former owner gets no pidfd. It takes the heir for dead once no process has had the name for a few seconds.
 //!
 //! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 

@@ -40,7 +40,7 @@ impl Pause {
         Self(Self::SHORTEST)
     }
 
-    /// Returns the time before the next look.
+    /// Returns the time before the next attempt.
     pub(super) fn next(&mut self) -> Duration {
         let longer = (self.0 * 2).min(Self::LONGEST);
         std::mem::replace(&mut self.0, longer)

@@ -19,7 +19,7 @@ use highwater_hal::{ErrorKind, Result, Transport};
 /// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
 
-/// The time between two looks for an heir that lives and was not reached for that long.
+/// The time between two attempts to reach an heir that lives and has not answered for [`APPEARS_WITHIN`].
 const SELDOM: Duration = Duration::from_secs(1);
 
 /// The dead owners that a runtime answers for, and those whose heirs it looks for.
@@ -84,7 +84,7 @@ impl Sharing {
         }
     }
 
-    /// Settles the imports whose search an earlier end of the service has ended.
+    /// Settles the imports whose search ended with an earlier service.
     pub(super) fn succeed_all(self: &Arc<Self>) {
         self.importer.all_widowed().into_iter().for_each(|incarnation| self.succeed(incarnation));
     }
@@ -182,7 +182,7 @@ struct Quest {
     answering: Option<Arc<Link>>,
     /// The living heir that the owner has named.
     named: Option<Arc<Process>>,
-    /// The latest time at which an heir was known to live; before, the begin.
+    /// The latest time at which an heir was known to live; initially the begin of the search.
     since: Instant,
 }
 
@@ -209,7 +209,7 @@ fn look(sharing: &Weak<Sharing>, incarnation: [u8; 16], search: &Search) {
         }
         drop(sharing);
         let named = quest.named.as_ref().filter(|heir| !heir.has_ended());
-        // An heir that nobody reaches may live for long.
+        // An heir that no process reaches may live for long.
         let is_long = named.is_some() && started.elapsed() > APPEARS_WITHIN;
         search.sleep(if is_long { SELDOM } else { pause.next() }, named);
     }

@@ -129,7 +129,7 @@ enum Place {
 impl Held {
     fn is_widowed(&self) -> bool {
         match &self.place {
-            // What the owner dropped while it lived needs no heir. A former owner waits until it is released.
+            // Memory that the owner dropped while it lived needs no heir. A former owner keeps it until it is released.
             Place::Other(link) => link.has_no_process() && !self.is_closed(),
             Place::Former(..) => true,
             Place::Here { .. } | Place::Released => false,
@@ -222,9 +222,10 @@ impl Holder {
         Self::start(options, |_| Ok(()))
     }
 
-    /// Starts the holder of a state, in another process or in this one. It holds what the state has. Where the former holder answered, it
-    /// answers at once, under the same name. Otherwise it is counted at the owner again, or inherits the memory of an owner that has died
-    /// meanwhile. Tickets of shares after the state was saved are refused then, because their device work is not known.
+    /// Starts a holder of the memory of a state, in another process or in this one. If the former holder answered for an owner, this one
+    /// answers at once, under the same name. Otherwise a living owner counts it again. If the owner has died meanwhile, this holder inherits
+    /// the memory, or registers at the heir. Tickets of shares after the state was saved then return `Expired`, because the end of their
+    /// device work is not known.
     ///
     /// The caller must end the former holder first. Otherwise both answer under one name.
     ///
@@ -237,8 +238,9 @@ impl Holder {
         Self::start(options, |state| state.restore(saved, descriptors.into_iter().collect()))
     }
 
-    /// Returns all that the holder holds, for [`Holder::restore`]. The descriptors are copies, so this holder continues. A process that is
-    /// killed later can be replaced by one that has the state: a service manager keeps it ([`DescriptorStore`](super::DescriptorStore)).
+    /// Returns the descriptors and the tickets of all memory that the holder holds, for [`Holder::restore`]. The descriptors are copies, so
+    /// this holder continues. If its process is killed, a process that has the state replaces it. A service manager can keep the state
+    /// ([`DescriptorStore`](super::DescriptorStore)).
     ///
     /// ```
     /// use highwater_core::Runtime;
@@ -550,7 +552,7 @@ impl State {
             Ok(())
         };
         let mut all = Vec::new();
-        // In this order, as elsewhere.
+        // The estates are locked before the held memory everywhere.
         let estates = self.estates.lock();
         for held in &*self.held.lock() {
             let estate = estates.iter().find(|estate| estate.incarnation() == held.ticket.incarnation);
@@ -579,7 +581,7 @@ impl State {
         Ok(HolderState { descriptors: descriptors.into_iter().collect(), bytes: store::encode(&all) })
     }
 
-    /// Holds what an earlier holder has saved. The thread does not run yet.
+    /// Holds the memory that an earlier holder has saved. The caller starts the thread afterwards.
     fn restore(&self, all: Vec<Saved>, mut descriptors: HashMap<String, OwnedFd>) -> Result<()> {
         let lacking = |name: &str| store::invalid(&format!("no descriptor with the name `{name}`"));
         let mut former: HashMap<String, Arc<Process>> = HashMap::new();
@@ -633,7 +635,7 @@ impl State {
             }
             self.held.lock().push(held);
         }
-        // The thread looks for the owners.
+        // The thread searches for the owners.
         self.bell.ring();
         Ok(())
     }
@@ -689,7 +691,7 @@ impl State {
         let link = Arc::new(Link::connect(first, &mapper, patience)?);
         let checked = link.check_heir();
         let is_heir = checked.is_ok();
-        // The owner of an earlier holder may live. It has the memory.
+        // The owner of an earlier holder may live, and then has the memory itself.
         if former.as_ref().is_none_or(|former| former.key() != link.process.key()) {
             checked?;
         }
@@ -707,7 +709,7 @@ impl State {
                 Err(error) if error.kind() == ErrorKind::InvalidState => return Err(error),
                 Err(error) => {
                     crate::warnings::warning!(
-                        "memory is not held any more, because its owner or heir has refused it: {error}"
+                        "a holder released memory, because the owner or the heir of the memory refused it: {error}"
                     );
                     held.place = Place::Released;
                 }
@@ -718,7 +720,7 @@ impl State {
     }
 }
 
-/// Nothing is mapped. The second field is the thread of a search.
+/// Maps nothing. The second field is the search for which it waits; `None` for a call of the program.
 struct NoMapper<'s>(&'s State, Option<&'s Search>);
 
 impl Mapper for NoMapper<'_> {

@@ -49,7 +49,7 @@ const MOST_FURTHER: u32 = 1 << 20;
 /// Time without an answer after which an open checks whether the exporter is stopped.
 const STOPPED_AFTER: Duration = Duration::from_secs(1);
 
-/// Time between two checks of a thread that waits for the requests of another one.
+/// Time between two checks of a thread that waits for the requests of another thread.
 const LOCK_LOOKS_EVERY: Duration = Duration::from_millis(20);
 
 /// Time limits of one open for the answers of a live exporter.
@@ -278,7 +278,7 @@ pub(crate) trait Mapper: Sync {
     fn unmap_joined(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
-    /// A descriptor that is readable once [`Mapper::check`] fails. `None` where the checks between two waits suffice.
+    /// Returns a descriptor that is readable once [`Mapper::check`] fails. `None` if the checks between two waits suffice.
     fn ending(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -514,7 +514,7 @@ impl Link {
         *is_cut = link.is_cut();
         let (answer, descriptors) = match (said, heard) {
             (_, Err(_)) if is_other => {
-                // It may be an heir.
+                // The process may be an heir that does not answer.
                 link.check_running()?;
                 return Err(impostor());
             }
@@ -658,7 +658,7 @@ impl Link {
         Ok(handles)
     }
 
-    /// Returns the right to send requests, once no other thread waits for an answer.
+    /// Locks the connection for requests, once no other thread waits for an answer.
     fn channel(&self, mapper: &dyn Mapper, patience: Patience) -> Result<MutexGuard<'_, u32>> {
         loop {
             if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {

@@ -372,12 +372,12 @@ impl Sharing {
     /// Ends the service and the searches for heirs, and waits for their end.
     pub(crate) fn stop(&self) {
         self.stop_service();
-        // Without a lock. The searches wait for no thread of this process.
+        // No lock is held here. The searches wait for no thread of this process.
         self.heirs.searches.wait_for_end();
     }
 
-    /// Ends the service and waits for its end. A sharing thread does not wait for itself, and not for one that waits for it: that one
-    /// is in a closure of the program, and ends after it. Wakes the searches for heirs, which end, too.
+    /// Ends the service and waits for its end. Wakes the searches for heirs, which end, too. A sharing thread waits neither for itself nor
+    /// for a sharing thread that waits for it. The latter is in a closure of the program, and ends later.
     fn stop_service(&self) {
         let service = *self.thread_id.lock();
         let _wait = match service.filter(|_| system::is_service()) {

@@ -1,7 +1,7 @@
 //! The short-lived threads that look for heirs or take a hand-over. They wait for other processes, which the answering thread must not.
 //!
-//! Such a thread uses descriptors and objects of its runtime or holder. So the end of that one wakes all of them and waits until they have
-//! ended. The count of the threads is outside of what they use, and each thread is counted until it has dropped its last reference.
+//! Such a thread uses descriptors and objects of its runtime or holder. The end of the runtime or holder therefore wakes all of these threads
+//! and waits for their end. No thread owns the count of the threads. Each thread is counted until it has dropped its last reference.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -28,7 +28,7 @@ thread_local! {
 pub(super) struct Searches {
     generation: Generation,
     threads: Arc<Threads>,
-    /// Readable while the threads have to end.
+    /// Readable while the threads must end.
     end: Arc<Bell>,
 }
 
@@ -47,7 +47,7 @@ struct State {
     is_ending: bool,
 }
 
-/// One thread, until it drops this. The descriptor goes before the count.
+/// One thread, until it drops this. The drop closes the descriptor before it changes the count.
 pub(super) struct Search {
     end: Arc<Bell>,
     counted: Counted,
@@ -65,7 +65,7 @@ impl Searches {
         Ok(Self { generation, threads, end: Arc::new(Bell::new(operation)?) })
     }
 
-    /// Starts a thread that works for an owner, unless one does so already, or the threads have to end. The thread drops `work` before it
+    /// Starts a thread that works for an owner, unless one does so already, or the threads must end. The thread drops `work` before it
     /// counts as ended.
     pub(super) fn begin(
         &self,
@@ -96,7 +96,7 @@ impl Searches {
         self.threads.state.lock().incarnations.clone()
     }
 
-    /// Wakes the threads, which have to end. No other one begins before [`Searches::allow`].
+    /// Wakes the threads, which must end. No other thread begins before [`Searches::allow`].
     pub(super) fn signal_end(&self) {
         // The threads do not exist in a forked child, and may have held the lock.
         if self.generation.is_current() {
@@ -106,7 +106,7 @@ impl Searches {
         }
     }
 
-    /// Waits until the threads that [`Searches::signal_end`] woke have ended. Does not wait in such a thread, which would wait for itself.
+    /// Waits until the threads that [`Searches::signal_end`] woke have ended. In such a thread, returns at once.
     pub(super) fn wait_for_end(&self) {
         // The thread-local may be gone at the end of the thread.
         if !self.generation.is_current() || IS_SEARCH.try_with(Cell::get).unwrap_or(true) {
@@ -129,17 +129,17 @@ impl Searches {
 }
 
 impl Search {
-    /// Returns whether the thread has to end.
+    /// Returns whether the thread must end.
     pub(super) fn has_to_end(&self) -> bool {
         is_readable(self.ending())
     }
 
-    /// Returns the descriptor that is readable once the thread has to end.
+    /// Returns the descriptor that is readable once the thread must end.
     pub(super) fn ending(&self) -> BorrowedFd<'_> {
         self.end.descriptor()
     }
 
-    /// Waits for this time, or until the thread has to end, or until a process has ended.
+    /// Waits for this time, or until the thread must end, or until a process has ended.
     pub(super) fn sleep(&self, time: Duration, process: Option<&Arc<Process>>) {
         let pidfd = process.and_then(|process| process.pidfd());
         let ends = [self.ending()].into_iter().chain(pidfd);

@@ -1,11 +1,11 @@
 //! The descriptor store of a service manager, in which a [`Holder`](super::Holder) survives its own restart.
 //!
-//! systemd has such a store: a service sends it descriptors with `FDSTORE=1` over the socket of `NOTIFY_SOCKET`. Its next process has them
-//! from descriptor 3 on, as `LISTEN_FDS`, `LISTEN_FDNAMES` and `LISTEN_PID` tell. Each descriptor has a name of its own here. The state that
-//! describes them is one of them, a file in memory.
+//! systemd has such a store: a service sends it descriptors with `FDSTORE=1` over the socket of `NOTIFY_SOCKET`. The next process of the
+//! service gets them from descriptor 3 on, as `LISTEN_FDS`, `LISTEN_FDNAMES` and `LISTEN_PID` state. Here, each descriptor has a name of its
+//! own. One of them is a file in memory with the state that describes the others.
 //!
-//! *Crashes.* New descriptors are stored first, then the new state, under a number that only grows. What only the former state needs is
-//! removed last. So a complete state is in the store at each moment, and the next process takes the latest one that is complete.
+//! *Crashes.* New descriptors are stored first, then the new state, under a number that only grows. Descriptors that only the former state
+//! needs are removed last. So the store has a complete state at each moment. The next process takes the latest complete one.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -31,19 +31,19 @@ const VERSION: u32 = 1;
 const PREFIX: &str = "highwater-";
 /// The start of the names of states. A number follows.
 const STATE: &str = "highwater-state-";
-/// The longest state.
+/// The maximum length of a state.
 const MOST_BYTES: u64 = 1 << 28;
 /// The first descriptor that a service manager passes.
 const FIRST: i32 = 3;
 /// Time limit for the service manager to read a message.
 const READS_WITHIN: Duration = Duration::from_secs(10);
 
-/// What [`Holder::restore`](super::Holder::restore) needs in another process: descriptors, and the bytes that describe them.
+/// The descriptors of a holder, and the bytes that describe them, for [`Holder::restore`](super::Holder::restore) in another process.
 ///
 /// The descriptors keep the memory. The bytes have the secrets of the tickets.
 #[derive(Debug)]
 pub struct HolderState {
-    /// The descriptors, by names that differ. A name stays with its descriptor from one state to the next.
+    /// The descriptors, each with a name of its own. A descriptor has the same name in each state.
     pub descriptors: Vec<(String, OwnedFd)>,
     /// The description of the descriptors, by their names.
     pub bytes: Vec<u8>,
@@ -126,7 +126,7 @@ fn take_all(fields: &mut Fields<'_>) -> Option<Vec<Saved>> {
         return None;
     }
     let count = fields.u64()?;
-    // Not allocated ahead: the bytes may lie.
+    // Nothing is allocated for `count`, which may be wrong.
     let mut all = Vec::new();
     for _ in 0..count {
         let length = fields.u32()? as usize;
@@ -173,11 +173,11 @@ impl DescriptorStore {
     /// Returns the store of the service manager that has started this process, and the state that an earlier process left there. `None` if
     /// no service manager has started this process.
     ///
-    /// The first call takes the descriptors. Later calls, and those in a process that the variables do not name, return no state.
-    /// The store has to be enabled: for systemd, with `FileDescriptorStoreMax=`.
+    /// The first call takes the descriptors. Later calls return no state, and neither do calls in a process that `LISTEN_PID` does not name.
+    /// The service must enable the store: for systemd, by `FileDescriptorStoreMax=`.
     ///
     /// # Errors
-    /// `InvalidArgument` if the variables of the service manager are not valid; `OperatingSystem` if its socket cannot be used.
+    /// `InvalidArgument` if the variables of the service manager are invalid; `OperatingSystem` if its socket cannot be used.
     pub fn from_environment() -> Result<Option<(Self, Option<HolderState>)>> {
         static IS_TAKEN: AtomicBool = AtomicBool::new(false);
         let Ok(address) = std::env::var("NOTIFY_SOCKET") else { return Ok(None) };
@@ -275,7 +275,7 @@ fn connect(address: &str) -> Result<UnixDatagram> {
 /// Takes the descriptors that the service manager has passed to this process, with their names.
 fn passed() -> Result<Vec<(String, OwnedFd)>> {
     let variable = |name: &str| std::env::var(name).ok();
-    // Without the right id, the variables are those of a parent.
+    // With another id, the variables are those of a parent.
     if variable("LISTEN_PID").and_then(|pid| pid.parse().ok()) != Some(std::process::id()) {
         return Ok(Vec::new());
     }
@@ -284,7 +284,7 @@ fn passed() -> Result<Vec<(String, OwnedFd)>> {
     let names: Vec<&str> = names.split(':').collect();
     let wrong = |what: String| {
         Error::new(ErrorKind::InvalidArgument, OPERATION, what)
-            .with_hint("LISTEN_FDS is the number of descriptors from 3 on, and LISTEN_FDNAMES has a name for each")
+            .with_hint("set LISTEN_FDS to the number of descriptors from 3 on, and LISTEN_FDNAMES to a name for each")
     };
     let count: i32 = count.parse().map_err(|_| wrong(format!("LISTEN_FDS is `{count}`, which is no number")))?;
     if usize::try_from(count) != Ok(names.len()) && count != 0 {
@@ -300,8 +300,8 @@ fn passed() -> Result<Vec<(String, OwnedFd)>> {
         }
     }
     let taken = numbers.into_iter().zip(names).map(|(number, name)| {
-        // SAFETY: The descriptor is open. The manager has passed it to this process, no other code has taken it, because it does not close
-        // on exec, and this function runs once.
+        // SAFETY: The descriptor is open, and the manager has passed it to this process. It does not close on exec, so no other code of
+        // this process has opened it. This function runs once.
         let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
         let _ = rustix::io::fcntl_setfd(&descriptor, rustix::io::FdFlags::CLOEXEC);
         (name.to_owned(), descriptor)
@@ -309,7 +309,7 @@ fn passed() -> Result<Vec<(String, OwnedFd)>> {
     Ok(taken.collect())
 }
 
-/// Reads a file in memory. `None` if it is none, or too long.
+/// Reads a file in memory. `None` if it cannot be read or is too long.
 fn read(file: &OwnedFd) -> Option<Vec<u8>> {
     let length = u64::try_from(rustix::fs::fstat(file).ok()?.st_size).ok().filter(|length| *length <= MOST_BYTES)?;
     let mut bytes = vec![0; usize::try_from(length).ok()?];

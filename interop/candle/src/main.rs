@@ -1,6 +1,6 @@
 //! A candle program that stages through Highwater's pinned pool and multiplies with its pooled handles.
 //!
-//! It runs a model with candle alone and with the pools, checks that all outputs are candle's own numbers bit for bit, and prints the time
+//! It runs a model with candle alone and with the pools. It checks that all outputs are candle's own numbers, bit for bit, and prints the time
 //! for staging and for handles. The exit status is 1 if a number differs.
 
 mod measure;
@@ -45,7 +45,7 @@ struct Options {
     width: u16,
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=1000))]
     layers: u16,
-    /// Leaves out bias and activation, which take candle's kernels.
+    /// Leaves out bias and activation, which need candle's kernels.
     #[arg(long)]
     products_only: bool,
     /// Prints one JSON object.
@@ -95,7 +95,7 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<Report> {
-    // First: its error says what is missing.
+    // Highwater opens first, because its error names what is missing.
     let runtime = Runtime::open("cuda")?;
     let values = Values::new(Sizes {
         batch: options.batch.into(),
@@ -134,7 +134,7 @@ fn run(options: &Options) -> Result<Report> {
     })
 }
 
-/// Returns candle's own numbers, after a look whether its CPU agrees.
+/// Returns candle's own numbers on the device, and checks them against those of its CPU.
 fn expected(values: &Values, kind: StreamKind) -> Result<Vec<f32>> {
     let device = kind.device()?;
     let numbers = Model::alone(values, &device)?.run(&Way::Candle)?.flatten_all()?.to_vec1::<f32>()?;

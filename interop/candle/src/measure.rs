@@ -9,7 +9,7 @@ use serde::Serialize;
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// The samples of one thread, in the order of their making.
+/// The samples of one thread, oldest first.
 pub type Samples = Vec<Duration>;
 
 /// Runs `work` in `threads` new threads. All begin after the last `setup`.
@@ -30,7 +30,7 @@ pub fn together<S, R: Send>(
     })
 }
 
-/// What the samples of all threads say, in microseconds.
+/// A summary of the samples of all threads, in microseconds.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Summary {
     /// The median of the threads' first samples.

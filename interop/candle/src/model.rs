@@ -11,7 +11,7 @@ pub struct Sizes {
     pub batch: usize,
     pub width: usize,
     pub layers: usize,
-    /// Whether bias and activation stay out, which take candle's kernels.
+    /// Whether the model has no bias and activation, which need candle's kernels.
     pub products_only: bool,
 }
 
@@ -32,7 +32,7 @@ pub struct Values {
 }
 
 impl Values {
-    /// Makes the same values in each run.
+    /// Makes values that are the same in each run.
     pub fn new(sizes: Sizes) -> Self {
         let mut state = 0x2545_f491_4f6c_dd1d_u64;
         let mut values = |count: usize, scale: f32| {

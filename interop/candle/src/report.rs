@@ -5,7 +5,7 @@ use serde::Serialize;
 use crate::measure::Summary;
 use crate::model::Sizes;
 
-/// What the program prints.
+/// The output of the program.
 #[derive(Serialize)]
 pub struct Report {
     pub device: String,

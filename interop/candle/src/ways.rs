@@ -94,7 +94,7 @@ impl<'a> Staging<'a> {
     }
 }
 
-/// Whose handle multiplies.
+/// The handle of the products.
 pub enum Way {
     /// candle's products, with the handle that candle keeps.
     Candle,

@@ -9,9 +9,9 @@ use highwater_core::{Error, ErrorKind, Result};
 
 use crate::stream::JoinedStream;
 
-/// Stands where code keeps an `Arc<CudaBlas>`. It owns no handle: each product takes one of Highwater's pool, bound to the stream and its
-/// workspace, and sets nothing that is set already. It implements cudarc's `Gemm` for `f32` and `f64`. [`PooledBlas::with_handle`] serves all
-/// other calls of cuBLAS.
+/// Replaces an `Arc<CudaBlas>`. It owns no handle: each product takes one of Highwater's pool, bound to the stream and its workspace. A handle
+/// that has the right settings is not set again. The type implements cudarc's `Gemm` for `f32` and `f64`. [`PooledBlas::with_handle`] serves
+/// all other calls of cuBLAS.
 ///
 /// An `Arc<PooledBlas>` can be shared by threads. Each has a handle of its own meanwhile. The innermost `Numerics` policy applies.
 #[derive(Debug, Clone)]

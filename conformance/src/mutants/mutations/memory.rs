@@ -96,7 +96,7 @@ mutants! {
             }
             allocated => allocated,
         });
-    "live-blocks-not-counted": "Gives a smaller block for a request that is larger than the rest of the device, but not than the device." =>
+    "live-blocks-not-counted": "Returns a smaller block for a request that exceeds the rest of the device, but not the device." =>
         |h| h.backend.allocate(|reference, device, options| {
             let allocated = reference.allocate(device, options);
             let fits = options.bytes as u64 <= reference.memory_info(device)?.total;

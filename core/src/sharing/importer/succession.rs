@@ -59,7 +59,7 @@ impl Import {
         let heir = self.heir();
         let is_handed_over = self.link.is_handed_over();
         match heir.filter(|_| is_handed_over) {
-            // Unless it has handed over, too.
+            // The heir may have handed over, too.
             Some(heir) => Some(Arc::clone(heir.named_heir.get().unwrap_or(&heir.process))),
             None if is_handed_over && self.is_inherited() => None,
             None => Some(Arc::clone(self.link.named_heir.get().unwrap_or(&self.link.process))),
@@ -191,7 +191,7 @@ impl Importer {
                     let registration = Registration { link: Arc::clone(&link), counted };
                     self.succeed(import, Succession::Registered(registration), bell);
                 }
-                // With `InvalidState`, it has not answered in time.
+                // `InvalidState`: the heir has not answered in time.
                 Err(error)
                     if error.kind() == ErrorKind::InvalidState
                         || link.is_cut()
@@ -304,8 +304,8 @@ impl Link {
         }
     }
 
-    /// Reads what the exporter has sent without a question. Returns its socket, if it has handed over and [`Link::take_over`] gave up before
-    /// the answer. In an unread message, the socket would keep the name, and no process would answer.
+    /// Reads the messages that answer no waiting request. Returns the exporter's socket, if it has handed over and [`Link::take_over`] gave
+    /// up before the answer. In an unread message, the socket would keep the name, and no process would answer.
     pub(in super::super) fn read_late(&self, mapper: &dyn Mapper) -> Option<OwnedFd> {
         loop {
             // A thread that waits for an answer may have the lock for as long as an open.
@@ -316,7 +316,7 @@ impl Link {
         }
     }
 
-    /// Reads while no request of another thread waits for an answer: the caller has the lock.
+    /// Reads as [`Link::read_late`]. The caller must hold the lock, so that no request of another thread waits for an answer.
     fn read_unasked(&self, _: &MutexGuard<'_, u32>) -> Option<OwnedFd> {
         let mut buffer = [0_u8; LONGEST + 1];
         while let Ok(Received::Message(bytes, descriptors)) = receive(self.socket.as_fd(), &mut buffer) {
@@ -335,7 +335,8 @@ impl Link {
         heir.into_iter().for_each(|heir| drop(self.named_heir.set(Arc::new(heir))));
     }
 
-    /// Returns the heir that the exporter has named after a hand-over. `None` if this process could not be told, or is the heir.
+    /// Returns the heir that the exporter has named after a hand-over. `None` if the name did not reach this process, or this process is the
+    /// heir.
     pub(in super::super) fn named_heir(&self) -> Option<&Arc<Process>> {
         if self.named_heir.get().is_none()
             && self.hand_over() == Progress::Done
