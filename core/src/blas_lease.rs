@@ -477,8 +477,8 @@ fn lend<R>(
 struct LentWorkspace<'s> {
     stream: &'s Stream,
     workspace: Option<Workspace>,
-    /// Whether it belongs to the capture that the stream takes part in.
-    captured: bool,
+    /// The key of the stream's part in a capture, if the workspace belongs to that capture.
+    captured: Option<u64>,
 }
 
 impl<'s> LentWorkspace<'s> {
@@ -488,25 +488,25 @@ impl<'s> LentWorkspace<'s> {
         let bytes = inner.device(stream.device()).workspace_bytes(kind);
         loop {
             let mut turn = core.enter("with_raw")?;
-            if turn.recording.is_none() {
+            let Some(captured) = turn.recording.as_ref().map(|recording| recording.key) else {
                 turn.lent += 1;
                 drop(turn);
                 // Built first, so that the count decreases again if no workspace is available.
-                let mut lent = Self { stream, workspace: None, captured: false };
+                let mut lent = Self { stream, workspace: None, captured: None };
                 lent.workspace = core.take_workspace(bytes)?;
                 return Ok(lent);
-            }
+            };
             drop(turn);
             if kind == BlasKind::Lt && bytes == 0 {
                 // Each call of an Lt handle names its workspace, so it has no memory of its own.
-                return Ok(Self { stream, workspace: None, captured: true });
+                return Ok(Self { stream, workspace: None, captured: Some(captured) });
             }
             if kind == BlasKind::Blas {
                 check_recordable("with_raw", stream)?;
             }
             // `None` if the capture has ended in the meantime.
-            if let Some(workspace) = core.captured_workspace(bytes)? {
-                return Ok(Self { stream, workspace: Some(workspace), captured: true });
+            if let Some((key, workspace)) = core.take_captured_workspace(bytes)? {
+                return Ok(Self { stream, workspace: Some(workspace), captured: Some(key) });
             }
         }
     }
@@ -515,7 +515,13 @@ impl<'s> LentWorkspace<'s> {
 impl Drop for LentWorkspace<'_> {
     fn drop(&mut self) {
         let inner = &self.stream.runtime().inner;
-        if self.captured || !inner.generation.is_current() {
+        if !inner.generation.is_current() {
+            return;
+        }
+        if let Some(key) = self.captured {
+            if let Some(workspace) = self.workspace {
+                self.stream.core().give_back_captured_workspace(key, workspace);
+            }
             return;
         }
         if let Some(workspace) = self.workspace

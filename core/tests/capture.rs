@@ -575,6 +575,28 @@ fn a_graph_goes_to_another_thread() {
 }
 
 #[test]
+fn raw_handles_of_one_capture_use_its_workspaces_in_turn() {
+    let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
+    let graph = stream
+        .capture(|stream| {
+            let (mut first, mut second) = (stream.blas()?, stream.blas()?);
+            // More workspaces than the device has memory for.
+            for _ in 0..200 {
+                first.with_raw(|one| {
+                    let two = second.with_raw(|two| two.workspace).unwrap();
+                    assert!(one.workspace.is_some() && two.is_some());
+                    assert_ne!(one.workspace, two, "two handles that are lent at the same time");
+                })?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(runtime.statistics().graphs.workspaces, 3, "those of the two, and that of the capture itself");
+    drop(graph);
+    assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
+}
+
+#[test]
 fn a_lease_goes_through_a_capture_with_the_captures_workspace() {
     let (_, runtime, _, stream) = open_with_stream(MockOptions::new());
     let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));

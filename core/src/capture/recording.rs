@@ -106,6 +106,8 @@ pub(crate) struct Recording {
     pub(crate) memory: Option<Arc<GraphMemory>>,
     /// Workspaces for the work, allocated before the capture.
     pub(crate) reserved: Vec<IdleWorkspace>,
+    /// Workspaces that raw handles have given back. The capture owns them.
+    pub(crate) returned: Vec<Workspace>,
     /// The workspace of each kind, once requested. Contains `None` if workspaces are disabled.
     pub(crate) blas_workspace: Option<Option<Workspace>>,
     pub(crate) lt_workspace: Option<Option<Workspace>>,
@@ -146,6 +148,12 @@ impl Recording {
     pub(crate) fn take_reserved(&mut self, bytes: usize) -> Option<IdleWorkspace> {
         let index = self.reserved.iter().position(|idle| idle.workspace.bytes >= bytes)?;
         Some(self.reserved.swap_remove(index))
+    }
+
+    /// Takes a workspace that a raw handle has given back. The work of the stream is recorded in order, so it can serve again.
+    pub(crate) fn take_returned(&mut self, bytes: usize) -> Option<Workspace> {
+        let index = self.returned.iter().position(|workspace| workspace.bytes >= bytes)?;
+        Some(self.returned.swap_remove(index))
     }
 
     /// Keeps a block of device memory that an operation uses. The capture has its own memory as a whole, so a block of it can serve

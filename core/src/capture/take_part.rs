@@ -69,6 +69,7 @@ pub(super) fn take_part(
         parts: Parts::default(),
         memory: None,
         reserved: std::mem::take(&mut reserved.workspaces),
+        returned: Vec::new(),
         blas_workspace: None,
         lt_workspace: None,
     }));

@@ -132,10 +132,16 @@ impl StreamCore {
         }
     }
 
-    /// Returns a workspace that belongs to the capture in which the stream takes part. Returns `None` if there is no capture.
-    pub(crate) fn captured_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
-        let Some(key) = self.lock_submission().recording.as_ref().map(|recording| recording.key) else {
-            return Ok(None);
+    /// Takes a workspace that belongs to the capture in which the stream takes part, for one call of foreign code. Returns it with the
+    /// key of the stream's part, or `None` if there is no capture.
+    pub(crate) fn take_captured_workspace(&self, bytes: usize) -> Result<Option<(u64, Workspace)>> {
+        let key = {
+            let mut submission = self.lock_submission();
+            let Some(recording) = &mut submission.recording else { return Ok(None) };
+            if let Some(workspace) = recording.take_returned(bytes) {
+                return Ok(Some((recording.key, workspace)));
+            }
+            recording.key
         };
         let idle = self.workspaces.take_or_allocate(self.id.device(), bytes)?;
         let mut submission = self.lock_submission();
@@ -143,13 +149,21 @@ impl StreamCore {
             Some(recording) => {
                 let workspace = idle.workspace;
                 recording.own(idle);
-                Ok(Some(workspace))
+                Ok(Some((key, workspace)))
             }
             None => {
                 drop(submission);
                 self.workspaces.give_back(self.id.device(), idle);
                 Ok(None)
             }
+        }
+    }
+
+    /// Gives a workspace back to the capture, if the stream still takes part in it.
+    pub(crate) fn give_back_captured_workspace(&self, key: u64, workspace: Workspace) {
+        let mut submission = self.lock_submission();
+        if let Some(recording) = submission.recording.as_mut().filter(|recording| recording.key == key) {
+            recording.returned.push(workspace);
         }
     }
 }
