@@ -134,7 +134,7 @@ impl Sharing {
 
     /// Turns to the heir of an exporter that has handed over.
     pub(super) fn has_been_handed_over(self: &Arc<Self>, link: &Arc<Link>) {
-        if self.importer.handed_over(link) {
+        if self.importer.handed_over(link, &self.bell) {
             self.succeed(*link.incarnation());
         }
     }
@@ -185,7 +185,7 @@ impl Sharing {
         let mut estates = self.heirs.lock();
         match Estate::given(first.ticket.exporter(), link.openers(), socket) {
             Ok(estate) => {
-                self.importer.handed_over(link);
+                self.importer.handed_over(link, &self.bell);
                 self.importer.inherit(&imports, &estate, &self.bell);
                 estates.push(estate);
                 self.ring();

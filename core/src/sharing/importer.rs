@@ -123,6 +123,11 @@ impl State {
         self.imports.values().flatten().chain(&self.former_imports)
     }
 
+    /// Returns the imports that a connection has opened.
+    fn opened_by(&self, link: &Arc<Link>) -> Vec<Arc<Import>> {
+        self.mapped().filter(|import| Arc::ptr_eq(&import.link, link)).cloned().collect()
+    }
+
     /// Returns whether an import is the one of its key.
     fn stands(&self, import: &Arc<Import>) -> bool {
         let there = self.imports.get(&import.key()).and_then(Option::as_ref);
@@ -1379,9 +1384,14 @@ impl Importer {
     /// Undoes [`OpenCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
         if import.open.leave() && (import.slot().is_closed() || import.link.is_lost()) {
-            self.to_unmap.lock().push(Arc::clone(import));
-            bell.ring();
+            self.unmap_soon([Arc::clone(import)], bell);
         }
+    }
+
+    /// Schedules imports to be unmapped unless a buffer has them open. Wakes the service, which would otherwise sleep if no later event came.
+    fn unmap_soon(&self, imports: impl IntoIterator<Item = Arc<Import>>, bell: &Bell) {
+        self.to_unmap.lock().extend(imports);
+        bell.ring();
     }
 
     // ---------------------------------------------------------------- calls of the service
@@ -1419,18 +1429,19 @@ impl Importer {
 
     /// Handles the end of an exporter's process: its tickets expire, and memory that no buffer has open is unmapped. Returns
     /// `false` if this was done before.
-    pub(crate) fn link_ended(&self, link: &Arc<Link>) -> bool {
+    pub(crate) fn link_ended(&self, link: &Arc<Link>, bell: &Bell) -> bool {
         if link.lost.swap(true, Ordering::Relaxed) {
             return false;
         }
         let mut state = self.state.lock();
         state.lost_links += 1;
-        let imports = state.mapped().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
-        self.to_unmap.lock().extend(imports);
+        let imports = state.opened_by(link);
         // The next open looks for an heir.
         if link.may_have_heir || link.imports.load(Ordering::Relaxed) == 0 {
             state.retire(link);
         }
+        drop(state);
+        self.unmap_soon(imports, bell);
         true
     }
 
@@ -1444,14 +1455,15 @@ impl Importer {
     }
 
     /// Handles an exporter that has handed over: the next opens go to its heir. Returns `false` if this was done before.
-    pub(crate) fn handed_over(&self, link: &Arc<Link>) -> bool {
+    pub(crate) fn handed_over(&self, link: &Arc<Link>, bell: &Bell) -> bool {
         let mut state = self.state.lock();
         if !link.note_hand_over() {
             return false;
         }
-        let imports = state.mapped().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
-        self.to_unmap.lock().extend(imports);
+        let imports = state.opened_by(link);
         state.retire(link);
+        drop(state);
+        self.unmap_soon(imports, bell);
         true
     }
 

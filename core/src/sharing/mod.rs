@@ -644,7 +644,7 @@ impl Sharing {
             // Its heir lives on.
             return self.has_been_handed_over(link);
         }
-        if self.importer.link_ended(link) {
+        if self.importer.link_ended(link, &self.bell) {
             self.revoke(link);
             self.succeed(*link.incarnation());
         }

@@ -357,6 +357,23 @@ fn an_owner_that_is_stopped_after_the_hand_over_delays_nobody() {
     third.end();
 }
 
+/// Failed before: the importer noted the mapping and slept. No later event came, because it does not wait for a former owner.
+#[test]
+fn a_hand_over_unmaps_memory_that_no_buffer_has_open() {
+    let (owner, heir, third) = (Exporter::new(), Exporter::new(), Exporter::new());
+    let (buffer, ticket) = owner.make_shared(1000, 7);
+    let kept = heir.open_as_heir(&ticket).unwrap();
+    drop(third.runtime.open_shared::<u32>(&ticket).unwrap());
+    assert_eq!(third.runtime.statistics().sharing.mappings, 1);
+    owner.runtime.hand_over(LIMIT).unwrap();
+    until("nothing is mapped", || third.runtime.statistics().sharing.mappings == 0);
+    heir.assert_value(&kept, 7);
+    drop((buffer, kept));
+    for exporter in [heir, third, owner] {
+        exporter.end();
+    }
+}
+
 /// An owner that has handed its memory over to an heir, while an importer was stopped. The importer releases the memory when the heir dies.
 fn handed_over(value: u32) -> (Peer, Peer, Peer) {
     let (mut owner, ticket) = owner(value);

@@ -222,8 +222,7 @@ impl Importer {
         }
         // The last buffer may be gone in the meantime.
         if !import.open.is_open() {
-            self.to_unmap.lock().push(Arc::clone(import));
-            bell.ring();
+            self.unmap_soon([Arc::clone(import)], bell);
         }
     }
 }
