@@ -214,6 +214,7 @@ fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = (16 << 20) + 4096 + 5;
     const BLOCKS: usize = 4;
     const WORDS: usize = BYTES / 4 * 4;
+    const OTHER: u8 = 0xee;
     let between = backend.device_count() > 1 && backend.capabilities(DEVICE)?.peer_copy;
     let devices = if between { [DEVICE, DEVICE, 1, 1] } else { [DEVICE; BLOCKS] };
     for device in devices {
@@ -226,12 +227,16 @@ fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
     let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, BYTES)?);
     let mut blocks = Vec::new();
     for device in devices {
-        blocks.push(Block::on(backend, device, BYTES)?);
+        blocks.push(Block::filled_on(backend, device, BYTES, OTHER)?);
     }
     stream.copy(blocks[0].all(), source.all())?;
     stream.synchronize()?;
-    // On one device, to another if there is one, on that, and back.
+    // On one device, to another if there is one, on that, and back. Each block has other bytes before its copy.
     for index in 0..BLOCKS {
+        if index == BLOCKS - 1 {
+            stream.set(blocks[0].all(), OTHER)?;
+            stream.synchronize()?;
+        }
         let there = Stream::on(backend, devices[index])?;
         there.copy(blocks[(index + 1) % BLOCKS].all(), blocks[index].all())?;
         there.synchronize()?;

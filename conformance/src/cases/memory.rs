@@ -49,6 +49,8 @@ const MOST_BLOCKS: usize = 256;
 ///
 /// A larger device may have other users, which must not find it full. The blocks take a part of it.
 fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult {
+    const REFUSALS: u64 = 64;
+    const PAGE: u64 = 4096;
     let MemoryInfo { free, total, .. } = backend.memory_info(DEVICE)?;
     let is_whole = free == total && total <= SMALL;
     let part = if is_whole { total } else { PART.min(total / 64) };
@@ -77,6 +79,13 @@ fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult 
             Err(error) if is_whole && error.kind() == ErrorKind::OutOfMemory => size /= 2,
             Err(error) => return Err(error.into()),
         }
+    }
+    // Others may use a real device at the same time.
+    if !backend.identity().real_device {
+        let before = backend.memory_info(DEVICE)?.free;
+        (0..REFUSALS).try_for_each(|_| more_than_the_rest_is_refused(taken))?;
+        let lost = before.saturating_sub(backend.memory_info(DEVICE)?.free);
+        check!(lost < REFUSALS * PAGE, "{REFUSALS} refused allocations left {lost} bytes less free");
     }
     let count = blocks.len();
     check!(taken > part / 2, "after {count} blocks with {taken} of {part} bytes, {size} bytes are the most that fit");

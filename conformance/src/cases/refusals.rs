@@ -17,11 +17,14 @@ use super::ids::forge;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, on_devices};
 use crate::device::{Addresses, Block, Capture, Destroy, Event, Handle, Object, PhysicalMemory, Pinned, Stream};
 use crate::matrix::Product;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 use crate::sweep::as_one;
 
 cases! {
     group "refusals";
     bad_streams: ["backend.ids-checked"];
+    bad_streams_and_a_pending_event: ["backend.ids-checked", "event.query"];
     bad_streams_of_frees: ["backend.ids-checked", "memory.free-returns"] needs [has::stream_ordered_memory];
     bad_streams_of_launches: ["backend.ids-checked"] needs [has::capture];
     bad_streams_of_handles: ["backend.ids-checked"];
@@ -162,6 +165,31 @@ fn no_streams<'b>(backend: &'b dyn Backend, device: u32) -> Result<Bad<'b, Strea
 }
 
 // ---------------------------------------------------------------------------------------------------------- the streams
+
+/// A refused record or wait leaves a pending event as it is. The event before it in the stream tells when the work has ended.
+fn bad_streams_and_a_pending_event(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let bad = no_streams(backend, device)?;
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        until_conclusive("the event was complete before the calls: a record waits", |load| {
+            let stream = Stream::on(backend, device)?;
+            let (earlier, event) = (Event::on(backend, device)?, Event::on(backend, device)?);
+            busy.enqueue(&stream, load)?;
+            stream.record(&earlier)?;
+            stream.record(&event)?;
+            for &(what, id) in &bad.ids {
+                check_error!(backend.record_event(event.id(), id), InvalidHandle, "record_event with {what}");
+                check_error!(backend.stream_wait_event(id, event.id()), InvalidHandle, "stream_wait_event with {what}");
+            }
+            let pending = event.is_pending()?;
+            let is_early = earlier.is_pending()?;
+            check!(pending || !is_early, "an event is complete before its work, after calls with bad streams");
+            stream.synchronize()?;
+            check!(event.query()?.is_complete(), "an event whose record was reached is pending");
+            Ok(Attempt::seen(is_early))
+        })
+    })
+}
 
 fn bad_streams(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {

@@ -42,6 +42,7 @@ cases! {
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
     destroyed_streams_finish_their_work: ["stream.destroy-pending"];
     destroyed_streams_are_stale: ["stream.destroy-stale"];
+    fresh_streams_have_no_work_of_destroyed_ones: ["stream.independent", "stream.query"];
     priorities_keep_the_order: ["stream.order"] needs [has::stream_priority];
     the_legacy_default_stream_runs_in_order: ["stream.order", "stream.synchronize"] needs [has::legacy_default_stream];
     the_per_thread_default_stream_runs_in_order: ["stream.order", "stream.synchronize"] needs [has::per_thread_default_stream];
@@ -460,6 +461,28 @@ fn destroyed_streams_finish_their_work(backend: &dyn Backend) -> CaseResult {
         event.synchronize()?;
         check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
         check!(block.read()? == [7; BYTES], "work of a stream was lost when it was destroyed");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+/// Streams that are made while a destroyed stream has work, and may have its place.
+fn fresh_streams_have_no_work_of_destroyed_ones(backend: &dyn Backend) -> CaseResult {
+    const STREAMS: usize = 4;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the work of a destroyed stream ended before new streams were asked: a call waits", |load| {
+        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        busy.enqueue(&stream, load)?;
+        stream.record(&event)?;
+        stream.destroy()?;
+        let fresh = (0..STREAMS).map(|_| Stream::new(backend)).collect::<Result<Vec<_>, _>>()?;
+        let mut complete = true;
+        for stream in &fresh {
+            complete &= stream.query()?.is_complete();
+            stream.synchronize()?;
+        }
+        let pending = event.is_pending()?;
+        check!(complete || !pending, "a fresh stream is pending while a destroyed one has work");
+        event.synchronize()?;
         Ok(Attempt::seen(pending))
     })
 }

@@ -1,6 +1,6 @@
 //! Ids that should be refused, and calls in a forked child.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use highwater_hal::{AllocateOptions, Completion, DeviceMemoryKind, ErrorKind, EventId, IdParts, ObjectId, StreamId};
 
@@ -22,6 +22,20 @@ mutants! {
         h.stream_in(move |stream| {
             let known = newest.with(|newest| newest.get(&stream.parts().slot).copied());
             known.filter(|known| known.tag() == stream.tag()).unwrap_or(stream)
+        });
+    };
+    "records-lost-by-refusals": "Reports an event as complete once a record of it on a bad stream was refused." => |h| {
+        let lost = Shared::<HashSet<EventId>>::default();
+        let noted = lost.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            let recorded = reference.record_event(event, stream);
+            let is_refused = is(&recorded, ErrorKind::InvalidHandle);
+            noted.with(|lost| if is_refused { lost.insert(event) } else { lost.remove(&event) });
+            recorded
+        });
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            Ok(if lost.with(|lost| lost.contains(&event)) { Completion::Complete } else { completion })
         });
     };
     "tags-of-streams-ignored": "Accepts ids of streams that another backend issued." => |h| {
