@@ -63,6 +63,13 @@ fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult 
         );
         Ok(())
     };
+    // Others may use a real device at the same time.
+    if !backend.identity().real_device {
+        let before = backend.memory_info(DEVICE)?.free;
+        (0..REFUSALS).try_for_each(|_| more_than_the_rest_is_refused(0))?;
+        let lost = before.saturating_sub(backend.memory_info(DEVICE)?.free);
+        check!(lost < REFUSALS * PAGE, "{REFUSALS} refused allocations left {lost} bytes less free");
+    }
     let (mut blocks, mut taken, mut size) = (Vec::new(), 0, part / 16 * 5);
     while size > 0 && blocks.len() < MOST_BLOCKS {
         if !is_whole && taken + size > part {
@@ -79,13 +86,6 @@ fn blocks_of_several_sizes_fill_the_memory(backend: &dyn Backend) -> CaseResult 
             Err(error) if is_whole && error.kind() == ErrorKind::OutOfMemory => size /= 2,
             Err(error) => return Err(error.into()),
         }
-    }
-    // Others may use a real device at the same time.
-    if !backend.identity().real_device {
-        let before = backend.memory_info(DEVICE)?.free;
-        (0..REFUSALS).try_for_each(|_| more_than_the_rest_is_refused(taken))?;
-        let lost = before.saturating_sub(backend.memory_info(DEVICE)?.free);
-        check!(lost < REFUSALS * PAGE, "{REFUSALS} refused allocations left {lost} bytes less free");
     }
     let count = blocks.len();
     check!(taken > part / 2, "after {count} blocks with {taken} of {part} bytes, {size} bytes are the most that fit");
