@@ -60,7 +60,9 @@ impl Standing {
         let owner = self.runtime.device(device)?;
         // SAFETY: As the caller promises.
         let stream = if raw == 0 { owner.legacy_default_stream() } else { unsafe { owner.stream_from_raw(raw) } }?;
-        Ok(Arc::clone(lock(&self.streams).entry((device, raw)).or_insert_with(|| Arc::new(stream))))
+        // A second wrapper of the stream is dropped after the lock.
+        let stream = Arc::new(stream);
+        Ok(Arc::clone(lock(&self.streams).entry((device, raw)).or_insert_with(|| Arc::clone(&stream))))
     }
 }
 

@@ -432,7 +432,6 @@ impl<'de> serde::de::Visitor<'de> for Reader {
 
 #[cfg(test)]
 mod tests {
-    use highwater_hal::Transport;
     use proptest::collection::vec;
     use proptest::prelude::*;
 
@@ -443,22 +442,7 @@ mod tests {
     const BYTES: u64 = 4096;
 
     fn allocation(serial: u64) -> Ticket {
-        Ticket {
-            transport: Transport::Descriptor,
-            is_pinned: false,
-            method: Method::Abstract,
-            secret: None,
-            boot: [1; 16],
-            incarnation: [2; 16],
-            device_uuid: [3; 16],
-            pid: 4,
-            index: 5,
-            serial,
-            number: 7,
-            allocation_bytes: BYTES,
-            offset: 0,
-            length: BYTES,
-        }
+        Ticket::example(serial, BYTES)
     }
 
     /// Slices, each of an allocation by its serial number.

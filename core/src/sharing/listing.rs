@@ -252,6 +252,25 @@ pub(super) fn to_file(list: &[u8]) -> std::result::Result<OwnedFd, Errno> {
     Ok(file)
 }
 
+/// Reads a file of [`to_file`]. It is sealed memory, so no read waits. `None` if it is not sealed, or has more than `most` bytes.
+pub(super) fn from_file(file: &OwnedFd, most: usize) -> Option<Vec<u8>> {
+    if !is_sealed(file) {
+        return None;
+    }
+    let length = usize::try_from(rustix::fs::fstat(file).ok()?.st_size).ok().filter(|length| *length <= most)?;
+    let mut bytes = vec![0; length];
+    let mut here = 0;
+    while here < length {
+        match rustix::io::pread(file, &mut bytes[here..], here as u64) {
+            Ok(0) => return None,
+            Ok(count) => here += count,
+            Err(Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+    Some(bytes)
+}
+
 /// Gives the list to each connected process of this user. `lister` is the socket, and `list` makes the list.
 pub(super) fn answer(lister: &OwnedFd, list: impl Fn() -> Listing) {
     let mut file: Option<OwnedFd> = None;

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::identity::Process;
-use super::listing::{LONGEST, Listed, ListedExport, ListedImport, Listing, NAME, is_greeting, is_sealed};
+use super::listing::{LONGEST, Listed, ListedExport, ListedImport, Listing, NAME, from_file, is_greeting};
 use super::options::Openers;
 use super::system::{Received, os_error, receive};
 use highwater_hal::{Error, ErrorKind, Result, Transport};
@@ -407,27 +407,8 @@ fn answer_of(asked: &Asked<'_>) -> Sent {
         Ok(Received::Cut { .. }) | Err(_) => return Sent::Fault(Answer::Invalid),
     };
     let file = descriptors.first().filter(|_| is_greeting(&buffer[..bytes]) && descriptors.len() == 1);
-    let listing = file.and_then(read).and_then(|bytes| Listing::decode(&bytes));
+    let listing = file.and_then(|file| from_file(file, LONGEST)).and_then(|bytes| Listing::decode(&bytes));
     listing.map_or(Sent::Fault(Answer::Invalid), Sent::List)
-}
-
-/// Reads a list. The file is sealed memory, so no read waits.
-fn read(file: &OwnedFd) -> Option<Vec<u8>> {
-    if !is_sealed(file) {
-        return None;
-    }
-    let length = usize::try_from(rustix::fs::fstat(file).ok()?.st_size).ok().filter(|length| *length <= LONGEST)?;
-    let mut bytes = vec![0; length];
-    let mut here = 0;
-    while here < length {
-        match rustix::io::pread(file, &mut bytes[here..], here as u64) {
-            Ok(0) => return None,
-            Ok(count) => here += count,
-            Err(Errno::INTR) => {}
-            Err(_) => return None,
-        }
-    }
-    Some(bytes)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::listing::to_file;
+use super::listing::{from_file, to_file};
 use super::message::Part;
 use super::options::Openers;
 use super::system::{os_error, send};
@@ -32,7 +32,7 @@ const PREFIX: &str = "highwater-";
 /// The start of the names of states. A number follows.
 const STATE: &str = "highwater-state-";
 /// The maximum length of a state.
-const MOST_BYTES: u64 = 1 << 28;
+const MOST_BYTES: usize = 1 << 28;
 /// The first descriptor that a service manager passes.
 const FIRST: i32 = 3;
 /// Time limit for the service manager to read a message.
@@ -190,7 +190,10 @@ impl DescriptorStore {
         let mut descriptors: HashMap<String, OwnedFd> = passed.into_iter().collect();
         let mut state = None;
         for number in states {
-            let Some(bytes) = descriptors.get(&format!("{STATE}{number}")).and_then(read) else { continue };
+            let Some(bytes) = descriptors.get(&format!("{STATE}{number}")).and_then(|file| from_file(file, MOST_BYTES))
+            else {
+                continue;
+            };
             let Ok(all) = decode(&bytes) else { continue };
             let names: HashSet<String> = all.iter().flat_map(Saved::names).collect();
             if names.iter().all(|name| descriptors.contains_key(name)) {
@@ -309,47 +312,14 @@ fn passed() -> Result<Vec<(String, OwnedFd)>> {
     Ok(taken.collect())
 }
 
-/// Reads a file in memory. `None` if it cannot be read or is too long.
-fn read(file: &OwnedFd) -> Option<Vec<u8>> {
-    let length = u64::try_from(rustix::fs::fstat(file).ok()?.st_size).ok().filter(|length| *length <= MOST_BYTES)?;
-    let mut bytes = vec![0; usize::try_from(length).ok()?];
-    let mut at = 0;
-    while at < bytes.len() {
-        match rustix::io::pread(file, &mut bytes[at..], at as u64) {
-            Ok(0) => return None,
-            Ok(count) => at += count,
-            Err(Errno::INTR) => {}
-            Err(_) => return None,
-        }
-    }
-    Some(bytes)
-}
-
 #[cfg(test)]
 mod tests {
-    use highwater_hal::Transport;
     use proptest::prelude::*;
 
-    use super::super::options::Method;
     use super::*;
 
     fn saved(serial: u64) -> Saved {
-        let ticket = Ticket {
-            transport: Transport::Descriptor,
-            is_pinned: false,
-            method: Method::Abstract,
-            secret: None,
-            boot: [1; 16],
-            incarnation: [2; 16],
-            device_uuid: [3; 16],
-            pid: 77,
-            index: 5,
-            serial,
-            number: 0,
-            allocation_bytes: 3 * 4096,
-            offset: 0,
-            length: 3 * 4096,
-        };
+        let ticket = Ticket::example(serial, 3 * 4096);
         let parts = vec![Part { bytes: 4096, payload: [9; 64] }; 3];
         let owner = serial.is_multiple_of(2).then_some((77, 1 << 40));
         Saved { ticket, numbers: (3, 2), openers: Openers::Group(5), owner, parts }

@@ -424,13 +424,10 @@ impl<'de> serde::Deserialize<'de> for Ticket {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn ticket() -> Ticket {
-        Ticket {
+impl Ticket {
+    /// The ticket of a whole allocation, for tests.
+    pub(super) fn example(serial: u64, bytes: u64) -> Self {
+        Self {
             transport: Transport::Descriptor,
             is_pinned: false,
             method: Method::Abstract,
@@ -440,12 +437,23 @@ mod tests {
             device_uuid: [3; 16],
             pid: 4,
             index: 5,
-            serial: 6,
+            serial,
             number: 7,
-            allocation_bytes: 4096,
-            offset: 16,
-            length: 4080,
+            allocation_bytes: bytes,
+            offset: 0,
+            length: bytes,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ticket() -> Ticket {
+        Ticket { offset: 16, length: 4080, ..Ticket::example(6, 4096) }
     }
 
     #[test]

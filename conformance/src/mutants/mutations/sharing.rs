@@ -81,13 +81,7 @@ mutants! {
     };
 
     "memory-ends-with-its-importer" [by_two_processes]: "Refuses copies of exported memory once a process that opened it has ended." => |h| {
-        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
-        let known = exported.clone();
-        h.sharing.export_memory(move |sharing, device, ptr, transport| {
-            let handle = sharing.export_memory(device, ptr, transport)?;
-            exported.with(|exported| exported.insert(ptr, handle.bytes));
-            Ok(handle)
-        });
+        let known = exported_memory(h);
         let had_children = Shared::<bool>::default();
         h.backend.copy(move |reference, copy, stream| {
             let had = had_children.with(|had| std::mem::replace(had, *had || has_children()));
@@ -167,14 +161,9 @@ mutants! {
 
     in "ipc.free-keeps":
     "freed-memory-used-again" [by_two_processes]: "Returns exported memory that was freed for the next request of its size." => |h| {
-        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
+        let known = exported_memory(h);
         let freed = Shared::<HashMap<(u32, u64), DevicePtr>>::default();
-        let (known, given, parked) = (exported.clone(), freed.clone(), freed.clone());
-        h.sharing.export_memory(move |sharing, device, ptr, transport| {
-            let handle = sharing.export_memory(device, ptr, transport)?;
-            exported.with(|exported| exported.insert(ptr, handle.bytes));
-            Ok(handle)
-        });
+        let (given, parked) = (freed.clone(), freed.clone());
         h.backend.free(move |reference, device, ptr, stream| {
             let Some(bytes) = known.with(|known| known.remove(&ptr)) else {
                 return reference.free(device, ptr, stream);
@@ -193,13 +182,7 @@ mutants! {
         h.count(move |live| live.allocations -= parked.with(|parked| parked.len() as u64));
     };
     "freed-memory-cleared" [by_two_processes]: "Fills exported memory with zeros before it frees it." => |h| {
-        let exported = Shared::<HashMap<DevicePtr, u64>>::default();
-        let known = exported.clone();
-        h.sharing.export_memory(move |sharing, device, ptr, transport| {
-            let handle = sharing.export_memory(device, ptr, transport)?;
-            exported.with(|exported| exported.insert(ptr, handle.bytes));
-            Ok(handle)
-        });
+        let known = exported_memory(h);
         h.backend.free(move |reference, device, ptr, stream| {
             if let Some(bytes) = known.with(|known| known.remove(&ptr)) {
                 let zeros = MemoryFill::new(device, ptr, FillPattern::U8(0), bytes as usize);
@@ -364,6 +347,18 @@ fn close_own(h: &mut Hooks, own: Shared<HashSet<DevicePtr>>) {
         true => sharing.backend.free(device, ptr, None),
         false => sharing.close_memory(device, ptr),
     });
+}
+
+/// Bytes of the memory of this process that was exported, by address.
+fn exported_memory(h: &mut Hooks) -> Shared<HashMap<DevicePtr, u64>> {
+    let exported = Shared::<HashMap<DevicePtr, u64>>::default();
+    let known = exported.clone();
+    h.sharing.export_memory(move |sharing, device, ptr, transport| {
+        let handle = sharing.export_memory(device, ptr, transport)?;
+        exported.with(|exported| exported.insert(ptr, handle.bytes));
+        Ok(handle)
+    });
+    known
 }
 
 /// Events of other processes that were opened here.
