@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use highwater_core::{
     Answer, Backend, BackendLayer, Call, DeviceBuffer, DevicePtr, DeviceSlice, Error, ErrorKind, IpcSharing,
@@ -446,6 +446,8 @@ fn importers_killed_in_the_middle_of_a_batch_lose_no_memory() {
     let exporter = Exporter::with(MockOptions::new().with_memory_bytes(4 * u64::from(BUFFERS) * 4096).with_checks());
     let mut random = SplitMix64::new(11);
     let mut opened = 0;
+    // A kill comes within this time. It doubles until a process has opened something, because a busy machine is slow.
+    let mut longest = Duration::from_millis(4);
     for round in 0..KILLS {
         let mut peer = Peer::start();
         let mut buffers = Vec::new();
@@ -462,11 +464,14 @@ fn importers_killed_in_the_middle_of_a_batch_lose_no_memory() {
         peer.say(&format!("open-batch a {batch}"));
         peer.say("drop-batch a");
         peer.say(&format!("open-batch b {batch}"));
-        std::thread::sleep(Duration::from_micros(random.draw() % 4000));
+        std::thread::sleep(longest.mul_f64((random.draw() % 1024) as f64 / 1024.0));
         if random.draw().is_multiple_of(2) {
             buffers.clear();
         }
         opened += exporter.runtime.statistics().sharing.peers;
+        if opened == 0 {
+            longest = 2 * longest.min(Duration::from_secs(1));
+        }
         peer.kill();
         for buffer in &buffers {
             assert_eq!(exporter.stream.download(buffer).unwrap(), vec![round; 1024]);
@@ -483,11 +488,20 @@ fn importers_killed_in_the_middle_of_a_batch_lose_no_memory() {
 fn exporters_killed_in_the_middle_of_a_batch_leave_nothing_open() {
     let importer = Exporter::with(MockOptions::new().with_checks());
     let mut random = SplitMix64::new(12);
+    // A kill comes within twice the time of an open. How long one takes depends on the machine and its load.
+    let mut longest: Duration = {
+        let mut peer = Peer::start();
+        let batch: TicketBatch = peer.tell("make-batch a 40 100 255").parse().unwrap();
+        let began = Instant::now();
+        drop(importer.open_all(&batch).unwrap());
+        2 * began.elapsed()
+    };
+    until("nothing is open", || importer.opens().2 == 0);
     let (mut opened, mut expired) = (0, 0);
     for round in 0..40 {
         let mut peer = Peer::start();
         let batch: TicketBatch = peer.tell(&format!("make-batch a 40 100 {round}")).parse().unwrap();
-        let wait = Duration::from_micros(random.draw() % 3000);
+        let wait = longest.mul_f64((random.draw() % 1024) as f64 / 1024.0);
         let killer = std::thread::spawn(move || {
             std::thread::sleep(wait);
             peer.kill();
@@ -501,6 +515,9 @@ fn exporters_killed_in_the_middle_of_a_batch_leave_nothing_open() {
             Err(error) => {
                 expired += 1;
                 assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+                if opened == 0 {
+                    longest = 2 * longest.min(Duration::from_secs(1));
+                }
             }
         }
         killer.join().unwrap();
