@@ -27,6 +27,11 @@ pub fn listing(data: &[u8]) {
     fuzzed::listing(data);
 }
 
+/// Reads the state of a holder.
+pub fn state(data: &[u8]) {
+    fuzzed::state(data);
+}
+
 /// Checks that an error has a remedy and one of the kinds that a parser returns.
 pub(crate) fn is_refusal(error: &Error) {
     assert!(matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported), "{error}");
@@ -199,6 +204,11 @@ mod tests {
     #[test]
     fn kept_inputs_of_listings() {
         replay("listing", 10, super::listing);
+    }
+
+    #[test]
+    fn kept_inputs_of_states() {
+        replay("state", 10, super::state);
     }
 
     #[test]

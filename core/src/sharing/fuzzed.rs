@@ -5,6 +5,7 @@ use highwater_hal::{ErrorKind, Result};
 use super::batch::TicketBatch;
 use super::listing::Listing;
 use super::message::{LONGEST, Message};
+use super::store;
 use super::ticket::{Ticket, from_digits, is_inside, to_digits, values};
 use crate::fuzzing::is_refusal;
 
@@ -102,4 +103,37 @@ pub(crate) fn listing(data: &[u8]) {
     let bytes = listing.encode();
     assert_eq!(bytes.len(), data.len());
     assert_eq!(Listing::decode(&bytes), Some(listing));
+}
+
+pub(crate) fn state(data: &[u8]) {
+    for bytes in [data.to_vec(), with_ticket_sums(data)] {
+        match store::decode(&bytes) {
+            Ok(all) => {
+                let again = store::encode(&all);
+                assert_eq!(again.len(), bytes.len());
+                assert_eq!(of(store::decode(&again)), Ok(all));
+            }
+            Err(error) => is_refusal(&error),
+        }
+    }
+}
+
+/// Returns a state in which each ticket has a valid checksum.
+fn with_ticket_sums(data: &[u8]) -> Vec<u8> {
+    /// Bytes of the head of a state, of an allocation beside its ticket and its parts, and of a part.
+    const SIZES: (usize, usize, usize) = (16, 44, 72);
+    let mut bytes = data.to_vec();
+    let number = |bytes: &[u8], at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?) as usize);
+    let mut at = SIZES.0;
+    while let Some(length) = number(&bytes, at) {
+        let Some(ticket) = bytes.get_mut(at + 4..at + 4 + length) else { break };
+        let summed = with_sum(ticket);
+        if summed.len() == length {
+            ticket.copy_from_slice(&summed);
+        }
+        at += 4 + length + SIZES.1;
+        let Some(parts) = number(&bytes, at - 4) else { break };
+        at += parts * SIZES.2;
+    }
+    bytes
 }
