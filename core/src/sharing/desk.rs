@@ -12,8 +12,7 @@ use super::exporter::{Exporter, Grant, Peer};
 use super::held::HeldMemory;
 use super::identity::Process;
 use super::message::{
-    AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, OLDEST_PROTOCOL, Opened, PROTOCOL,
-    PROTOCOL_OF_HAND_OVERS, PROTOCOL_OF_HEIRS, PROTOCOL_OF_NAMED_HEIRS, PROTOCOL_OF_PARTS, Part, Standing, Wants,
+    AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, Opened, Part, Standing, Wants, check_version,
 };
 use super::options::Openers;
 use super::rendezvous::Listener;
@@ -265,17 +264,9 @@ impl Reception {
             (request, granted)
         };
         let granted: Vec<_> = requests.into_iter().map(grant).collect();
-        let can_join = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_PARTS;
         let exported = spread(granted, &self.slow, |(request, granted)| {
             let exported = granted.map(|grant| {
-                let parts = grant.memory.parts();
-                let handle = if !request.wants.memory {
-                    Ok(None)
-                } else if parts == 1 || can_join {
-                    desk.export(&grant, 0).map(Some)
-                } else {
-                    Err(no_parts(parts))
-                };
+                let handle = if request.wants.memory { desk.export(&grant, 0).map(Some) } else { Ok(None) };
                 (handle, grant)
             });
             (request, exported)
@@ -403,8 +394,7 @@ fn hand_over(desk: &dyn Desk, peer: &Peer, question: u32) -> Result<()> {
 
 /// Gives an importer the pidfd of the heir, which proves that the heir lives.
 fn name_heir(peer: &Peer, heir: &Process) {
-    let knows = peer.version.load(Ordering::Relaxed) >= PROTOCOL_OF_NAMED_HEIRS;
-    if knows && let Some(pidfd) = heir.pidfd() {
+    if let Some(pidfd) = heir.pidfd() {
         // An importer that cannot be reached must find the heir by the name.
         let _ = say(peer, &Message::Heir, &[pidfd]);
     }
@@ -424,30 +414,16 @@ fn take_back(desk: &dyn Desk, peer: &Peer, key: ExportKey) {
 }
 
 fn welcome(desk: &dyn Desk, peer: &Peer, version: u16, oldest: u16, descriptors: Vec<OwnedFd>) -> Result<()> {
-    let standing = desk.standing();
-    let least = if standing.is_heir { PROTOCOL_OF_HEIRS } else { OLDEST_PROTOCOL };
-    if oldest > PROTOCOL || version < least {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "share",
-            format!(
-                "the importer speaks protocols {oldest} to {version}, the exporter or its heir {least} to {PROTOCOL}"
-            ),
-        ));
-    }
+    check_version("share", "importer", version, oldest)?;
     let mut descriptors = descriptors.into_iter();
     let line = descriptors
         .next()
         .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
     peer.process.identify("share", descriptors.next())?;
     let own = peer.process.own_pidfd("share")?;
-    peer.version.store(version, Ordering::Relaxed);
     // Only this thread sets the line, and it was not set.
     let _ = peer.line.set(line);
-    let pid = (version >= PROTOCOL_OF_HAND_OVERS).then(std::process::id);
-    let standing = (version >= PROTOCOL_OF_HEIRS).then_some(Standing { pid, ..standing });
-    let incarnation = desk.incarnation();
-    let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing };
+    let welcome = Message::welcome(desk.incarnation(), desk.standing());
     let own: Vec<_> = own.iter().map(AsFd::as_fd).collect();
     say(peer, &welcome, &own)
 }
@@ -504,12 +480,6 @@ fn take_over(desk: &dyn Desk, peer: &Peer, entrusted: Entrusted, descriptors: Ve
     drop(staged);
     let held = HeldMemory::entrusted(&entrusted, handles).ok_or_else(|| invalid("the parts are not the allocation"))?;
     desk.exporter().inherit(Arc::new(held), (entrusted.issued, entrusted.done), Some(peer.id))
-}
-
-/// Returns the error for an importer that knows no allocations of several parts.
-fn no_parts(parts: usize) -> Error {
-    let message = format!("the buffer has {parts} parts, which the importer's version cannot map");
-    Error::new(ErrorKind::Unsupported, "share", message)
 }
 
 /// Returns the maximum number of idle connections.

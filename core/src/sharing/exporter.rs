@@ -10,7 +10,7 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Debug;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Instant, SystemTime};
 
@@ -220,8 +220,6 @@ pub(crate) struct Peer {
     /// The line that wakes the importer. Its `Hello` carries it.
     pub(crate) line: OnceLock<OwnedFd>,
     pub(crate) connected: AtomicBool,
-    /// The version that its `Hello` named; 0 before that.
-    pub(crate) version: AtomicU16,
     pub(crate) since: Instant,
     /// The parts so far of an allocation that it entrusts to this heir.
     pub(super) staged: Mutex<Vec<MemoryHandle>>,
@@ -744,7 +742,7 @@ impl Exporter {
                 };
                 let message = format!("no heir took the memory in time: {reason}");
                 return Err(Error::new(ErrorKind::InvalidState, "hand_over", message).with_hint(
-                    "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`, and of this version",
+                    "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`",
                 ));
             }
         }
@@ -841,7 +839,6 @@ impl Exporter {
             socket,
             line: OnceLock::new(),
             connected: AtomicBool::new(true),
-            version: AtomicU16::new(0),
             since: Instant::now(),
             staged: Mutex::default(),
         });

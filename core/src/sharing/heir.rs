@@ -112,7 +112,7 @@ impl Desk for Estate {
     }
 
     fn standing(&self) -> Standing {
-        Standing { is_heir: true, openers: self.openers, pid: None }
+        Standing { is_heir: true, openers: self.openers }
     }
 
     fn export(&self, grant: &Grant, part: usize) -> Result<MemoryHandle> {

@@ -24,7 +24,7 @@ use super::held::HeldMemory;
 use super::identity::Process;
 use super::listing::{Listed, ListedImport};
 use super::message::{
-    AT_ONCE, ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL, Part as HandlePart, Standing, Wants,
+    AT_ONCE, ExportKey, LONGEST, Message, Opened, Part as HandlePart, Standing, Wants, check_version,
 };
 use super::open_count::OpenCount;
 use super::options::{Method, Openers};
@@ -183,8 +183,8 @@ pub(crate) struct Link {
     /// Number of mappings that it opened; written under the lock of the tables.
     imports: AtomicU64,
     parts: Mutex<Vec<Part>>,
-    /// What the exporter's greeting states about it. Unset for an older version.
-    standing: OnceLock<Standing>,
+    /// The exporter's greeting: its standing and its process id. Unset before it.
+    greeted: OnceLock<(Standing, u32)>,
 }
 
 /// The counts and the readiness of one group of allocations.
@@ -476,7 +476,7 @@ impl Link {
 
     /// Returns whether the kernel names another process than the one that answers. The connection is then older than a hand-over.
     fn names_another(&self) -> bool {
-        let stated = self.standing.get().and_then(|standing| standing.pid);
+        let stated = self.greeted.get().map(|(_, pid)| *pid);
         stated.is_some_and(|stated| self.process.own_number().is_some_and(|number| number != stated))
     }
 
@@ -487,7 +487,7 @@ impl Link {
         let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers)?;
         // After the exporter has ended, any process of this user can take its name. An heir says that it is one.
         let is_other = process.own_number().is_some_and(|number| number != ticket.pid);
-        let hello = Message::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL };
+        let hello = Message::hello();
         let (line, theirs) = line()?;
         let link = Self {
             incarnation: ticket.incarnation,
@@ -503,7 +503,7 @@ impl Link {
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
-            standing: OnceLock::new(),
+            greeted: OnceLock::new(),
         };
         let own = link.process.own_pidfd(OPERATION)?;
         let sent: Vec<_> = [&theirs].into_iter().chain(&own).map(AsFd::as_fd).collect();
@@ -526,38 +526,30 @@ impl Link {
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
             (_, heard) => heard?,
         };
-        let Message::Welcome { version, oldest, incarnation, standing } = answer else {
+        let Message::Welcome { version, oldest, incarnation, standing, pid } = answer else {
             return Err(unexpected(&answer));
         };
-        if is_other && !standing.is_some_and(|standing| standing.is_heir) {
+        if is_other && !standing.is_heir {
             return Err(impostor());
         }
-        if oldest > PROTOCOL || version < OLDEST_PROTOCOL {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                OPERATION,
-                format!("the exporter speaks protocols {oldest} to {version}, this library protocol {PROTOCOL}"),
-            )
-            .with_hint("use the same version of the library in both processes"));
-        }
+        check_version(OPERATION, "exporter", version, oldest)?;
         if incarnation != ticket.incarnation {
             return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
         link.process.identify(OPERATION, descriptors.into_iter().next())?;
-        if let Some(standing) = standing {
-            let _ = link.standing.set(standing);
-        }
+        // Nobody else has the connection yet.
+        let _ = link.greeted.set((standing, pid));
         Ok(link)
     }
 
-    /// Returns the processes that may open the memory. An exporter of an older version does not state them.
+    /// Returns the processes that may open the memory.
     pub(super) fn openers(&self) -> Openers {
-        self.standing.get().map_or(Openers::SameUser, |standing| standing.openers)
+        self.greeted.get().map_or(Openers::SameUser, |(standing, _)| standing.openers)
     }
 
     /// Refuses a process that has the name of a dead exporter without being its heir.
     pub(super) fn check_heir(&self) -> Result<()> {
-        if self.standing.get().is_some_and(|standing| standing.is_heir) {
+        if self.greeted.get().is_some_and(|(standing, _)| standing.is_heir) {
             return Ok(());
         }
         Err(expired(format!("{} has the name of a dead exporter and is no heir", self.process)))
@@ -1608,6 +1600,8 @@ mod tests {
 
     use super::*;
 
+    const OWNER: Standing = Standing { is_heir: false, openers: Openers::SameUser };
+
     struct NoMapper(Bell, Meeting);
 
     impl NoMapper {
@@ -1701,6 +1695,34 @@ mod tests {
         assert!(took[1..].iter().all(|took| *took < Duration::from_millis(1500)), "{took:?}");
     }
 
+    #[test]
+    fn an_exporter_of_another_version_is_refused_by_name() {
+        for (version, oldest, is_accepted) in [(2, 2, false), (5, 3, false), (6, 2, true), (8, 6, true), (8, 7, false)]
+        {
+            let incarnation = highwater_hal::random(OPERATION).unwrap();
+            let listener = listen(&incarnation);
+            let exporter = std::thread::spawn(move || {
+                let socket = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+                assert!(hear(socket.as_fd()), "a greeting");
+                let pid = std::process::id();
+                let welcome = Message::Welcome { version, oldest, incarnation, standing: OWNER, pid };
+                send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
+                while hear(socket.as_fd()) {}
+            });
+            let patience = Patience::new(Duration::from_secs(10));
+            let connected = Link::connect(&ticket(incarnation), &NoMapper::new(), patience);
+            assert_eq!(connected.is_ok(), is_accepted, "{connected:?}");
+            if let Err(error) = &connected {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                let what = format!("the exporter speaks versions {oldest} to {version} of the protocol");
+                assert!(error.message().contains(&what), "{error}");
+                assert!(error.hint().contains("the same version"), "{error}");
+            }
+            drop(connected);
+            exporter.join().unwrap();
+        }
+    }
+
     /// The socket in an unread message keeps the name, so that no process could answer under it.
     #[test]
     fn an_heir_finds_the_answer_to_an_attempt_that_it_gave_up() {
@@ -1710,7 +1732,7 @@ mod tests {
         let owner = std::thread::spawn(move || {
             let socket = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             assert!(hear(socket.as_fd()), "a greeting");
-            let welcome = Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing: None };
+            let welcome = Message::welcome(incarnation, OWNER);
             send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
             assert!(hear(socket.as_fd()), "an attempt");
             may_answer.recv().unwrap();
@@ -1740,8 +1762,7 @@ mod tests {
         let exporter = std::thread::spawn(move || {
             let accept = || {
                 let socket = rustix::net::accept_with(&listener, flags).unwrap();
-                let welcome =
-                    Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation, standing: None };
+                let welcome = Message::welcome(incarnation, OWNER);
                 assert!(hear(socket.as_fd()));
                 send(socket.as_fd(), &welcome.encode(), &[]).unwrap();
                 assert!(hear(socket.as_fd()), "a request");

@@ -17,34 +17,17 @@
 //!
 //! An `Open` names the secret of a ticket that has one. Before Linux 6.5, `Hello` and `Welcome` also bring the pidfd of their senders.
 //!
-//! Version 3 added the parts of adopted memory. An exporter refuses to open memory of several parts for an importer of version 2.
-//!
-//! Version 4 added heirs. The `Welcome` for an importer of version 4 states who may open, and whether its sender is an heir. An heir
-//! refuses older importers.
-//!
-//! Version 5 added the hand-over. Its messages follow a flag that only exporters of version 5 raise (`segment.rs`), so older processes
-//! neither send nor receive them. The `Welcome` for an importer of version 5 also states the process id of its sender.
-//!
-//! Version 6 added `Heir`, by which an owner that has handed over gives each importer of version 6 the pidfd of its heir.
-//!
-//! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
+//! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt. Version 6
+//! understands no other. Version 2 belongs to release 0.1; the versions between belong to no release.
 
 use super::options::Openers;
 use super::ticket::{Fields, Secret};
-use highwater_hal::{Error, ErrorKind, Transport};
+use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
-pub(crate) const PROTOCOL: u16 = 6;
+const PROTOCOL: u16 = 6;
 /// Oldest version that is understood.
-pub(crate) const OLDEST_PROTOCOL: u16 = 2;
-/// First version that has the parts of adopted memory.
-pub(crate) const PROTOCOL_OF_PARTS: u16 = 3;
-/// First version that has heirs.
-pub(crate) const PROTOCOL_OF_HEIRS: u16 = 4;
-/// First version that has hand-overs.
-pub(crate) const PROTOCOL_OF_HAND_OVERS: u16 = 5;
-/// First version whose owners name their heir.
-pub(crate) const PROTOCOL_OF_NAMED_HEIRS: u16 = 6;
+const OLDEST_PROTOCOL: u16 = 6;
 /// Maximum number of requests that wait for their answers: few enough for the queue of any socket, and for the descriptors of
 /// both processes.
 pub(crate) const AT_ONCE: usize = 32;
@@ -99,15 +82,13 @@ pub(crate) struct Part {
     pub(crate) payload: [u8; 64],
 }
 
-/// What a `Welcome` of version 4 states about its sender.
+/// What a `Welcome` states about its sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Standing {
     /// True if the sender is the heir of a dead owner, and answers under its name.
     pub(crate) is_heir: bool,
     /// The processes that may open the memory. An heir admits the same ones.
     pub(crate) openers: Openers,
-    /// The id of the sender in its own PID namespace; not in version 4. After a hand-over, the kernel may name the former owner.
-    pub(crate) pid: Option<u32>,
 }
 
 /// An allocation of a dead owner, and some of its parts, for the heir.
@@ -132,22 +113,64 @@ pub(crate) struct Entrusted {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
-    Knock { incarnation: [u8; 16] },
+    Knock {
+        incarnation: [u8; 16],
+    },
     Door,
-    Hello { version: u16, oldest: u16 },
-    Welcome { version: u16, oldest: u16, incarnation: [u8; 16], standing: Option<Standing> },
-    Open { question: u32, key: ExportKey, wants: Wants, secret: Option<Secret> },
-    Opened { question: u32, opened: Opened },
-    Parts { question: u32, key: ExportKey, first: u32 },
-    PartsOpened { question: u32, parts: Vec<Part> },
-    Abandon { key: ExportKey },
+    Hello {
+        version: u16,
+        oldest: u16,
+    },
+    /// `pid` is the id of the sender in its own PID namespace. After a hand-over, the kernel may name the former owner.
+    Welcome {
+        version: u16,
+        oldest: u16,
+        incarnation: [u8; 16],
+        standing: Standing,
+        pid: u32,
+    },
+    Open {
+        question: u32,
+        key: ExportKey,
+        wants: Wants,
+        secret: Option<Secret>,
+    },
+    Opened {
+        question: u32,
+        opened: Opened,
+    },
+    Parts {
+        question: u32,
+        key: ExportKey,
+        first: u32,
+    },
+    PartsOpened {
+        question: u32,
+        parts: Vec<Part>,
+    },
+    Abandon {
+        key: ExportKey,
+    },
     Ring,
-    Entrust { question: u32, entrusted: Entrusted },
-    Entrusted { question: u32 },
-    TakeOver { question: u32 },
-    HandedOver { question: u32 },
+    Entrust {
+        question: u32,
+        entrusted: Entrusted,
+    },
+    Entrusted {
+        question: u32,
+    },
+    TakeOver {
+        question: u32,
+    },
+    HandedOver {
+        question: u32,
+    },
     Heir,
-    Refused { question: u32, kind: ErrorKind, text: String },
+    Refused {
+        question: u32,
+        kind: ErrorKind,
+        text: String,
+    },
 }
 
 /// What an `Open` requests beside the count.
@@ -171,7 +194,28 @@ const KINDS: [(u32, ErrorKind); 8] = [
     (8, ErrorKind::ShuttingDown),
 ];
 
+/// Refuses a process that speaks no version in common with this one.
+pub(crate) fn check_version(operation: &'static str, side: &str, version: u16, oldest: u16) -> Result<()> {
+    if oldest <= PROTOCOL && OLDEST_PROTOCOL <= version {
+        return Ok(());
+    }
+    let what = format!(
+        "the {side} speaks versions {oldest} to {version} of the protocol, and this process versions {OLDEST_PROTOCOL} to {PROTOCOL}"
+    );
+    Err(Error::new(ErrorKind::Unsupported, operation, what)
+        .with_hint("use the same version of the library in both processes"))
+}
+
 impl Message {
+    pub(crate) fn hello() -> Self {
+        Self::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL }
+    }
+
+    pub(crate) fn welcome(incarnation: [u8; 16], standing: Standing) -> Self {
+        let (version, oldest, pid) = (PROTOCOL, OLDEST_PROTOCOL, std::process::id());
+        Self::Welcome { version, oldest, incarnation, standing, pid }
+    }
+
     pub(crate) fn refusal(question: u32, error: &Error) -> Self {
         let mut text = error.message().to_owned();
         text.truncate(text.floor_char_boundary(LONGEST_TEXT));
@@ -208,20 +252,17 @@ impl Message {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
             }
-            Self::Welcome { version, oldest, incarnation, standing } => {
+            Self::Welcome { version, oldest, incarnation, standing: Standing { is_heir, openers }, pid } => {
                 bytes.extend(version.to_le_bytes());
                 bytes.extend(oldest.to_le_bytes());
                 bytes.extend(incarnation);
-                if let Some(Standing { is_heir, openers, pid }) = standing {
-                    let (kind, group): (u32, u32) = match openers {
-                        Openers::SameUser => (0, 0),
-                        Openers::Group(group) => (1, *group),
-                        Openers::Secret => (2, 0),
-                    };
-                    bytes.extend(u32::from(*is_heir).to_le_bytes());
-                    bytes.extend(kind.to_le_bytes());
-                    bytes.extend(group.to_le_bytes());
-                    bytes.extend(pid.iter().flat_map(|pid| pid.to_le_bytes()));
+                let (kind, group): (u32, u32) = match openers {
+                    Openers::SameUser => (0, 0),
+                    Openers::Group(group) => (1, *group),
+                    Openers::Secret => (2, 0),
+                };
+                for number in [u32::from(*is_heir), kind, group, *pid] {
+                    bytes.extend(number.to_le_bytes());
                 }
             }
             Self::Open { question, key, wants, secret } => {
@@ -303,8 +344,8 @@ impl Message {
             HELLO => Self::Hello { version: fields.u16()?, oldest: fields.u16()? },
             WELCOME => {
                 let (version, oldest, incarnation) = (fields.u16()?, fields.u16()?, fields.array()?);
-                let standing = if fields.bytes.is_empty() { None } else { Some(take_standing(&mut fields)?) };
-                Self::Welcome { version, oldest, incarnation, standing }
+                let standing = take_standing(&mut fields)?;
+                Self::Welcome { version, oldest, incarnation, standing, pid: fields.u32()? }
             }
             OPEN => {
                 let question = fields.u32()?;
@@ -384,8 +425,7 @@ fn take_standing(fields: &mut Fields<'_>) -> Option<Standing> {
         2 => Openers::Secret,
         _ => return None,
     };
-    let pid = if fields.bytes.is_empty() { None } else { Some(fields.u32()?) };
-    Some(Standing { is_heir: flags & 1 != 0, openers, pid })
+    Some(Standing { is_heir: flags & 1 != 0, openers })
 }
 
 #[cfg(test)]
@@ -405,7 +445,7 @@ mod tests {
             further: 70_000,
         };
         let parts = vec![Part { bytes: 1 << 33, payload: [9; 64] }; MOST_PARTS];
-        let standing = Standing { is_heir: true, openers: Openers::Group(100), pid: Some(7) };
+        let standing = Standing { is_heir: true, openers: Openers::Group(100) };
         let wants = Wants { counts: true, ready: false, memory: true };
         let registers = Wants { counts: false, ready: true, memory: false };
         let entrusted = Entrusted {
@@ -422,8 +462,7 @@ mod tests {
         };
         vec![
             Message::Hello { version: 1, oldest: 1 },
-            Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16], standing: None },
-            Message::Welcome { version: 4, oldest: 1, incarnation: [5; 16], standing: Some(standing) },
+            Message::Welcome { version: 4, oldest: 1, incarnation: [5; 16], standing, pid: 7 },
             Message::Open { question: 8, key, wants, secret: None },
             Message::Open { question: 8, key, wants: registers, secret: Some(Secret([6; 16])) },
             Message::Entrust { question: 8, entrusted },
@@ -449,11 +488,7 @@ mod tests {
             assert!(bytes.len() <= LONGEST);
             assert_eq!(Message::decode(&bytes), Some(message.clone()));
             if !matches!(message, Message::Refused { .. }) {
-                // Without the process id or its standing, a welcome is one of an older version.
-                let is_welcome = matches!(message, Message::Welcome { standing: Some(_), .. });
-                let older = if is_welcome { [bytes.len() - 4, bytes.len() - 16] } else { [usize::MAX; 2] };
-                let cut = (0..bytes.len()).filter(|length| !older.contains(length));
-                cut.for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
+                (0..bytes.len()).for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
                 assert_eq!(Message::decode(&[&bytes[..], &[0]].concat()), None);
             }
         }

@@ -730,7 +730,7 @@ impl Desk for Sharing {
     }
 
     fn standing(&self) -> Standing {
-        Standing { is_heir: false, openers: self.meeting.openers, pid: None }
+        Standing { is_heir: false, openers: self.meeting.openers }
     }
 
     fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {

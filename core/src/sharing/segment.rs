@@ -37,7 +37,7 @@ const COUNT_WORDS: usize = COUNTS + SLOTS;
 
 /// The first words of a ready segment; word 0 is waited on.
 const READY_HEADER: usize = 8;
-/// The word with the state of a hand-over; 0 in the files of older versions.
+/// The word with the state of a hand-over.
 const HAND_OVER: usize = 1;
 const READY: usize = READY_HEADER;
 const ISSUED: usize = READY + SLOTS;
@@ -238,7 +238,7 @@ impl ReadySegment {
         self.0.words()[HAND_OVER].store(progress as u64, Ordering::Release);
     }
 
-    /// Returns the state of a hand-over. An exporter of an older version never begins one.
+    /// Returns the state of a hand-over.
     pub(crate) fn hand_over(&self) -> Progress {
         match self.0.words()[HAND_OVER].load(Ordering::Acquire) {
             1 => Progress::Offered,

@@ -15,7 +15,7 @@ use highwater_core::{ErrorKind, Openers, Rendezvous, Runtime, RuntimeOptions, Sh
 use highwater_mock::{MockGpu, MockOptions};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use crate::hostile::forged;
+use crate::hostile::{HELLO, forged};
 use crate::peer::{Peer, until};
 
 /// Namespaces with the user as their root.
@@ -506,7 +506,7 @@ fn garbage_at_the_inherited_end_harms_nobody() {
     let exporter = runtime(Rendezvous::Descriptor(exporters.as_raw_fd()), Openers::SameUser);
     let buffer = exporter.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
     let ticket = buffer.share().unwrap();
-    for garbage in [&b"x"[..], b"HWSH\x14\0\0\0", &[0; 2000], b"HWSH\x01\0\0\0\x02\0\x02\0"] {
+    for garbage in [&b"x"[..], b"HWSH\x14\0\0\0", &[0; 2000], HELLO] {
         rustix::net::send(&importers, garbage, rustix::net::SendFlags::NOSIGNAL).unwrap();
     }
     let importer = runtime(Rendezvous::Descriptor(importers.as_raw_fd()), Openers::SameUser);

@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use crate::Exporter;
 use crate::adopted::adopt_segments;
 use crate::heirs::runtime;
-use crate::hostile::connect;
+use crate::hostile::{HELLO, connect};
 use crate::peer::{Peer, until};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -168,7 +168,7 @@ fn an_owner_that_offers_nothing_gives_nothing() {
     let mut control = SendAncillaryBuffer::new(&mut space);
     let theirs = [theirs.as_fd()];
     assert!(control.push(SendAncillaryMessage::ScmRights(&theirs)));
-    let hello = std::io::IoSlice::new(b"HWSH\x01\0\0\0\x05\0\x02\0");
+    let hello = std::io::IoSlice::new(HELLO);
     rustix::net::sendmsg(&socket, &[hello], &mut control, SendFlags::NOSIGNAL).unwrap();
     let hear = |socket: &OwnedFd| {
         let mut bytes = [0; 2000];

@@ -14,7 +14,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use rustix::process::Signal;
 
 use crate::Exporter;
-use crate::hostile::{forged, listen};
+use crate::hostile::{forged, listen, welcome};
 use crate::peer::{Peer, until};
 
 impl Exporter {
@@ -186,7 +186,7 @@ fn the_next_heir_waits_until_the_process_of_the_first_has_ended() {
         let mut message = [0; 2000];
         let mut hear = || rustix::net::recv(&connection, &mut message[..], RecvFlags::empty()).unwrap().1;
         assert!(hear() > 0, "it greets");
-        let welcome = [&b"HWSH\x02\0\0\0\x04\0\x02\0"[..], &ticket.to_bytes()[32..48], &[1, 0, 0, 0], &[0; 8]].concat();
+        let welcome = welcome(&ticket.to_bytes()[32..48], true);
         rustix::net::send(&connection, &welcome, SendFlags::NOSIGNAL).unwrap();
         assert!(hear() > 0, "it registers");
     };

@@ -133,6 +133,15 @@ pub(crate) fn connect(ticket: &Ticket) -> rustix::io::Result<OwnedFd> {
     rustix::net::connect(&socket, &address).map(|()| socket)
 }
 
+/// The greeting of an importer.
+pub(crate) const HELLO: &[u8] = b"HWSH\x01\0\0\0\x06\0\x06\0";
+
+/// The greeting of an exporter, or of an heir, for its user.
+pub(crate) fn welcome(incarnation: &[u8], is_heir: bool) -> Vec<u8> {
+    let pid = std::process::id().to_le_bytes();
+    [b"HWSH\x02\0\0\0\x06\0\x06\0", incarnation, &[u8::from(is_heir), 0, 0, 0], &[0; 8], &pid].concat()
+}
+
 /// Listens in the place of the exporter that a ticket names.
 pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
     let (socket, address) = socket_for(ticket);
@@ -171,7 +180,7 @@ fn peers_that_send_garbage_harm_only_themselves() {
     for _ in 0..2000 {
         let _ = rustix::net::send(
             socket.as_fd(),
-            b"HWSH\x01\0\0\0\x02\0\x02\0",
+            HELLO,
             rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL,
         );
     }
@@ -188,7 +197,7 @@ fn peers_that_send_garbage_harm_only_themselves() {
 fn a_peer_of_another_version_is_told_so() {
     let exporter = Exporter::new();
     let (buffer, ticket) = exporter.make_shared(1000, 1);
-    for versions in [[1_u8, 0, 1, 0], [0xff, 0, 0xff, 0]] {
+    for versions in [[1_u8, 0, 1, 0], [2, 0, 2, 0], [0xff, 0, 0xff, 0]] {
         let socket = connect(&ticket).unwrap();
         rustix::net::send(&socket, &[b"HWSH\x01\0\0\0", &versions[..]].concat(), rustix::net::SendFlags::NOSIGNAL)
             .unwrap();
@@ -197,7 +206,7 @@ fn a_peer_of_another_version_is_told_so() {
         // Refused, as `Unsupported`, with both versions.
         assert_eq!((&answer[4..6], &answer[12..16]), (&[6, 0][..], &[5, 0, 0, 0][..]));
         let text = std::str::from_utf8(&answer[16..bytes]).unwrap();
-        assert!(text.contains(&format!("protocols {} to {}", versions[0], versions[0])), "{text}");
+        assert!(text.contains(&format!("versions {} to {} of the protocol", versions[0], versions[0])), "{text}");
     }
     exporter.end_after(buffer);
 }

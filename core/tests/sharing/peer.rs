@@ -19,7 +19,7 @@ use rustix::net::{
 };
 
 use crate::adopted::adopt_segments;
-use crate::hostile::name_of;
+use crate::hostile::{HELLO, name_of};
 use crate::pinned;
 
 const PEER: &str = "HIGHWATER_SHARING_PEER";
@@ -185,7 +185,7 @@ fn crowd(name: &[u8], greets: bool, count: usize, crowded: &Sender<()>) {
             let mut control = SendAncillaryBuffer::new(&mut space);
             let theirs = [theirs.as_fd()];
             assert!(control.push(SendAncillaryMessage::ScmRights(&theirs)));
-            let hello = std::io::IoSlice::new(b"HWSH\x01\0\0\0\x02\0\x02\0");
+            let hello = std::io::IoSlice::new(HELLO);
             let _ = rustix::net::sendmsg(&socket, &[hello], &mut control, SendFlags::NOSIGNAL);
             ours
         });

@@ -14,7 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags};
 
 use crate::Exporter;
-use crate::hostile::{forged, listen};
+use crate::hostile::{forged, listen, welcome};
 use crate::peer::{Peer, until};
 
 const MIB: usize = 1 << 20;
@@ -550,8 +550,7 @@ fn answer(listener: &OwnedFd, ticket: &Ticket, access: u8, memory: &OwnedFd) {
     let socket = rustix::net::accept_with(listener, SocketFlags::CLOEXEC).unwrap();
     assert_eq!(receive(&socket)[4], 1, "a greeting");
     let bytes = ticket.to_bytes();
-    let welcome = [&b"HWSH\x02\0\0\0\x02\0\x02\0"[..], &bytes[32..48]].concat();
-    rustix::net::send(&socket, &welcome, SendFlags::NOSIGNAL).unwrap();
+    rustix::net::send(&socket, &welcome(&bytes[32..48], false), SendFlags::NOSIGNAL).unwrap();
     let open = receive(&socket);
     assert_eq!(open[4], 3, "a request");
     let mut payload = [0_u8; 64];

@@ -16,7 +16,7 @@ use rustix::net::{
 };
 
 use crate::Exporter;
-use crate::hostile::{connect, forged, listen};
+use crate::hostile::{connect, forged, listen, welcome};
 use crate::peer::{Peer, until};
 
 /// What `work` gives, which must not take for ever.
@@ -289,7 +289,7 @@ impl Impostor {
         let serving = std::thread::spawn(move || {
             let socket = rustix::net::accept(&listener).unwrap();
             let (_, line) = receive(&socket);
-            send(&socket, &message(2, &[&[2, 0, 2, 0], &incarnation]), &[]);
+            send(&socket, &welcome(&incarnation, false), &[]);
             let (question, _) = receive(&socket);
             let opened = [&0x1_u32.to_le_bytes()[..], &handle.device_uuid, &handle.bytes.to_le_bytes()].concat();
             let opened = [&opened[..], &handle.payload, &1_u32.to_le_bytes()].concat();
