@@ -1,6 +1,6 @@
 //! Mistakes that a review of the code found, one test each.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -160,23 +160,34 @@ impl Drop for Heir {
 fn heir() -> Heir {
     let mut command = Command::new("sleep");
     command.arg("600").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let mut sockets = Vec::new();
+    let mut sockets: Vec<OwnedFd> = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         if target.to_string_lossy().starts_with("socket:") {
-            sockets.push(entry.file_name().to_str().unwrap().parse::<i32>().unwrap());
+            let number = entry.file_name().to_str().unwrap().parse::<i32>().unwrap();
+            // SAFETY: the call takes a number and touches no memory. A number that another test has closed is an error.
+            let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
+            if copy >= 0 {
+                // SAFETY: the descriptor is new, and nobody else has it.
+                sockets.push(unsafe { OwnedFd::from_raw_fd(copy) });
+            }
         }
     }
+    // The child inherits the copies. Another test may close an original, and the number may become that of a socket on which the spawn of a
+    // process waits.
+    let numbers: Vec<i32> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec the child only makes system calls.
     unsafe {
         command.pre_exec(move || {
-            for socket in &sockets {
-                libc::fcntl(*socket, libc::F_SETFD, 0);
+            for number in &numbers {
+                libc::fcntl(*number, libc::F_SETFD, 0);
             }
             Ok(())
         });
     }
-    Heir(command.spawn().unwrap())
+    let child = command.spawn().unwrap();
+    drop(sockets);
+    Heir(child)
 }
 
 #[test]
