@@ -77,8 +77,8 @@ class Steps:
 
     def fill(self, place: int, value: float) -> None:
         self.kept[place].fill_(value)
-        if IS_REAL:
-            torch.cuda.synchronize()
+        # Waits for the fill, which other processes see then.
+        self.kept[place].tolist()
 
     def read(self, place: int) -> Any:
         return self.kept[place].tolist()
