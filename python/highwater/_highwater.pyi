@@ -1,4 +1,4 @@
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -117,7 +117,15 @@ class Stream:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> Buffer: ...
+    def capture(
+        self, record: Callable[[], object], *, mode: Literal["thread_local", "global", "relaxed"] = "thread_local"
+    ) -> Graph: ...
     def from_dlpack(self, tensor: _Tensor) -> Buffer: ...
+
+class Graph:
+    @property
+    def device(self) -> int: ...
+    def launch(self, stream: Stream) -> None: ...
 
 class Event:
     @property

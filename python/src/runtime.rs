@@ -207,16 +207,17 @@ impl Runtime {
         let open = || {
             // This opens each allocation once. Opens of values of more than a byte then find it mapped.
             let bytes = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
-            let typed = |(place, (bytes, (shape, dtype))): (usize, (DeviceBuffer<u8>, &(Vec<usize>, DType)))| {
+            let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
+            let typed = |(place, bytes): (usize, DeviceBuffer<u8>)| {
+                let (shape, dtype) = batch.kinds.get(place).ok_or_else(missing)?;
                 if dtype.bytes() == 1 {
                     return opened(&runtime, Values::One(bytes), shape, *dtype);
                 }
-                let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
                 let named = batch.batch.ticket(place).ok_or_else(missing)?;
                 let values = make_values!(*dtype, runtime.open_shared_with(&named, &options))?;
                 opened(&runtime, values, shape, *dtype)
             };
-            bytes.into_iter().zip(&batch.kinds).enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
+            bytes.into_iter().enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
         };
         py.detach(open).map_err(raised)
     }
