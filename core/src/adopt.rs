@@ -36,6 +36,8 @@ struct Adopted {
     runtime: Runtime,
     /// The block or the mappings that the buffer touches, without a gap between them.
     pieces: Box<[MemoryRange]>,
+    /// The same, as parts for other processes.
+    parts: Arc<[MemoryPart]>,
     /// The buffer's bytes, counted from the start of the first piece.
     range: Range<u64>,
     keep: Mutex<Option<KeepAlive>>,
@@ -67,7 +69,11 @@ impl Adopted {
             let ipc = inner.ipc("share")?;
             // SAFETY: The backend described the piece, and the buffer keeps it allocated.
             match unsafe { ipc.export_memory(device, first.base, transport) } {
-                Ok(_) => return Ok(*self.transport.get_or_init(|| transport)),
+                Ok(mut handle) => {
+                    handle.bytes = first.bytes as u64;
+                    self.parts[0].keep_handle(&handle);
+                    return Ok(*self.transport.get_or_init(|| transport));
+                }
                 Err(error) => refusal = Some(error),
             }
         }
@@ -101,11 +107,9 @@ impl SharedMemory for Adopted {
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         let inner = &self.runtime.inner;
         let transport = self.find_transport(block.device)?;
-        let part = |piece: &MemoryRange| MemoryPart { ptr: piece.base, bytes: piece.bytes as u64 };
-        let parts = self.pieces.iter().map(part).collect();
         let uuid = inner.device(block.device).info.uuid;
         let bytes = self.pieces.iter().map(|piece| piece.bytes as u64).sum();
-        let memory = WeakMemory::Adopted(Arc::downgrade(block), parts);
+        let memory = WeakMemory::Adopted(Arc::downgrade(block), Arc::clone(&self.parts));
         let mut ticket = inner.sharing("share")?.share(memory, &self.key, transport, bytes, uuid, after)?;
         ticket.offset = self.range.start;
         Ok(ticket)
@@ -334,6 +338,7 @@ impl Device {
         let start = pointer.get() - pieces[0].base.get();
         let adopted = Adopted {
             runtime: self.runtime().clone(),
+            parts: pieces.iter().map(|piece| MemoryPart::new(piece.base, piece.bytes as u64)).collect(),
             pieces,
             range: start..start + bytes as u64,
             keep: Mutex::new(Some(KeepAlive::new(keep_alive))),

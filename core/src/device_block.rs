@@ -114,6 +114,23 @@ pub(crate) trait SharedMemory: Send + Sync {
     }
 }
 
+/// The ends of the uses of streams, as of one call.
+#[derive(Default)]
+pub(crate) struct StreamEnds(Vec<(u64, Option<UseEnd>)>);
+
+impl StreamEnds {
+    /// Returns the end of a stream's use. `None` if the work is done.
+    fn of(&mut self, use_: &StreamUse, services: &Services) -> Option<UseEnd> {
+        if let Some((_, end)) = self.0.iter().find(|(key, _)| *key == use_.key()) {
+            return end.clone();
+        }
+        let end = (!use_.is_over()).then(|| use_.completion());
+        let end = end.filter(|end| !matches!(end, UseEnd::At(completion) if services.is_surely_passed(completion)));
+        self.0.push((use_.key(), end.clone()));
+        end
+    }
+}
+
 impl fmt::Debug for DeviceBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceBlock").field("device", &self.device).field("ptr", &self.ptr).finish_non_exhaustive()
@@ -329,14 +346,20 @@ impl DeviceBlock {
     /// Returns the completion events of the work on the block that is not known to be done, and whether any of that work has no
     /// completion event.
     pub(crate) fn outstanding(&self) -> (Vec<Arc<CompletionEvent>>, bool) {
+        self.outstanding_of(&mut StreamEnds::default())
+    }
+
+    /// Does the same as [`DeviceBlock::outstanding`], with one question to the backend for each stream of several blocks. The
+    /// caller must have begun `ends` after the work that counts.
+    fn outstanding_of(&self, ends: &mut StreamEnds) -> (Vec<Arc<CompletionEvent>>, bool) {
         let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
         let mut unmarked = false;
         let mut outstanding = Vec::new();
-        for use_ in uses.iter().filter(|use_| !use_.is_over()) {
-            match use_.completion() {
-                UseEnd::At(completion) if self.services().is_surely_passed(&completion) => {}
-                UseEnd::At(completion) => outstanding.push(completion),
-                UseEnd::Later | UseEnd::Unknown => unmarked = true,
+        for use_ in uses {
+            match ends.of(&use_, self.services()) {
+                None => {}
+                Some(UseEnd::At(completion)) => outstanding.push(completion),
+                Some(UseEnd::Later | UseEnd::Unknown) => unmarked = true,
             }
         }
         (outstanding, unmarked)
@@ -365,11 +388,16 @@ impl DeviceBlock {
 
     /// Returns the ticket of the whole block.
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
+        self.share_with(&mut StreamEnds::default())
+    }
+
+    /// Does the same as [`DeviceBlock::share`], for a call that shares several blocks. The caller must have begun `ends` in that call.
+    pub(crate) fn share_with(self: &Arc<Self>, ends: &mut StreamEnds) -> Result<Ticket> {
         self.services().check("share")?;
         refuse_in_capture("share")?;
         self.check_usable("share")?;
         self.refuse_if_recorded("share")?;
-        let (after, unmarked) = self.outstanding();
+        let (after, unmarked) = self.outstanding_of(ends);
         if unmarked {
             return Err(Error::new(
                 ErrorKind::InvalidState,

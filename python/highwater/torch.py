@@ -9,12 +9,16 @@ process has opened keeps the memory for a limited time. A process that is killed
 
 from __future__ import annotations
 
+import array
 import atexit
 import dataclasses
 import importlib
+import io
 import itertools
 import logging
 import os
+import pickle
+import struct
 import sys
 import threading
 import time
@@ -24,7 +28,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from . import _highwater
-from ._errors import Expired, Forked, InvalidArgument, Unsupported
+from ._errors import Expired, Forked, InvalidArgument, InvalidState, Unsupported
 from ._highwater import Buffer, Runtime, Stream, Ticket, TicketBatch
 
 __all__ = [
@@ -121,6 +125,11 @@ class _Keep:
         return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
 
 
+def _new_token() -> bytes:
+    # 0 is the number of a ticket without receipts.
+    return os.urandom(8).replace(bytes(8), b"\1" * 8)
+
+
 def _uses_of_idle() -> tuple[int, int]:
     """The references to a storage that only a `_Keep` has."""
     return _Keep(torch.UntypedStorage(1)).uses()
@@ -128,10 +137,11 @@ def _uses_of_idle() -> tuple[int, int]:
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A ticket that is on its way."""
+    """A message that is on its way."""
 
     opens: int
     until: float
+    exports: list[_Export]
 
 
 class _Export:
@@ -143,7 +153,8 @@ class _Export:
         self.serial = serial
         self.address = keep.storage.data_ptr()
         self.nbytes = keep.storage.nbytes()
-        self.flights: dict[int, _Flight] = {}
+        self.flights: set[int] = set()
+        """The tokens of the messages that name it and are on their way."""
 
     def is_of(self, storage: Any) -> bool:
         return bool(storage.data_ptr() == self.address and storage.nbytes() == self.nbytes)
@@ -153,7 +164,8 @@ class _Received(NamedTuple):
     """A storage that this process has opened."""
 
     reference: Any
-    ticket: TensorTicket
+    ticket: Callable[[], bytes]
+    """Returns the bytes of the ticket by which it goes on to other processes."""
 
 
 class _Handed:
@@ -191,7 +203,7 @@ class _State:
         self.serials = itertools.count(1)
         self.exports: dict[int, _Export] = {}
         self.by_serial: dict[int, _Export] = {}
-        self.by_token: dict[int, list[_Export]] = {}
+        self.flights: dict[int, _Flight] = {}
         self.received: dict[tuple[bytes, int], _Received] = {}
         self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
         self.most_received = 128
@@ -204,53 +216,72 @@ class _State:
     def look(self) -> None:
         """Releases storages that no process needs. Sleeps while no storage is shared. Never returns."""
         wait: float | None = None
+        next_sweep = 0.0
         while True:
             try:
                 with self.lock:
                     self.is_looking = bool(self.keeps)
                     if not self.is_looking:
                         wait = None
-                tokens = self.receipts.take(wait)
-                self.land(tokens)
+                tokens = self.receipts.take(None if wait is None else max(next_sweep - time.monotonic(), 0.0))
+                arrived = self.land(tokens)
                 if tokens or wait is None:
                     wait = FIRST_LOOK_SECONDS
-                else:
-                    wait = min(wait * 2, LAST_LOOK_SECONDS)
                 begin = time.monotonic()
+                if begin < next_sweep:
+                    # Receipts do not make the search of all storages more frequent.
+                    self.release(arrived)
+                    continue
+                arrived.clear()
                 self.sweep()
+                wait = min(wait * 2, LAST_LOOK_SECONDS)
+                end = time.monotonic()
                 # Many storages take at most 5 % of a core.
-                wait = max(wait, 20 * (time.monotonic() - begin))
+                next_sweep = end + max(wait, 20 * (end - begin))
             except Exception:
                 # The thread must continue, because nothing else releases the memory.
                 _log.exception("the search for tensors that no process needs has failed")
                 time.sleep(LAST_LOOK_SECONDS)
 
-    def land(self, tokens: list[int]) -> None:
-        """Notes the receipts of tickets."""
+    def land(self, tokens: list[int]) -> list[_Export]:
+        """Notes the receipts of messages. Returns the storages of those that are not on their way any more."""
+        arrived: list[_Export] = []
         with self.lock:
             for token in tokens:
-                for export in self.by_token.get(token, ()):
-                    flight = export.flights[token]
+                flight = self.flights.get(token)
+                if flight is not None:
                     flight.opens -= 1
                     if flight.opens <= 0:
-                        del export.flights[token]
-                        self.by_token.pop(token, None)
+                        arrived += self.end_flight(token)
+        return arrived
+
+    def end_flight(self, token: int) -> list[_Export]:
+        exports = self.flights.pop(token).exports
+        for export in exports:
+            export.flights.discard(token)
+        return exports
 
     def sweep(self) -> None:
-        """Ends the shares of storages that no tensor of this process and no ticket on its way needs."""
-        ended: list[_Export] = []
+        """Ends the shares of all storages that no tensor of this process and no message on its way needs."""
         now = time.monotonic()
         with self.lock:
-            for key, export in list(self.exports.items()):
-                for token, flight in list(export.flights.items()):
-                    if flight.until < now:
-                        del export.flights[token]
-                        self.by_token.pop(token, None)
-                if not export.flights and self.is_idle(export):
-                    del self.exports[key], self.by_serial[export.serial]
-                    ended.append(export)
+            for token in [token for token, flight in self.flights.items() if flight.until < now]:
+                self.end_flight(token)
             if len(self.received) > self.most_received:
                 self.forget_received()
+            found = list(self.exports.values())
+        self.release(found)
+
+    def release(self, exports: list[_Export]) -> None:
+        """Ends the shares of those of these storages that no tensor of this process and no message on its way needs."""
+        ended: list[_Export] = []
+        with self.lock:
+            for export in exports:
+                is_shared = self.by_serial.get(export.serial) is export
+                if is_shared and not export.flights and self.is_idle(export):
+                    del self.exports[export.keep.storage._cdata], self.by_serial[export.serial]
+                    ended.append(export)
+        exports.clear()
         # Outside of the lock: this frees the memory, or keeps it until no process has it open.
         ended.clear()
 
@@ -296,7 +327,7 @@ class _State:
     def drop(self, export: _Export) -> None:
         """Forgets the share of a storage whose memory has changed."""
         for token in export.flights:
-            self.by_token[token].remove(export)
+            self.flights[token].exports.remove(export)
         del self.by_serial[export.serial]
 
     def share(self, tensor: Any, opens: int) -> TensorTicket:
@@ -308,22 +339,22 @@ class _State:
             if forwarded is not None:
                 # The exporter cannot wait for the work of this process.
                 torch.cuda.current_stream(device).synchronize()
-                data, exporter, serial = forwarded.ticket, forwarded.exporter, forwarded.serial
+                (exporter, serial), data = forwarded
             else:
                 export = self.export_of(storage, device)
                 self.stream(device).note_device_use(export.buffer)
                 data, serial = export.buffer.share().to_bytes(), export.serial
-                token = self.fly([export], opens)
+                token = self.fly([export], opens, _new_token())
         return TensorTicket(*_described(tensor), device, nbytes, data, exporter, serial, token)
 
-    def fly(self, exports: list[_Export], opens: int) -> int:
-        """Keeps storages until a message has arrived. Returns the token of its receipts."""
-        token = int.from_bytes(os.urandom(8), "little") or 1
-        until = time.monotonic() + _unopened_seconds
+    def fly(self, exports: list[_Export], opens: int, name: bytes) -> int:
+        """Keeps storages until a message has arrived. Returns the number of its receipts, whose bytes are `name`."""
+        token = int.from_bytes(name, "little")
+        flight = _Flight(opens, time.monotonic() + _unopened_seconds, list(exports))
         with self.lock:
             for export in exports:
-                export.flights[token] = _Flight(opens, until)
-            self.by_token[token] = exports
+                export.flights.add(token)
+            self.flights[token] = flight
             is_looking, self.is_looking = self.is_looking, True
         if not is_looking:
             self.receipts.wake()
@@ -347,26 +378,28 @@ class _State:
             placed.append((number, _described(tensor)))
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
-        return TensorBatch(tuple(placed), batch, self.name, serials, self.fly(exports, opens))
+        return TensorBatch(tuple(placed), batch, self.name, serials, self.fly(exports, opens, _new_token()))
 
-    def storages_of(self, batch: TensorBatch) -> list[Any]:
-        if batch.exporter == self.name:
-            storages = [self.original(serial) for serial in batch.serials]
-            self.land([batch.token])
-            return storages
-        buffers = self.runtime.open_shared_all(batch.batch)
-        keys = [(batch.exporter, serial) for serial in batch.serials]
-        tickets = [_of_storage(batch, number, buffer.nbytes) for number, buffer in enumerate(buffers)]
-        storages = [self.received_as(key, buffer, ticket) for key, buffer, ticket in zip(keys, buffers, tickets, strict=True)]
-        _highwater.acknowledge(batch.exporter, batch.token)
-        return storages
+    def open_batch(self, exporter: bytes, name: bytes, serials: Sequence[int], batch: TicketBatch) -> _Incoming:
+        """Opens the storages of a message, all or none."""
+        token = int.from_bytes(name, "little")
+        if exporter == self.name:
+            storages = [self.original(serial) for serial in serials]
+            self.land([token])
+            return _Incoming(self, exporter, serials, batch, [], storages)
+        # The open waits for the work before the share, so it is needed even if a storage is open.
+        buffers = self.runtime.open_shared_all(batch)
+        _highwater.acknowledge(exporter, token)
+        return _Incoming(self, exporter, serials, batch, buffers, [None] * len(buffers))
 
-    def forwarded(self, storage: Any) -> TensorTicket | None:
-        """The ticket of a storage that came from another process."""
+    def forwarded(self, storage: Any) -> tuple[tuple[bytes, int], bytes] | None:
+        """The exporter, the number and the ticket of a storage that came from another process."""
         with self.lock:
             key = self.received_by_cdata.get(storage._cdata)
             received = None if key is None else self.received.get(key)
-        return None if received is None or received.reference.expired() else received.ticket
+        if key is None or received is None or received.reference.expired():
+            return None
+        return key, received.ticket()
 
     def storage_of(self, ticket: TensorTicket) -> Any:
         """The storage of a ticket: the original, one that is open already, or a new one."""
@@ -377,7 +410,7 @@ class _State:
             return storage
         # The open waits for the work before the share, so it is needed even if the storage is open.
         buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
-        storage = self.received_as(key, buffer, ticket)
+        storage = self.received_as(key, buffer, lambda: ticket.ticket)
         if ticket.token:
             _highwater.acknowledge(ticket.exporter, ticket.token)
         return storage
@@ -390,7 +423,7 @@ class _State:
             raise Expired("Expired", "open", "the memory of the ticket was released", None, "keep the tensor until it is opened")
         return export.keep.storage
 
-    def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: TensorTicket) -> Any:
+    def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: Callable[[], bytes]) -> Any:
         """The storage over a buffer of another process. If one is open already, returns that one."""
         with self.lock:
             storage = self.opened(key)
@@ -423,11 +456,116 @@ def _described(tensor: Any) -> _Described:
     return (kind, tensor.dtype, *shape, tensor.requires_grad, (tensor.is_conj(), tensor.is_neg()))
 
 
-def _of_storage(batch: TensorBatch, number: int, nbytes: int) -> TensorTicket:
-    """The ticket of a storage of a batch, by which it goes on to other processes."""
-    data = batch.batch.ticket(number).to_bytes()
-    described: _Described = ("Tensor", torch.uint8, (nbytes,), (1,), 0, False, (False, False))
-    return TensorTicket(*described, 0, nbytes, data, batch.exporter, batch.serials[number], 0)
+class _Incoming:
+    """The storages of a message of another process, while its tensors are made."""
+
+    def __init__(
+        self,
+        state: _State,
+        exporter: bytes,
+        serials: Sequence[int],
+        batch: TicketBatch,
+        buffers: list[Buffer],
+        storages: list[Any],
+    ) -> None:
+        self.state = state
+        self.exporter = exporter
+        self.serials = serials
+        self.batch = batch
+        self.buffers = buffers
+        self.storages = storages
+
+    def storage(self, number: int) -> Any:
+        storage = self.storages[number]
+        if storage is None:
+            batch, key = self.batch, (self.exporter, self.serials[number])
+            storage = self.state.received_as(key, self.buffers[number], lambda: batch.ticket(number).to_bytes())
+            self.storages[number] = storage
+        return storage
+
+
+class _Outgoing:
+    """The storages of a message, while it is pickled."""
+
+    def __init__(self) -> None:
+        self.token = b""
+        """The number of the message in its receipt, under which the tensors of the message find its storages."""
+        self.numbers: dict[int, int] = {}
+        self.exports: list[_Export] = []
+        # These keep the storages until the message is on its way.
+        self.storages: list[Any] = []
+        self.streams: dict[int, Stream] = {}
+
+    def add(self, tensor: Any) -> int | None:
+        """Returns the number of the tensor's storage. `None` if a ticket of its own must name it."""
+        storage = tensor.untyped_storage()
+        number = self.numbers.get(storage._cdata)
+        if number is not None:
+            return number
+        state = _current()
+        if storage.nbytes() == 0 or state.forwarded(storage) is not None:
+            return None
+        device = tensor.device.index
+        export = state.export_of(storage, device)
+        stream = self.streams.get(device)
+        if stream is None:
+            stream = self.streams[device] = state.stream(device)
+        stream.note_device_use(export.buffer)
+        self.token = self.token or _new_token()
+        number = self.numbers[storage._cdata] = len(self.exports)
+        self.exports.append(export)
+        self.storages.append(storage)
+        return number
+
+    def header(self) -> bytes:
+        """Sends the storages. Returns the opcodes that open them before the objects of the message are made.
+
+        They leave the `_Incoming` on the stack of the unpickler, below the objects of the message, and use no memo. So it lives
+        until the message is read.
+        """
+        state = _current()
+        batch = state.runtime.share_all([export.buffer for export in self.exports]).to_bytes()
+        serials = array.array("Q", [export.serial for export in self.exports]).tobytes()
+        state.fly(self.exports, 1, self.token)
+        fields = b"".join((_FIELDS.pack(self.token, state.name, len(self.exports)), serials, batch))
+        # Protocol 3 has no frames, which would hide what follows.
+        opcodes = (pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n{_receive.__name__}\n".encode(), pickle.BINBYTES)
+        return b"".join((*opcodes, len(fields).to_bytes(4, "little"), fields, pickle.TUPLE1, pickle.REDUCE))
+
+
+_FIELDS = struct.Struct("<8s16sI")
+"""The token of a message, the name of its exporter, and the number of its storages. Their serial numbers and tickets follow."""
+
+
+class _Threads(threading.local):
+    """The messages that a thread pickles and reads."""
+
+    outgoing: _Outgoing | None = None
+
+    def __init__(self) -> None:
+        self.incoming: weakref.WeakValueDictionary[bytes, _Incoming] = weakref.WeakValueDictionary()
+
+
+_threads = _Threads()
+
+
+def _receive(fields: bytes) -> _Incoming:
+    """Opens the storages of a message."""
+    token, exporter, count = _FIELDS.unpack_from(fields)
+    serials, end = array.array("Q"), _FIELDS.size + 8 * count
+    serials.frombytes(fields[_FIELDS.size : end])
+    incoming = _current().open_batch(exporter, token, serials, TicketBatch(fields[end:]))
+    _threads.incoming[token] = incoming
+    return incoming
+
+
+def _tensor_of(token: bytes, number: int, described: _Described) -> Any:
+    """Makes a tensor of a message over one of its storages."""
+    incoming = _threads.incoming.get(token)
+    if incoming is None:
+        message = "the message that has the memory of the tensor is not being read"
+        raise InvalidState("InvalidState", "open", message, None, "read the tensor with its message, in the same thread")
+    return _over(incoming.storage(number), described)
 
 
 def _over(storage: Any, described: _Described) -> Any:
@@ -561,8 +699,8 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
 
 def open_all(batch: TensorBatch) -> list[Any]:
     """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`."""
-    storages = _current().storages_of(batch)
-    return [_over(storages[number], described) for number, described in batch.tensors]
+    incoming = _current().open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
+    return [_over(incoming.storage(number), described) for number, described in batch.tensors]
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}
@@ -575,7 +713,44 @@ def _reduce(tensor: Any) -> Any:
         # PyTorch's own way, which also raises PyTorch's own errors.
         return reductions.reduce_tensor(tensor)
     torch.utils.hooks.warn_if_has_hooks(tensor)
-    return open, (_current().share(tensor, 1),)
+    outgoing = _threads.outgoing
+    number = None if outgoing is None else outgoing.add(tensor)
+    if outgoing is None or number is None:
+        return open, (_current().share(tensor, 1),)
+    return _tensor_of, (outgoing.token, number, _described(tensor))
+
+
+def _begin(pickler: Any, *arguments: Any) -> None:
+    """`ForkingPickler.__init__`: notes the file."""
+    _methods["__init__"](pickler, *arguments)
+    file = arguments[0] if arguments else None
+    # The storages of a message are put before its objects, once all are known.
+    pickler._highwater_file = file if type(file) is io.BytesIO else None
+
+
+def _dump(pickler: Any, message: Any) -> None:
+    """`ForkingPickler.dump`: names the storages of the tensors of a message together, so that they are opened together."""
+    file = getattr(pickler, "_highwater_file", None)
+    outgoing = None if file is None else _Outgoing()
+    # The pickling of an object may pickle another message.
+    before, _threads.outgoing = _threads.outgoing, outgoing
+    begin = 0 if file is None else file.tell()
+    try:
+        _methods["dump"](pickler, message)
+    finally:
+        _threads.outgoing = before
+    if file is None or outgoing is None or not outgoing.exports:
+        return
+    header, end = outgoing.header(), file.tell()
+    rest = file.getvalue()[begin:]
+    file.seek(begin)
+    file.write(header)
+    file.write(rest)
+    file.seek(end + len(header))
+
+
+_methods: dict[str, Any] = {"__init__": ForkingPickler.__init__, "dump": ForkingPickler.dump}
+_replacements: dict[str, Any] = {"__init__": _begin, "dump": _dump}
 
 
 def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
@@ -597,6 +772,10 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
             if reducer is reductions.reduce_tensor:
                 _replaced[kind] = reducer
                 ForkingPickler.register(kind, _reduce)
+        for name, replacement in _replacements.items():
+            if getattr(ForkingPickler, name) is not replacement:
+                _methods[name] = getattr(ForkingPickler, name)
+                setattr(ForkingPickler, name, replacement)
 
 
 def uninstall_reducers() -> None:
@@ -607,6 +786,13 @@ def uninstall_reducers() -> None:
             if _reducers().get(kind) is _reduce:
                 ForkingPickler.register(kind, reducer)
         _replaced.clear()
+        for name, replacement in _replacements.items():
+            if vars(ForkingPickler).get(name) is not replacement:
+                continue
+            if getattr(pickle.Pickler, name) is _methods[name]:
+                delattr(ForkingPickler, name)
+            else:
+                setattr(ForkingPickler, name, _methods[name])
 
 
 def _reducers() -> dict[type, Callable[[Any], Any]]:

@@ -2,7 +2,7 @@
 //!
 //! - `error`: errors become the exceptions of `highwater/_errors.py`; `detached`: objects that end without the interpreter's lock
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
-//! - `runtime`, `stream`, `memory`, `ticket`, `statistics`: the classes
+//! - `runtime`, `stream`, `graph`, `memory`, `ticket`, `statistics`: the classes
 //! - `dlpack`: tensors of other libraries, both ways
 //! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
@@ -17,6 +17,7 @@ mod detached;
 mod dlpack;
 mod dtype;
 mod error;
+mod graph;
 mod listing;
 mod memory;
 mod runtime;
@@ -35,6 +36,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<runtime::Device>()?;
     module.add_class::<stream::Stream>()?;
     module.add_class::<stream::Event>()?;
+    module.add_class::<graph::Graph>()?;
     module.add_class::<waits::Done>()?;
     module.add_class::<memory::Buffer>()?;
     module.add_class::<memory::Pinned>()?;

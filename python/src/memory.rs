@@ -17,6 +17,7 @@ use crate::detached::{Detached, detached};
 use crate::dlpack::{self, Export};
 use crate::dtype::DType;
 use crate::error::{raised, unsupported};
+use crate::graph::{after_captures, is_any_capture_open};
 use crate::stream::{Queue, StreamOf};
 use crate::ticket::{Owner, Ticket};
 
@@ -75,7 +76,7 @@ pub(crate) use make_values;
 #[derive(Default)]
 struct Uses {
     streams: Vec<Weak<Queue>>,
-    /// Whether one of them is gone, so that only the device knows when its work ends.
+    /// Whether one of them is gone or a graph may use the buffer, so that only the device knows when its work ends.
     forgot: bool,
 }
 
@@ -123,6 +124,8 @@ impl Memory {
     /// Notes that a stream is about to use the memory. The caller holds the interpreter's lock, as at a fork.
     pub(crate) fn note(&self, _: Python<'_>, stream: &Arc<Queue>) {
         let mut uses = lock(&self.uses);
+        // Launches of the graph use it on any stream.
+        uses.forgot |= is_any_capture_open();
         let stream = Arc::downgrade(stream);
         if uses.streams.iter().any(|known| known.ptr_eq(&stream)) {
             return;
@@ -179,12 +182,16 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: The values are not used afterward.
         let values = unsafe { ManuallyDrop::take(&mut self.values) };
-        let (is_exported, device) = (*self.is_exported.get_mut(), &self.device);
-        detached(move || match is_exported.then(|| device.synchronize()) {
+        if !*self.is_exported.get_mut() {
+            return detached(move || drop(values));
+        }
+        let device = self.device.clone();
+        let end = move || match device.synchronize() {
             // Work of other code may still use it.
-            Some(Err(_)) => std::mem::forget(values),
-            _ => drop(values),
-        });
+            Err(_) => std::mem::forget(values),
+            Ok(()) => drop(values),
+        };
+        after_captures(|| detached(end));
     }
 }
 
@@ -359,15 +366,18 @@ impl Drop for HostMemory {
     fn drop(&mut self) {
         // SAFETY: The buffer is not used afterward.
         let buffer = unsafe { ManuallyDrop::take(&mut self.buffer) };
-        let (is_exported, runtime) = (*self.is_exported.get_mut(), &*self.runtime);
-        detached(move || {
+        if !*self.is_exported.get_mut() {
+            return detached(move || drop(buffer));
+        }
+        let runtime = (*self.runtime).clone();
+        let end = move || {
             // Work of any device may use the memory.
-            let wait = || (0..runtime.device_count()).try_for_each(|device| runtime.device(device)?.synchronize());
-            match is_exported.then(wait) {
-                Some(Err(_)) => std::mem::forget(buffer),
-                _ => drop(buffer),
+            match (0..runtime.device_count()).try_for_each(|device| runtime.device(device)?.synchronize()) {
+                Err(_) => std::mem::forget(buffer),
+                Ok(()) => drop(buffer),
             }
-        });
+        };
+        after_captures(|| detached(end));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use highwater::hal::DevicePtr;
-use highwater::{Error, ErrorKind, Fallback, ImportOptions, OwnerDeath};
+use highwater::{DeviceBuffer, Error, ErrorKind, Fallback, ImportOptions, OwnerDeath};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -205,15 +205,19 @@ impl Runtime {
         let runtime = self.get()?;
         let options = import_options(OPERATION, owner_death)?;
         let open = || {
-            // This opens each allocation once. The opens below then find it mapped.
-            let _kept = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
-            let typed = |(place, (shape, dtype)): (usize, &(Vec<usize>, DType))| {
-                let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
+            // This opens each allocation once. Opens of values of more than a byte then find it mapped.
+            let bytes = runtime.open_shared_all_with::<u8>(&batch.batch, &options)?;
+            let missing = || Error::new(ErrorKind::InvalidArgument, OPERATION, "the batch has no such buffer");
+            let typed = |(place, bytes): (usize, DeviceBuffer<u8>)| {
+                let (shape, dtype) = batch.kinds.get(place).ok_or_else(missing)?;
+                if dtype.bytes() == 1 {
+                    return opened(&runtime, Values::One(bytes), shape, *dtype);
+                }
                 let named = batch.batch.ticket(place).ok_or_else(missing)?;
                 let values = make_values!(*dtype, runtime.open_shared_with(&named, &options))?;
                 opened(&runtime, values, shape, *dtype)
             };
-            batch.kinds.iter().enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
+            bytes.into_iter().enumerate().map(typed).collect::<Result<Vec<_>, Error>>()
         };
         py.detach(open).map_err(raised)
     }

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use highwater::half::{bf16, f16};
-use highwater::{Access, DeviceBuffer, Error, Matrix, Scalar};
+use highwater::{Access, DeviceBuffer, Error, GemmShape, Matrix, Scalar, StridedBatch, Transpose};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -13,6 +13,7 @@ use crate::detached::Detached;
 use crate::dlpack;
 use crate::dtype::DType;
 use crate::error::{invalid, raised, unsupported};
+use crate::graph::{self, Graph};
 use crate::memory::{Buffer, Memory, Pinned, Values, make_values, with_values};
 use crate::waits::Done;
 
@@ -84,14 +85,34 @@ fn check_same(operation: &'static str, dst: (&[usize], DType), src: (&[usize], D
     Err(invalid(operation, message, "pass as many values of the same type"))
 }
 
-/// The rows and columns of a factor, before a transposition.
-fn matrix_of(name: &str, memory: &Memory) -> PyResult<(usize, usize)> {
-    match *memory.shape {
-        [rows, columns] => Ok((rows, columns)),
-        _ => {
-            let message = format!("{name} has the shape {:?}", memory.shape);
-            Err(invalid("matmul", message, "pass matrices, whose shapes have two lengths"))
+/// A matrix, or matrices of one shape, before a transposition.
+#[derive(Clone, Copy)]
+struct Stack<'m> {
+    /// The lengths of the dimensions before the matrices. Empty for one matrix.
+    leading: &'m [usize],
+    rows: usize,
+    columns: usize,
+}
+
+impl<'m> Stack<'m> {
+    fn of(name: &str, memory: &'m Memory) -> PyResult<Self> {
+        match memory.shape.as_slice() {
+            [leading @ .., rows, columns] => Ok(Self { leading, rows: *rows, columns: *columns }),
+            shape => {
+                let message = format!("{name} has the shape {shape:?}");
+                Err(invalid("matmul", message, "pass matrices, whose shapes have two or more lengths"))
+            }
         }
+    }
+
+    /// Returns the rows and columns of the factor.
+    fn transposed_if(self, is_transposed: bool) -> (usize, usize) {
+        if is_transposed { (self.columns, self.rows) } else { (self.rows, self.columns) }
+    }
+
+    /// Elements from one matrix to the next. One matrix serves all products.
+    fn stride(self) -> usize {
+        if self.leading.is_empty() { 0 } else { self.rows * self.columns }
     }
 }
 
@@ -279,7 +300,11 @@ impl Stream {
     /// shape (m, n). Without `out`, the call allocates it on this stream, in the type of the factors. The types are float16,
     /// bfloat16, float32 and float64. `out` may be float32 for the first two.
     ///
-    /// Raises `InvalidArgument` if the shapes do not fit or `out` overlaps a factor, and `Unsupported` for other types.
+    /// A batch has the same further lengths before those of its matrices in `out` and in both factors, such as (10, m, k). One
+    /// matrix in place of a factor's batch serves all products.
+    ///
+    /// Raises `InvalidArgument` if the shapes do not fit or `out` overlaps a factor, and `Unsupported` for other types and for a batch
+    /// on a device without batches.
     #[pyo3(signature = (a, b, out=None, *, transpose_a=false, transpose_b=false, alpha=1.0, beta=0.0))]
     #[expect(clippy::too_many_arguments, reason = "they are named in Python")]
     fn matmul(
@@ -294,7 +319,16 @@ impl Stream {
         beta: f64,
     ) -> PyResult<Py<Buffer>> {
         const OPERATION: &str = "matmul";
-        let (of_a, of_b) = (matrix_of("a", &a.0)?, matrix_of("b", &b.0)?);
+        let (of_a, of_b) = (Stack::of("a", &a.0)?, Stack::of("b", &b.0)?);
+        let leading = if of_a.leading.is_empty() { of_b.leading } else { of_a.leading };
+        if !of_b.leading.is_empty() && of_b.leading != leading {
+            let message = format!("a has the shape {:?}, and b the shape {:?}", a.0.shape, b.0.shape);
+            return Err(invalid(
+                OPERATION,
+                message,
+                "pass batches of the same lengths, or one matrix for all products",
+            ));
+        }
         let out = match out {
             Some(out) => out,
             None if beta != 0.0 => {
@@ -302,16 +336,19 @@ impl Stream {
                 return Err(invalid(OPERATION, message, "pass `out`, or a beta of 0"));
             }
             None => {
-                let rows = if transpose_a { of_a.1 } else { of_a.0 };
-                let columns = if transpose_b { of_b.0 } else { of_b.1 };
-                Py::new(py, Buffer::new(self.made(py, a.0.dtype, vec![rows, columns])?))?
+                let (rows, columns) = (of_a.transposed_if(transpose_a).0, of_b.transposed_if(transpose_b).1);
+                let shape = [leading, &[rows, columns]].concat();
+                Py::new(py, Buffer::new(self.made(py, a.0.dtype, shape)?))?
             }
         };
         let c = &out.get().0;
-        let of_c = matrix_of("out", c)?;
-        [&a.0, &b.0, c].into_iter().for_each(|memory| memory.note(py, &self.queue));
+        let of_c = Stack::of("out", c)?;
         let factors =
             Factors { a: of_a, b: of_b, c: of_c, transposed: (transpose_a, transpose_b), scale: (alpha, beta) };
+        if !(leading.is_empty() && of_c.leading.is_empty()) {
+            factors.check_batch(leading, [&a.0, &b.0, c])?;
+        }
+        [&a.0, &b.0, c].into_iter().for_each(|memory| memory.note(py, &self.queue));
         let queue = &self.queue;
         let run = || match (&*a.0.values, &*b.0.values, &*c.values) {
             (Values::Single(a), Values::Single(b), Values::Single(c)) => {
@@ -344,6 +381,23 @@ impl Stream {
         Ok(out)
     }
 
+    /// Records the work that `record()` enqueues on this stream, without executing it, and returns it as a graph.
+    ///
+    /// The graph keeps the addresses of the buffers and owns their memory. Values that are copied from a `Pinned` are those of the
+    /// launch. Another stream joins by `wait` for an event that was recorded in the capture, and this stream must wait for it in the
+    /// same way before the end. Memory that `record` allocates on the stream belongs to the graph. Everything else must be allocated
+    /// before. Waits, queries and downloads of the stream raise `Capture`, and the capture goes on.
+    ///
+    /// `mode` says which forbidden calls of other code lose the capture: those of this thread (`"thread_local"`), of any thread
+    /// (`"global"`), or none (`"relaxed"`).
+    ///
+    /// Raises what `record` raises. The capture is then over, and nothing is kept. Raises `Capture` if the stream already takes part in
+    /// one or is a default stream, and `Unsupported` if the device has no graphs.
+    #[pyo3(signature = (record, *, mode="thread_local"))]
+    fn capture(&self, py: Python<'_>, record: Py<PyAny>, mode: &str) -> PyResult<Graph> {
+        graph::capture(py, &self.queue, record, mode)
+    }
+
     /// Returns a tensor of another library as a buffer, without a copy. This stream waits for the producer's work.
     ///
     /// The tensor stays alive until the last use of the buffer has ended. It must be contiguous, writable, and on the device of this
@@ -356,16 +410,68 @@ impl Stream {
     }
 }
 
-/// The shapes of a product.
-struct Factors {
-    a: (usize, usize),
-    b: (usize, usize),
-    c: (usize, usize),
+/// The shapes of a product, or of a batch of products.
+struct Factors<'m> {
+    a: Stack<'m>,
+    b: Stack<'m>,
+    c: Stack<'m>,
     transposed: (bool, bool),
     scale: (f64, f64),
 }
 
-impl Factors {
+impl Factors<'_> {
+    /// Checks the shapes of a batch, and that the result overlaps no factor.
+    fn check_batch(&self, leading: &[usize], [a, b, out]: [&Memory; 3]) -> PyResult<()> {
+        const OPERATION: &str = "matmul";
+        let ((rows, inner), (inner_of_b, columns)) =
+            (self.a.transposed_if(self.transposed.0), self.b.transposed_if(self.transposed.1));
+        if inner != inner_of_b {
+            let message =
+                format!("the factors have {inner} columns and {inner_of_b} rows: {:?}, {:?}", a.shape, b.shape);
+            return Err(invalid(OPERATION, message, "pass factors whose shapes fit together"));
+        }
+        let expected = [leading, &[rows, columns]].concat();
+        if out.shape != expected {
+            let message = format!("out has the shape {:?}, expected {expected:?}", out.shape);
+            return Err(invalid(OPERATION, message, "pass an `out` of that shape, or none"));
+        }
+        let range = |memory: &Memory| memory.address()..memory.address().saturating_add(memory.bytes() as u64);
+        let of_out = range(out);
+        for (name, factor) in [("a", range(a)), ("b", range(b))] {
+            if of_out.start < factor.end && factor.start < of_out.end {
+                return Err(invalid(OPERATION, format!("out overlaps {name}"), "write to a buffer of its own"));
+            }
+        }
+        Ok(())
+    }
+
+    fn run_batch<T: Scalar, R: Scalar>(
+        &self,
+        stream: &highwater::Stream,
+        a: &DeviceBuffer<T>,
+        b: &DeviceBuffer<T>,
+        c: &DeviceBuffer<R>,
+        number: impl Fn(f64) -> R,
+    ) -> Result<(), Error> {
+        let count = self.c.leading.iter().product();
+        if count == 0 {
+            return Ok(());
+        }
+        let ((rows, inner), (_, columns)) =
+            (self.a.transposed_if(self.transposed.0), self.b.transposed_if(self.transposed.1));
+        // A row-major result is the transpose of a column-major one: its product is that of the transposed factors, in the other order.
+        let mut shape = GemmShape::mixed::<T, R>(columns, rows, inner).with_leading_dimensions(
+            self.b.columns.max(1),
+            self.a.columns.max(1),
+            columns.max(1),
+        );
+        let transpose = |is_transposed| if is_transposed { Transpose::Yes } else { Transpose::No };
+        (shape.transpose_a, shape.transpose_b) = (transpose(self.transposed.1), transpose(self.transposed.0));
+        let (stride_a, stride_b, stride_c) = (self.b.stride(), self.a.stride(), self.c.stride());
+        let shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c });
+        stream.blas()?.gemm_mixed(&shape, number(self.scale.0), b, a, number(self.scale.1), c)
+    }
+
     fn run<T: Scalar, R: Scalar>(
         &self,
         stream: &highwater::Stream,
@@ -374,10 +480,15 @@ impl Factors {
         c: &DeviceBuffer<R>,
         number: impl Fn(f64) -> R,
     ) -> Result<(), Error> {
-        let (a, b) = (Matrix::row_major(a, self.a.0, self.a.1), Matrix::row_major(b, self.b.0, self.b.1));
+        if !self.c.leading.is_empty() {
+            return self.run_batch(stream, a, b, c, number);
+        }
+        let matrix = |of: Stack<'_>| (of.rows, of.columns);
+        let (of_a, of_b, of_c) = (matrix(self.a), matrix(self.b), matrix(self.c));
+        let (a, b) = (Matrix::row_major(a, of_a.0, of_a.1), Matrix::row_major(b, of_b.0, of_b.1));
         let (a, b) =
             (if self.transposed.0 { a.transposed() } else { a }, if self.transposed.1 { b.transposed() } else { b });
-        let c = Matrix::row_major(c, self.c.0, self.c.1);
+        let c = Matrix::row_major(c, of_c.0, of_c.1);
         stream.matmul(a, b, c).scale(number(self.scale.0), number(self.scale.1)).run()
     }
 }

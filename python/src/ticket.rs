@@ -99,6 +99,9 @@ impl Ticket {
 
 /// Names many buffers that share few allocations. `Runtime.share_all` returns it. It can be pickled, and goes through queues.
 ///
+/// `TicketBatch(data, kinds)` makes one of the bytes of `to_bytes` and of `kinds`. It raises an `Error` for other bytes, and
+/// `InvalidArgument` if the shapes do not fit. By default, the values are bytes.
+///
 /// It has 20 bytes for each buffer and 84 for each allocation. A `Ticket` has 136 bytes for both. The bytes may hold secrets, so keep
 /// them from other users.
 #[pyclass(frozen, module = "highwater")]
@@ -110,8 +113,15 @@ pub(crate) struct TicketBatch {
 #[pymethods]
 impl TicketBatch {
     #[new]
-    fn new(data: &[u8], kinds: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>) -> PyResult<Self> {
+    #[pyo3(signature = (data, kinds=None))]
+    fn new(data: &[u8], kinds: Option<Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>>) -> PyResult<Self> {
         let batch = highwater::TicketBatch::from_bytes(data).map_err(raised)?;
+        let Some(kinds) = kinds else {
+            let bytes =
+                |place| batch.ticket(place).map_or(0, |ticket| usize::try_from(ticket.bytes()).unwrap_or(usize::MAX));
+            let kinds = (0..batch.len()).map(|place| (vec![bytes(place)], DType::UInt8)).collect();
+            return Ok(Self { batch, kinds });
+        };
         let read = |(shape, dtype): (Bound<'_, PyAny>, Bound<'_, PyAny>)| Ok((shape_of(&shape)?, DType::of(&dtype)?));
         let kinds = kinds.into_iter().map(read).collect::<PyResult<Vec<_>>>()?;
         const HINT: &str = "pass the shapes and the types of the buffers that were shared";

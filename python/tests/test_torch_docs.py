@@ -20,10 +20,10 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/pytorch.md").read_
 
 
 def test_the_page_has_its_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_examples_of_the_page_run(number: int) -> None:
     if "MemPool" in EXAMPLES[number] and not IS_REAL:
         pytest.skip("the stand-in for PyTorch has no MemPool")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import io
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -75,14 +77,27 @@ class Steps:
 
     def fill(self, place: int, value: float) -> None:
         self.kept[place].fill_(value)
-        if IS_REAL:
-            torch.cuda.synchronize()
+        # Waits for the fill, which other processes see then.
+        self.kept[place].tolist()
 
     def read(self, place: int) -> Any:
         return self.kept[place].tolist()
 
     def drop(self) -> None:
         self.kept.clear()
+
+    def read_message(self, pickled: bytes) -> Any:
+        message = ForkingPickler.loads(pickled)
+        *tensors, named, empty, received, parameter = message
+        views = named["views"]
+        self.kept += tensors
+        every = [*tensors, *views, empty, received, parameter]
+        of = len({tensor.untyped_storage()._cdata for tensor in every})
+        last = [tensor.tolist() for tensor in (empty, received, parameter)]
+        return [tensor.tolist() for tensor in tensors], [view.tolist() for view in views], last, of
+
+    def read_values(self, pickled: bytes) -> Any:
+        return [tensor.tolist() for tensor in ForkingPickler.loads(pickled)]
 
     def open(self, ticket: Any) -> Any:
         return hwt.open(ticket).tolist()
@@ -210,7 +225,7 @@ def started() -> Iterator[Started]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIGHWATER_MOCK", "latency=40ms")
         slow = Worker()
-    found = Started([Worker(), Worker()], [Worker() for _ in range(3)], slow, Worker("forkserver"), start_ending())
+    found = Started([Worker(), Worker()], [Worker() for _ in range(4)], slow, Worker("forkserver"), start_ending())
     every = [*found.pair, *found.victims, slow, found.of_server]  # A test takes its victim out of the list.
     yield found
     for worker in every:
@@ -386,6 +401,109 @@ def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> No
         hwt.share_all([torch.empty(2, 0, device="cuda")])
 
 
+def test_the_storages_of_a_message_are_opened_together(workers: list[Worker]) -> None:
+    tensors = [cuda([value, value]) for value in range(100)]
+    views = [tensor[1:2] for tensor in tensors]
+    received = workers[1].ask("make", [6.0])
+    message: list[Any] = [*tensors, {"views": views}, torch.empty(0, device="cuda"), received, torch.nn.Parameter(tensors[3])]
+    opens = hwt.runtime().statistics().sharing.opens
+    pickled = bytes(ForkingPickler.dumps(message))
+    # A ticket for each tensor would have more than this.
+    assert len(pickled) < 200 * 150
+    assert len(hwt._state.flights) == 1 and len(next(iter(hwt._state.flights.values())).exports) == 100
+    assert hwt.runtime().statistics().sharing.opens == opens
+    del message
+    pairs, singles = [[value, value] for value in range(100)], [[value] for value in range(100)]
+    assert workers[0].ask("read_message", pickled) == (pairs, singles, [[], [6], [3, 3]], 102)
+    # One receipt.
+    until(lambda: not hwt._state.flights)
+    workers[0].ask("fill", 0, 8)
+    assert tensors[0].tolist() == [8, 8] and views[0].tolist() == [8]
+    # The consumer has them, and the producer drops them.
+    del tensors, views, received
+    hwt.collect()
+    assert hwt.kept_bytes() == 100 * 8
+    assert workers[0].ask("read", 99) == [99, 99]
+
+
+def test_a_message_is_read_again_while_the_producer_has_its_tensors(workers: list[Worker]) -> None:
+    tensors = [cuda([value]) for value in range(3)]
+    pickled = bytes(ForkingPickler.dumps(tensors))
+    for worker in workers * 2:
+        assert worker.ask("read_values", pickled) == [[0], [1], [2]]
+    # Python's own unpickler, too.
+    for load in (pickle.loads, pickle._loads):  # type: ignore[attr-defined]
+        assert [tensor.tolist() for tensor in load(pickled)] == [[0], [1], [2]]
+    del tensors
+    until(nothing_is_kept)
+    assert workers[0].ask("read_values", pickled).startswith("Expired")
+    with pytest.raises(highwater.Expired):
+        ForkingPickler.loads(pickled)
+
+
+class Nested:
+    """Pickles a message of its own while it is pickled."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return ForkingPickler.loads, (bytes(ForkingPickler.dumps(self.tensor)),)
+
+
+def test_a_message_inside_of_a_message_has_its_own_storages(workers: list[Worker]) -> None:
+    first, second, third = cuda([1]), cuda([2]), cuda([3])
+    pickled = bytes(ForkingPickler.dumps([first, Nested(second), third, Nested(first)]))
+    assert workers[0].ask("read_values", pickled) == [[1], [2], [3], [1]]
+    until(lambda: not hwt._state.flights)
+
+
+def test_a_message_that_cannot_be_pickled_keeps_nothing() -> None:
+    message = [cuda([1]), lambda: None]
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        ForkingPickler.dumps(message)
+    assert not hwt._state.flights and hwt._threads.outgoing is None
+    message.clear()
+    until(nothing_is_kept)
+
+
+def test_messages_go_through_other_files_and_after_other_bytes(workers: list[Worker], tmp_path: Any) -> None:
+    tensors = [cuda([1]), cuda([2])]
+    with (tmp_path / "message").open("wb") as file:
+        ForkingPickler(file, 5).dump(tensors)
+    assert workers[0].ask("read_values", (tmp_path / "message").read_bytes()) == [[1], [2]]
+    buffer = io.BytesIO()
+    buffer.write(b"before")
+    pickler = ForkingPickler(buffer)
+    pickler.dump(tensors)
+    assert buffer.tell() == len(buffer.getvalue())
+    # The second message of a pickler names the objects of the first one.
+    pickler.dump(tensors)
+    buffer.seek(6)
+    reader = pickle.Unpickler(buffer)
+    first, second = reader.load(), reader.load()
+    assert [tensor.tolist() for tensor in first] == [[1], [2]] and first is second
+    with pytest.raises(highwater.InvalidState):
+        hwt._tensor_of(b"of no message", 0, hwt._described(tensors[0]))
+
+
+def test_a_consumer_killed_with_many_tensors_keeps_nothing(victim: Worker) -> None:
+    tensors = [cuda([value]) for value in range(50)]
+    victim.ask("keep", *tensors)
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    victim.send("keep", *tensors, *(cuda([value]) for value in range(5)))
+    tensors.clear()
+    hwt.collect()
+    assert hwt.kept_bytes() == 55 * 4
+    victim.kill()
+    # Nobody reads the second message.
+    assert hwt.kept_bytes() == 55 * 4
+    for flight in hwt._state.flights.values():
+        flight.until = 0.0
+    del flight
+    until(nothing_is_kept)
+
+
 def test_a_killed_consumer_keeps_nothing(workers: list[Worker], victim: Worker) -> None:
     tensor = cuda([5] * LENGTH)
     for worker in (workers[0], victim):
@@ -467,9 +585,12 @@ def test_threads_share_and_open_at_once(workers: list[Worker]) -> None:
 def test_uninstall_restores_the_originals() -> None:
     reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is hwt._reduce
+    assert ForkingPickler.dump is hwt._dump and ForkingPickler.__init__ is hwt._begin
     hwt.uninstall_reducers()
     assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is reductions.reduce_tensor
+    assert "dump" not in vars(ForkingPickler) and ForkingPickler.__init__ is not hwt._begin
     hwt.uninstall_reducers()
+    assert pickle.loads(ForkingPickler.dumps([1])) == [1]
     hwt.install_reducers()
     hwt.install_reducers()
     # The reducer of another library stays.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
+import os
 import threading
 import time
 import weakref
@@ -51,6 +53,168 @@ def test_a_product_is_numpys(stream: highwater.Stream, dtype: str) -> None:
     out = stream.upload(np.ones((2, 4), dtype))
     assert stream.matmul(*on_device, out, transpose_b=True, alpha=2, beta=3) is out
     assert np.array_equal(stream.download(out), 2 * (a @ b.T) + 3)
+
+
+SHAPES = [
+    ((5, 2, 3), (5, 3, 4), False, False),
+    ((2, 5, 3, 2), (2, 5, 3, 4), True, False),
+    ((5, 2, 3), (4, 3), False, True),
+    ((3, 2), (7, 4, 3), True, True),
+    ((1, 2, 3), (1, 3, 4), False, False),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("of_a", "of_b", "transpose_a", "transpose_b"), SHAPES)
+def test_a_batch_of_products_is_numpys(
+    stream: highwater.Stream,
+    dtype: str,
+    of_a: tuple[int, ...],
+    of_b: tuple[int, ...],
+    transpose_a: bool,
+    transpose_b: bool,
+) -> None:
+    a, b = (np.arange(math.prod(shape)).reshape(shape).astype(dtype) % 7 for shape in (of_a, of_b))
+    expected = (a.swapaxes(-1, -2) if transpose_a else a) @ (b.swapaxes(-1, -2) if transpose_b else b)
+    on_device = stream.upload(a), stream.upload(b)
+    made = stream.matmul(*on_device, transpose_a=transpose_a, transpose_b=transpose_b)
+    assert made.shape == expected.shape and np.array_equal(stream.download(made), expected)
+    out = stream.upload(np.ones(expected.shape, dtype))
+    stream.matmul(*on_device, out, transpose_a=transpose_a, transpose_b=transpose_b, alpha=2, beta=3)
+    assert np.array_equal(stream.download(out), 2 * expected + 3)
+
+
+def test_a_batch_has_a_result_of_more_precision_and_may_be_empty(stream: highwater.Stream) -> None:
+    ones = stream.upload(np.full((3, 1, 300), 0x3F80, "uint16"), "bfloat16")
+    out = stream.allocate((3, 1, 1), "float32")
+    assert (stream.download(stream.matmul(ones, ones, out, transpose_b=True)) == 300).all()
+    none = stream.upload(np.ones((0, 2, 3), "float32"))
+    assert stream.matmul(none, stream.upload(np.ones((3, 4), "float32"))).shape == (0, 2, 4)
+
+
+def test_a_wrong_batch_is_refused(stream: highwater.Stream) -> None:
+    def upload(*shape: int) -> highwater.Buffer:
+        return stream.upload(np.ones(shape, "float32"))
+
+    one = upload(2, 2)
+    for a, b, out, reason in [
+        (upload(2, 2, 3), upload(3, 3, 2), None, "same lengths"),
+        (upload(2, 2, 3), upload(2, 2, 3), None, "fit together"),
+        (upload(2, 2, 3), upload(3, 2), upload(2, 2), r"expected \[2, 2, 2\]"),
+        (one, one, upload(1, 2, 2), r"expected \[2, 2\]"),
+        (upload(4), one, None, "two or more lengths"),
+    ]:
+        with pytest.raises(highwater.InvalidArgument, match=reason):
+            stream.matmul(a, b, out)
+    square = upload(3, 2, 2)
+    for factors in ((square, one), (one, square)):
+        with pytest.raises(highwater.InvalidArgument, match="out overlaps"):
+            stream.matmul(*factors, square)
+
+
+def test_a_graph_is_launched_many_times(stream: highwater.Stream, device: highwater.Device) -> None:
+    a, b = stream.upload(np.full((2, 2), 2.0, "float32")), stream.upload(np.eye(2, dtype="float32"))
+    total = stream.upload(np.zeros((2, 2), "float32"))
+    source = device.pinned((2, 2), "float32")
+    source.array[:] = 1
+    source.wait()
+
+    def record() -> None:
+        stream.copy(source, b)
+        # Memory of the graph.
+        stream.matmul(stream.matmul(a, b), b, total, beta=1.0)
+
+    graph = stream.capture(record)
+    assert graph.device == 0 and "device 0" in repr(graph)
+    assert not stream.download(total).any(), "recorded, not executed"
+    other = device.create_stream()
+    for _ in range(2):
+        graph.launch(stream)
+    assert (stream.download(total) == 16).all()
+    source.array[:] = 0.5
+    # The graph keeps what it uses.
+    kept = stream.upload(np.zeros(1, "float32"))
+    del a, b, source
+    graph.launch(other)
+    # Only the device knows when the launch on the other stream is done.
+    total.wait()
+    assert (stream.download(total) == 18).all() and not stream.download(kept).any()
+
+
+def test_a_capture_ends_with_the_exception_of_its_function(stream: highwater.Stream) -> None:
+    buffer = stream.upload(np.ones(4, "float32"))
+
+    def fails() -> None:
+        stream.fill(buffer, 5)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        stream.capture(fails)
+    # The capture goes on after a refused call.
+    refused = []
+
+    def waits() -> None:
+        with pytest.raises(highwater.Capture) as error:
+            stream.download(buffer)
+        refused.append(error.value.hint)
+        with pytest.raises(highwater.Capture):
+            stream.capture(lambda: None)
+        stream.fill(buffer, 7)
+
+    graph = stream.capture(waits, mode="relaxed")
+    assert refused and (stream.download(buffer) == 1).all()
+    graph.launch(stream)
+    assert (stream.download(buffer) == 7).all()
+    with pytest.raises(highwater.InvalidArgument, match="thread_local"):
+        stream.capture(lambda: None, mode="local")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        stream.capture(5)  # type: ignore[arg-type]
+
+
+def test_a_graph_is_launched_on_streams_of_its_device_only(stream: highwater.Stream, runtime: highwater.Runtime) -> None:
+    buffer = stream.upload(np.ones(4, "float32"))
+    graph = stream.capture(lambda: stream.fill(buffer, 2))
+    with highwater.open(BACKEND) as other:
+        with pytest.raises(highwater.InvalidHandle):
+            graph.launch(other.device(0).create_stream())
+
+    def launches() -> None:
+        with pytest.raises(highwater.Capture):
+            graph.launch(stream)
+
+    stream.capture(launches)
+    child = os.fork()
+    if child == 0:
+        try:
+            graph.launch(stream)
+        except highwater.Forked:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    graph.launch(stream)
+    assert (stream.download(buffer) == 2).all()
+
+
+def test_memory_that_other_code_has_ends_after_a_capture(runtime: highwater.Runtime, stream: highwater.Stream) -> None:
+    device = runtime.device(0)
+    free = device.memory_info().free
+    held: list[highwater.Buffer | highwater.Pinned] = [device.allocate_shared(1 << 22, "uint8")]
+    held.append(device.pinned(4096, "uint8"))
+    target = device.allocate(4, "uint8")
+
+    def record() -> None:
+        for memory in held:
+            assert memory.ptr
+        held.clear()
+        stream.fill(target, 1)
+
+    graph = stream.capture(record)
+    graph.launch(stream)
+    stream.synchronize()
+    del target, graph
+    runtime.trim()
+    assert device.memory_info().free == free and runtime.statistics().host.live_blocks == 0
 
 
 FILLS = [("float32", 1.5), ("float16", -2.0), ("int8", -3), ("uint32", 2**32 - 1), ("float64", 0)]

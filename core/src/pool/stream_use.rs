@@ -88,6 +88,7 @@ impl WaitForEnd for StreamEnd {
 }
 
 /// The end of a stream's use of a block.
+#[derive(Clone)]
 pub(crate) enum UseEnd {
     /// After this event.
     At(Arc<CompletionEvent>),

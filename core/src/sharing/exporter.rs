@@ -79,10 +79,31 @@ struct Offer {
 }
 
 /// A part of a shared allocation, which the backend exports by its start. Only adopted memory has more than one part.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(crate) struct MemoryPart {
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: u64,
+    /// The vendor's handle, if it has no descriptor. Such a handle names the memory while it is allocated.
+    handle: OnceLock<MemoryHandle>,
+}
+
+impl MemoryPart {
+    pub(crate) fn new(ptr: DevicePtr, bytes: u64) -> Self {
+        Self { ptr, bytes, handle: OnceLock::new() }
+    }
+
+    /// Returns the handle that [`MemoryPart::keep_handle`] kept.
+    pub(crate) fn handle(&self) -> Option<MemoryHandle> {
+        self.handle.get().cloned()
+    }
+
+    /// Keeps a handle for the importers. One with a descriptor is not kept, because the descriptor would stay open.
+    pub(crate) fn keep_handle(&self, handle: &MemoryHandle) {
+        if handle.descriptor.is_none() {
+            // Another thread may have kept the same handle.
+            let _ = self.handle.set(handle.clone());
+        }
+    }
 }
 
 /// Page-locked memory that is a file.

@@ -737,10 +737,14 @@ impl Desk for Sharing {
         match &grant.memory {
             Memory::Device(block, parts) => {
                 let ipc = self.services().ipc("share")?;
-                let part = parts[number];
+                let part = &parts[number];
+                if let Some(handle) = part.handle() {
+                    return Ok(handle);
+                }
                 // SAFETY: The grant keeps the block alive, which keeps its parts.
                 let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
                 handle.bytes = part.bytes;
+                part.keep_handle(&handle);
                 Ok(handle)
             }
             Memory::Pinned(file) => file.handle(grant.bytes),

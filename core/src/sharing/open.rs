@@ -10,7 +10,7 @@ use super::ticket::{not_given_out, values};
 use super::{Import, ImportOptions, Imported, OwnerDeath, Sharing, SharingProcess, Ticket, TicketBatch, Wanted};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::capture::thread::{in_capture, refuse_in_capture};
-use crate::device_block::{DeviceBlock, Origin};
+use crate::device_block::{DeviceBlock, Origin, StreamEnds};
 use crate::runtime::Runtime;
 use crate::services::{DeviceState, lacks_transport};
 use highwater_hal::{Element, Error, ErrorKind, Result};
@@ -183,6 +183,7 @@ impl Runtime {
             return Err(too_many(OPERATION, "slices", slices.len(), TicketBatch::MAX_SLICES));
         }
         let mut batch = BatchBuilder::new(slices.len());
+        let mut ends = StreamEnds::default();
         // The number of the allocation, and the offset of the block in it.
         let mut known: HashMap<*const DeviceBlock, (u32, u64)> = HashMap::new();
         // Neighbors are mostly in one allocation.
@@ -196,7 +197,7 @@ impl Runtime {
                     None => {
                         let mut share = || {
                             slice.block().check_runtime(OPERATION, &self.inner.services)?;
-                            let ticket = slice.block().share()?;
+                            let ticket = slice.block().share_with(&mut ends)?;
                             let start = ticket.offset;
                             batch.allocation(ticket).map(|number| (number, start))
                         };

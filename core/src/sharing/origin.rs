@@ -29,7 +29,7 @@ impl SharedMemory for Exported {
         let inner = &self.runtime.inner;
         let uuid = inner.device(block.device).info.uuid;
         let bytes = self.bytes as u64;
-        let parts = Arc::from([MemoryPart { ptr: block.ptr, bytes }]);
+        let parts = Arc::from([MemoryPart::new(block.ptr, bytes)]);
         let memory = WeakMemory::Device(Arc::downgrade(block), parts);
         inner.sharing("share")?.share(memory, &self.key, self.transport, bytes, uuid, after)
     }

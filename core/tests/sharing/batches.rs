@@ -90,6 +90,32 @@ fn many_slices_of_forty_allocations_are_forty_opens() {
 }
 
 #[test]
+fn a_batch_asks_each_stream_once_whether_its_work_is_done() {
+    let exporter = Exporter::with(MockOptions::new().with_latency(Duration::from_millis(20)));
+    let other = exporter.runtime.device(0).unwrap().create_stream().unwrap();
+    let buffers = exporter.make_all(40, 100);
+    exporter.stream.synchronize().unwrap();
+    for buffer in &buffers {
+        other.fill(buffer, 3_u32).unwrap();
+    }
+    let calls = || [Operation::QueryStream, Operation::RecordEvent].map(|operation| exporter.gpu.calls(operation));
+    let before = calls();
+    let batch = exporter.runtime.share_all(&whole(&buffers)).unwrap();
+    let [queries, records] = calls();
+    // The service asks events, and no stream.
+    assert!(queries - before[0] <= 2 && records - before[1] <= 2, "{queries} {records} {before:?}");
+    // Each allocation waits for the work.
+    let importer = Exporter::new();
+    for (place, opened) in importer.open_all(&batch).unwrap().iter().enumerate() {
+        assert_eq!(importer.stream.download(opened).unwrap(), [3; 100], "{place}");
+    }
+    drop((buffers, other));
+    until("the memory is back", || exporter.taken() == 0);
+    importer.end();
+    exporter.end();
+}
+
+#[test]
 fn each_buffer_is_dropped_by_itself_and_the_last_one_releases_the_allocation() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());
     let buffers = exporter.make_all(2, 1000);
