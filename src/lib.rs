@@ -106,8 +106,8 @@ pub use highwater_core::{
     PoolKey, RuntimeOptions, Scope, SharedPinnedBuffer, Statistics, Stream, Ticket, TicketBatch, numerics,
 };
 pub use highwater_hal::{
-    Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,
-    StreamOptions, StridedBatch, Transport, Transpose, half,
+    Capabilities, CaptureMode, CopyShape, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result,
+    Scalar, StreamOptions, StridedBatch, Transport, Transpose, half,
 };
 #[allow(deprecated, reason = "the old name stays for one version")]
 pub use open::open_auto;

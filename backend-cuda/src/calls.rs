@@ -1,5 +1,6 @@
 //! The tables of calls that only CUDA has, and NVIDIA's symbols for the names in all tables.
 
+use cudarc::driver::sys;
 use highwater_driver::{BlasSettings, RawBlas, RawStream, raw_handles, vendor_calls};
 use highwater_hal::DevicePtr;
 
@@ -50,6 +51,8 @@ vendor_calls! {
             stream_get_ctx: "StreamGetCtx" (RawStream, *mut RawContext);
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
+            /// Copies rows: the copy, stream.
+            memcpy_2d_async: "Memcpy2DAsync" (*const sys::CUDA_MEMCPY2D_st, RawStream);
         }
         optional {
             /// Returns an attribute of memory: out, attribute, address.
@@ -188,7 +191,7 @@ pub(crate) const VERSION_PARTS: [u32; 3] = [0, 1, 2];
 /// Returns the driver's symbol for a name in the tables.
 pub(crate) fn driver_symbol(name: &str) -> String {
     /// Calls whose arguments changed after their first version.
-    const SECOND: [&str; 13] = [
+    const SECOND: [&str; 14] = [
         "StreamDestroy",
         "EventDestroy",
         "MemAlloc",
@@ -198,6 +201,7 @@ pub(crate) fn driver_symbol(name: &str) -> String {
         "MemcpyHtoDAsync",
         "MemcpyDtoHAsync",
         "MemcpyDtoDAsync",
+        "Memcpy2DAsync",
         "MemHostRegister",
         "MemHostGetDevicePointer",
         "StreamBeginCapture",

@@ -1,10 +1,12 @@
 //! CUDA as a [`Platform`].
 
-use cudarc::driver::sys::CUresult;
+use cudarc::driver::sys::{self, CUresult};
 use highwater_driver::{
     Blas, BlasSettings, Calls, Codes, Lt, Platform, Quirks, RawBlas, RawStream, SharedBlock, Zeros,
 };
-use highwater_hal::{DevicePtr, Error, MemoryHandle, MemoryRange, PhysicalMemoryOptions, Result, Transport};
+use highwater_hal::{
+    DevicePtr, Error, Location, MemoryCopy2d, MemoryHandle, MemoryRange, PhysicalMemoryOptions, Result, Transport,
+};
 
 use crate::calls::{CublasCalls, RawAllocation, RawContext, VirtualMemoryCalls};
 use crate::codes;
@@ -108,6 +110,35 @@ unsafe impl Platform for Cuda {
             (Ok(to), Ok(from)) => unsafe { (self.driver.own.memcpy_peer_async)(dst.1, to, src.1, from, bytes, stream) },
             (Err(code), _) | (_, Err(code)) => code,
         }
+    }
+
+    unsafe fn memcpy_2d_async(&self, copy: &MemoryCopy2d, stream: RawStream) -> i32 {
+        use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST};
+        let side = |side| match side {
+            Location::Host(host) => (CU_MEMORYTYPE_HOST, host.as_ptr(), 0),
+            Location::Device { ptr, .. } => (CU_MEMORYTYPE_DEVICE, std::ptr::null_mut(), ptr.get()),
+        };
+        let (src, dst, shape) = (side(copy.src), side(copy.dst), copy.shape);
+        let rows = sys::CUDA_MEMCPY2D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: src.0,
+            srcHost: src.1.cast(),
+            srcDevice: src.2,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: shape.src_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: dst.0,
+            dstHost: dst.1.cast(),
+            dstDevice: dst.2,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: shape.dst_pitch,
+            WidthInBytes: shape.width,
+            Height: shape.height,
+        };
+        // SAFETY: The caller promises that all rows and the stream are valid. The driver reads the description during the call.
+        unsafe { (self.driver.own.memcpy_2d_async)(&rows, stream) }
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {

@@ -8,6 +8,7 @@ use super::calls::{capture_mode, capture_status};
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::lt::LtBlas;
+use super::platform::MAX_PITCH;
 use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
 use super::search::Search;
@@ -18,8 +19,9 @@ use super::thread_records;
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
-    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, MemoryRange,
-    PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, Transport, Unavailable,
+    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryInfo,
+    MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority, Transport,
+    Unavailable,
 };
 
 /// A backend over a vendor's driver.
@@ -624,7 +626,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             }
         }
         // CUDA records a copy with the thread's context, and instantiates no graph of host copies of another device without one.
-        let _current = if state.may_cross_mappings(copy) || state.may_capture() {
+        let _current = if state.may_cross_mappings([(dst, bytes), (src, bytes)]) || state.may_capture() {
             Some(state.make_current(OPERATION, stream.device())?)
         } else {
             state.current_for(OPERATION, &held, stream.device())?
@@ -672,6 +674,28 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
             }
         };
+        state.check(OPERATION, code)
+    }
+
+    unsafe fn copy_2d(&self, copy: &MemoryCopy2d, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "copy_2d";
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
+        copy.shape.check(OPERATION)?;
+        if !self.takes_rows_at_once(copy, stream.device()) {
+            // SAFETY: As the caller promises, of whose rows each is one.
+            return copy.in_rows(|row| unsafe { self.copy(row, stream) });
+        }
+        if let (Location::Device { ptr: dst, .. }, Location::Device { ptr: src, .. }) = (copy.dst, copy.src)
+            && copy.shape.overlaps(dst.get(), src.get())
+        {
+            let message = format!("rows at {src:?} and at {dst:?} overlap, expected separate rows: {:?}", copy.shape);
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
+        }
+        let _current = state.make_current(OPERATION, stream.device())?;
+        // SAFETY: The caller promises that all rows are valid, and the stream is held.
+        let code = unsafe { state.platform.memcpy_2d_async(copy, held.raw()) };
         state.check(OPERATION, code)
     }
 
@@ -894,6 +918,19 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 }
 
 impl<P: Platform> DriverBackend<P> {
+    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Other copies are made row by row: those between
+    /// devices, of which one call would know one context, those of memory in several mappings, and those that the contract refuses.
+    fn takes_rows_at_once(&self, copy: &MemoryCopy2d, device: u32) -> bool {
+        let &MemoryCopy2d { dst, src, shape, .. } = copy;
+        let is_here = |side| matches!(side, Location::Device { device: of, .. } if of == device);
+        let is_host = |side| matches!(side, Location::Host(_));
+        let (Some(to_bytes), Some(from_bytes)) = (shape.dst_bytes(), shape.src_bytes()) else { return false };
+        !shape.is_empty()
+            && (is_here(dst) && (is_here(src) || is_host(src)) || is_host(dst) && is_here(src))
+            && shape.dst_pitch.max(shape.src_pitch) <= MAX_PITCH
+            && !self.state.may_cross_mappings([(dst, to_bytes), (src, from_bytes)])
+    }
+
     fn allocate_in_order(&self, device: u32, stream: StreamId, bytes: usize) -> Result<DevicePtr> {
         const OPERATION: &str = "allocate";
         let state = &*self.state;

@@ -90,8 +90,8 @@ pub use lt_calls::{
     Reductions,
 };
 pub use platform::{
-    AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, Quirks,
-    SharedBlock, TransposeCodes, TypeCodes,
+    AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MAX_PITCH, MathModes, Opened, Platform,
+    Quirks, SharedBlock, TransposeCodes, TypeCodes,
 };
 pub use raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 pub use search::{Found, LibraryName, Search, VendorLibrary, environment_path};

@@ -11,8 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::platform::{Platform, SharedBlock};
 use super::state::{DriverState, nothing};
 use highwater_hal::{
-    Capabilities, DevicePtr, Error, ErrorKind, Location, MemoryCopy, PhysicalMemoryId, PhysicalMemoryOptions, Result,
-    Transport,
+    Capabilities, DevicePtr, Error, ErrorKind, Location, PhysicalMemoryId, PhysicalMemoryOptions, Result, Transport,
 };
 
 /// Physical memory. The vendor's handle is released when the id is destroyed and nothing maps the memory: an export of mapped
@@ -295,10 +294,9 @@ impl<P: Platform> DriverState<P> {
     /// Returns whether a range of a copy may begin in one mapping and end in another. Without a current context, CUDA refuses a
     /// copy of such memory as an invalid value, though no other.
     #[inline]
-    pub(super) fn may_cross_mappings(&self, copy: &MemoryCopy) -> bool {
+    pub(super) fn may_cross_mappings(&self, sides: [(Location, usize); 2]) -> bool {
         // Relaxed: the caller has mapped the memory before this call.
-        self.has_mapped.load(Ordering::Relaxed)
-            && [copy.dst, copy.src].into_iter().any(|at| self.crosses(at, copy.bytes))
+        self.has_mapped.load(Ordering::Relaxed) && sides.into_iter().any(|(at, bytes)| self.crosses(at, bytes))
     }
 
     /// Returns whether a range contains an address at which a mapping can begin.

@@ -10,9 +10,13 @@ use super::lt_calls::Lt;
 use super::raw::{RawBlas, RawStream};
 use super::zeros::Zeros;
 use highwater_hal::{
-    Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, MemoryRange,
+    Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryCopy2d, MemoryHandle, MemoryRange,
     PhysicalMemoryOptions, Result, Transport, Transpose,
 };
+
+/// The largest pitch of a row that both vendors take on each device: `CU_DEVICE_ATTRIBUTE_MAX_PITCH`,
+/// `hipDeviceAttributeMaxPitch`.
+pub const MAX_PITCH: usize = i32::MAX as usize;
 
 /// Flags of events.
 #[derive(Debug, Clone, Copy)]
@@ -251,6 +255,13 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         bytes: usize,
         stream: RawStream,
     ) -> i32;
+
+    /// Enqueues a copy of rows within one device, or between it and page-locked memory, and returns the vendor's code. The device
+    /// is current, and a row has at least one byte. No pitch exceeds [`MAX_PITCH`].
+    ///
+    /// # Safety
+    /// The same as for [`Backend::copy_2d`](highwater_hal::Backend::copy_2d).
+    unsafe fn memcpy_2d_async(&self, copy: &MemoryCopy2d, stream: RawStream) -> i32;
 
     /// Returns whether a foreign stream belongs to `device`.
     ///

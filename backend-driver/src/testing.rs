@@ -20,7 +20,7 @@ use super::platform::{
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use super::state::DriverState;
 use highwater_hal::{
-    Backend as _, BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle,
+    Backend as _, BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryCopy2d, MemoryHandle,
     PhysicalMemoryOptions, Result, Transport, Transports,
 };
 
@@ -628,6 +628,10 @@ unsafe impl Platform for FakePlatform {
         stream: RawStream,
     ) -> i32 {
         call("memcpy_peer_async", &[stream.0], |_| 0)
+    }
+
+    unsafe fn memcpy_2d_async(&self, _copy: &MemoryCopy2d, stream: RawStream) -> i32 {
+        needs_context("memcpy_2d_async", &[stream.0], |_| 0)
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, _device: u32) -> Result<bool, i32> {

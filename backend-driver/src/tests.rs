@@ -2,14 +2,15 @@
 
 use std::ptr::NonNull;
 
+use super::platform::MAX_PITCH;
 use super::state::CAPTURES;
 use super::testing::{Fake, GRANULARITY, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
-    AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
-    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, HostPtr, Location, MathMode,
-    MemoryCopy, MemoryHandle, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StridedBatch, Transport,
-    Workspace,
+    AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, CopyShape, DataType,
+    DeviceMemoryKind, DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, HostPtr,
+    Location, MathMode, MemoryCopy, MemoryCopy2d, MemoryHandle, PhysicalMemoryOptions, Result, StreamId, StreamOptions,
+    StridedBatch, Transport, Workspace,
 };
 
 fn stream(fake: &Fake) -> StreamId {
@@ -794,4 +795,61 @@ fn recorded_copies_are_made_with_the_device_current() {
     assert_eq!(of("memcpy_dtoh_async"), [context(1)]);
     backend.destroy_graph(graph).unwrap();
     backend.destroy_stream(stream).unwrap();
+}
+
+/// A copy of rows that the vendor makes in one call has the device current. Other copies are made row by row.
+#[test]
+fn rows_are_copied_at_once_if_one_call_can() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let mut host = [0_u8; 8];
+    let host = Location::Host(HostPtr::new(NonNull::from(&mut host).cast()));
+    let on = |device, address| Location::Device { device, ptr: DevicePtr::new(address) };
+    let copy = |dst, src, shape| {
+        // SAFETY: The fake vendor copies nothing.
+        unsafe { backend.copy_2d(&MemoryCopy2d::new(dst, src, shape), stream) }
+    };
+    let shape = CopyShape::new(16, 3).with_src_pitch(32);
+    let (here, there) = (on(0, 0x1000), on(0, 0x2000));
+    for (dst, src) in [(here, host), (host, here), (there, here)] {
+        copy(dst, src, shape).unwrap();
+    }
+    let at_once: Vec<_> = fake.calls("memcpy_2d_async").iter().map(|call| call.context).collect();
+    assert_eq!(at_once, [context(0); 3]);
+    let flat = || {
+        ["memcpy_htod_async", "memcpy_dtoh_async", "memcpy_dtod_async", "memcpy_peer_async"]
+            .map(|name| fake.calls(name).len())
+    };
+    assert_eq!(flat(), [0; 4]);
+    // Between devices, and with a pitch that is too large for the vendor.
+    copy(on(1, 0x1000), here, shape).unwrap();
+    assert_eq!(flat(), [0, 0, 0, 3]);
+    copy(there, host, shape.with_dst_pitch(MAX_PITCH + 1)).unwrap();
+    copy(there, host, shape.with_dst_pitch(MAX_PITCH)).unwrap();
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 4));
+    // In several mappings.
+    let ptr = backend.reserve_addresses(0, 2 * GRANULARITY).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
+    // SAFETY: The test owns the range.
+    unsafe { backend.map_memory(0, ptr, memory) }.unwrap();
+    let near_the_end = on(0, ptr.get() + GRANULARITY as u64 - 40);
+    copy(near_the_end, here, CopyShape::new(16, 2)).unwrap();
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 5));
+    copy(near_the_end, here, shape).unwrap();
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 3], 5));
+    // Nothing to copy, and what is refused, calls nothing.
+    copy(here, there, CopyShape::new(0, 5)).unwrap();
+    for (dst, src, shape) in [(here, there, shape.with_src_pitch(15)), (here, here, shape), (host, host, shape)] {
+        assert_eq!(copy(dst, src, shape).unwrap_err().kind(), ErrorKind::InvalidArgument, "{shape:?}");
+    }
+    assert_eq!(copy(on(1, 0x1000), host, shape).unwrap_err().kind(), ErrorKind::WrongDevice);
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 3], 5));
+    // SAFETY: The test owns the range, and no work uses it.
+    unsafe { backend.unmap_memory(0, ptr, GRANULARITY) }.unwrap();
+    backend.destroy_memory(memory).unwrap();
+    // SAFETY: As above.
+    unsafe { backend.free_addresses(0, ptr, 2 * GRANULARITY) }.unwrap();
+    backend.destroy_stream(stream).unwrap();
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
 }

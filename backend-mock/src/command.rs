@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use highwater_hal::HostPtr;
+use highwater_hal::{CopyShape, HostPtr};
 
 use crate::device::{Device, Retired};
 use crate::event::Point;
@@ -17,13 +17,13 @@ pub(crate) enum Command {
     CopyToDevice {
         src: HostPtr,
         dst: usize,
-        bytes: usize,
+        shape: CopyShape,
         device: u32,
     },
     CopyToHost {
         src: usize,
         dst: HostPtr,
-        bytes: usize,
+        shape: CopyShape,
         device: u32,
     },
     CopyOnDevices {
@@ -31,7 +31,7 @@ pub(crate) enum Command {
         src_device: u32,
         dst: usize,
         dst_device: u32,
-        bytes: usize,
+        shape: CopyShape,
     },
     Fill {
         device: u32,
@@ -77,14 +77,18 @@ impl Command {
     pub(crate) fn execute(self, devices: &[Arc<Device>], device: &Device) -> Settled {
         let memory = |ordinal: u32| &devices[ordinal as usize].memory;
         match self {
-            // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
-            // copy has completed, and the range was found inside a page-locked block.
-            Self::CopyToDevice { src, dst, bytes, device } => unsafe { memory(device).write(dst, src.as_ptr(), bytes) },
-            // SAFETY: as above; and no other code reads or writes the destination.
-            Self::CopyToHost { src, dst, bytes, device } => unsafe { memory(device).read(src, dst.as_ptr(), bytes) },
-            Self::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
-                memory(dst_device).copy_from(dst, memory(src_device), src, bytes);
-            }
+            Self::CopyToDevice { src, dst, shape, device } => shape.rows().for_each(|(to, from)| {
+                // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
+                // copy has completed, and the rows were found inside a page-locked block.
+                unsafe { memory(device).write(dst + to, src.offset(from).as_ptr(), shape.width) };
+            }),
+            Self::CopyToHost { src, dst, shape, device } => shape.rows().for_each(|(to, from)| {
+                // SAFETY: as above; and no other code reads or writes the destination.
+                unsafe { memory(device).read(src + from, dst.offset(to).as_ptr(), shape.width) };
+            }),
+            Self::CopyOnDevices { src, src_device, dst, dst_device, shape } => shape.rows().for_each(|(to, from)| {
+                memory(dst_device).copy_from(dst + to, memory(src_device), src + from, shape.width);
+            }),
             Self::Fill { device, dst, bytes, pattern } => memory(device).fill(dst, bytes, pattern),
             Self::Record(point) => return Some((point, Progress::Reached(Instant::now()))),
             Self::Wait(point) => {

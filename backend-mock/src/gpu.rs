@@ -9,10 +9,10 @@ use std::time::Duration;
 use highwater_hal::fork::Generation;
 use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
-    DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
-    GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill,
-    MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, Result, StreamId, StreamOptions, StreamPriority,
-    exit,
+    CopyShape, DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern,
+    GraphExecId, GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location,
+    MemoryCopy, MemoryCopy2d, MemoryFill, MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, Result,
+    StreamId, StreamOptions, StreamPriority, exit,
 };
 use parking_lot::Mutex;
 
@@ -357,6 +357,72 @@ impl MockGpu {
         let found = self.shared.engine.devices.get(device as usize);
         found.ok_or_else(|| self.shared.no_device("lose_device", device))?.lose();
         Ok(())
+    }
+
+    /// Enqueues a copy of rows; a flat copy has one.
+    fn enqueue_copy(
+        &self,
+        operation: Operation,
+        dst: Location,
+        src: Location,
+        shape: CopyShape,
+        stream: StreamId,
+    ) -> Result<()> {
+        let shared = &*self.shared;
+        let queue = shared.stream(operation, stream)?;
+        shape.check(operation.name())?;
+        let (Some(to_bytes), Some(from_bytes)) = (shape.dst_bytes(), shape.src_bytes()) else {
+            return Err(out_of_range(operation, "the copy"));
+        };
+        let on_device = |what: &str, device: u32, ptr: DevicePtr, bytes| {
+            let device = shared.device(operation, device)?;
+            // Nothing is touched, so any address will do.
+            if bytes == 0 { Ok(0) } else { device.range(operation, what, ptr, bytes) }
+        };
+        let command = match (dst, src) {
+            (Location::Device { device, ptr }, Location::Host(host)) => {
+                let dst = on_device("destination", device, ptr, to_bytes)?;
+                State::same_device(operation, stream, "the destination", device)?;
+                if from_bytes > 0 {
+                    shared.host.range(operation, "source", host, from_bytes)?;
+                }
+                Command::CopyToDevice { src: host, dst, shape, device }
+            }
+            (Location::Host(host), Location::Device { device, ptr }) => {
+                let src = on_device("source", device, ptr, from_bytes)?;
+                State::same_device(operation, stream, "the source", device)?;
+                if to_bytes > 0 {
+                    shared.host.range(operation, "destination", host, to_bytes)?;
+                }
+                Command::CopyToHost { src, dst: host, shape, device }
+            }
+            (
+                Location::Device { device: dst_device, ptr: dst_ptr },
+                Location::Device { device: src_device, ptr: src_ptr },
+            ) => {
+                let dst = on_device("destination", dst_device, dst_ptr, to_bytes)?;
+                let src = on_device("source", src_device, src_ptr, from_bytes)?;
+                if dst_device != src_device && !shared.capabilities.peer_copy {
+                    return Err(operation.lacks("peer_copy"));
+                }
+                if stream.device() != src_device {
+                    State::same_device(operation, stream, "the destination", dst_device)?;
+                }
+                if dst_device == src_device && shape.overlaps(dst as u64, src as u64) {
+                    return Err(operation.error(
+                        ErrorKind::InvalidArgument,
+                        format!("{from_bytes} bytes at {src_ptr:?} and at {dst_ptr:?} overlap"),
+                    ));
+                }
+                Command::CopyOnDevices { src, src_device, dst, dst_device, shape }
+            }
+            (Location::Host(_), Location::Host(_)) => {
+                return Err(operation
+                    .error(ErrorKind::InvalidArgument, "both sides are host memory")
+                    .with_hint("copy between host blocks with the CPU"));
+            }
+        };
+        if shape.is_empty() { Ok(()) } else { queue.enqueue(operation, command) }
     }
 }
 
@@ -752,59 +818,13 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ copies and fills
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        let shared = &*self.shared;
-        let operation = shared.calls.enter(Operation::Copy)?;
-        let queue = shared.stream(operation, stream)?;
-        let &MemoryCopy { dst, src, bytes, .. } = copy;
-        let on_device = |what: &str, device: u32, ptr: DevicePtr| {
-            let device = shared.device(operation, device)?;
-            // Nothing is touched, so any address will do.
-            if bytes == 0 { Ok(0) } else { device.range(operation, what, ptr, bytes) }
-        };
-        let command = match (dst, src) {
-            (Location::Device { device, ptr }, Location::Host(host)) => {
-                let dst = on_device("destination", device, ptr)?;
-                State::same_device(operation, stream, "the destination", device)?;
-                if bytes > 0 {
-                    shared.host.range(operation, "source", host, bytes)?;
-                }
-                Command::CopyToDevice { src: host, dst, bytes, device }
-            }
-            (Location::Host(host), Location::Device { device, ptr }) => {
-                let src = on_device("source", device, ptr)?;
-                State::same_device(operation, stream, "the source", device)?;
-                if bytes > 0 {
-                    shared.host.range(operation, "destination", host, bytes)?;
-                }
-                Command::CopyToHost { src, dst: host, bytes, device }
-            }
-            (
-                Location::Device { device: dst_device, ptr: dst_ptr },
-                Location::Device { device: src_device, ptr: src_ptr },
-            ) => {
-                let dst = on_device("destination", dst_device, dst_ptr)?;
-                let src = on_device("source", src_device, src_ptr)?;
-                if dst_device != src_device && !shared.capabilities.peer_copy {
-                    return Err(operation.lacks("peer_copy"));
-                }
-                if stream.device() != src_device {
-                    State::same_device(operation, stream, "the destination", dst_device)?;
-                }
-                if dst_device == src_device && dst < src + bytes && src < dst + bytes {
-                    return Err(operation.error(
-                        ErrorKind::InvalidArgument,
-                        format!("{bytes} bytes at {src_ptr:?} and at {dst_ptr:?} overlap"),
-                    ));
-                }
-                Command::CopyOnDevices { src, src_device, dst, dst_device, bytes }
-            }
-            (Location::Host(_), Location::Host(_)) => {
-                return Err(operation
-                    .error(ErrorKind::InvalidArgument, "both sides are host memory")
-                    .with_hint("copy between host blocks with the CPU"));
-            }
-        };
-        if bytes == 0 { Ok(()) } else { queue.enqueue(operation, command) }
+        let operation = self.shared.calls.enter(Operation::Copy)?;
+        self.enqueue_copy(operation, copy.dst, copy.src, CopyShape::new(copy.bytes, 1), stream)
+    }
+
+    unsafe fn copy_2d(&self, copy: &MemoryCopy2d, stream: StreamId) -> Result<()> {
+        let operation = self.shared.calls.enter(Operation::Copy2d)?;
+        self.enqueue_copy(operation, copy.dst, copy.src, copy.shape, stream)
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_hal::Transpose;
+use highwater_hal::{CopyShape, HostPtr, Transpose};
 
 use crate::command::Command;
 use crate::device::{Device, Retired};
@@ -17,19 +17,23 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
         Use { range, layout, writes, role: Role::Whole }
     };
     let whole = |device, offset, bytes: usize, writes| on(device, offset, Layout::whole(bytes as u64), writes);
-    let host = |address: usize, bytes: usize, writes: bool| {
-        let range = Range { space: Space::Host, address: address as u64, bytes: bytes as u64 };
-        Use { range, layout: Layout::whole(range.bytes), writes, role: Role::Whole }
+    let rows = |shape: CopyShape, pitch| Layout::matrices(shape.width, (shape.height, pitch), (1, 0), 1);
+    let host = |address: HostPtr, layout: Layout, writes: bool| {
+        let range = Range { space: Space::Host, address: address.address() as u64, bytes: layout.extent() };
+        Use { range, layout, writes, role: Role::Whole }
     };
     let mut uses = match *command {
-        Command::CopyToDevice { src, dst, bytes, device } => {
-            vec![host(src.address(), bytes, false), whole(device, dst, bytes, true)]
+        Command::CopyToDevice { src, dst, shape, device } => {
+            let (from, to) = (rows(shape, shape.src_pitch), rows(shape, shape.dst_pitch));
+            vec![host(src, from, false), on(device, dst, to, true)]
         }
-        Command::CopyToHost { src, dst, bytes, device } => {
-            vec![whole(device, src, bytes, false), host(dst.address(), bytes, true)]
+        Command::CopyToHost { src, dst, shape, device } => {
+            let (from, to) = (rows(shape, shape.src_pitch), rows(shape, shape.dst_pitch));
+            vec![on(device, src, from, false), host(dst, to, true)]
         }
-        Command::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
-            vec![whole(src_device, src, bytes, false), whole(dst_device, dst, bytes, true)]
+        Command::CopyOnDevices { src, src_device, dst, dst_device, shape } => {
+            let (from, to) = (rows(shape, shape.src_pitch), rows(shape, shape.dst_pitch));
+            vec![on(src_device, src, from, false), on(dst_device, dst, to, true)]
         }
         Command::Fill { device, dst, bytes, .. } => vec![whole(device, dst, bytes, true)],
         Command::Multiply(ref product, panel) => {

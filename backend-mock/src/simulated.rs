@@ -8,7 +8,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, ErrorKind, EventId, Location, Result, StreamId, Workspace};
+use highwater_hal::{CopyShape, DevicePtr, ErrorKind, EventId, Location, Result, StreamId, Workspace};
 
 use crate::arena::Owner;
 pub use crate::command::Call;
@@ -79,20 +79,21 @@ impl Hooks {
         if bytes == 0 {
             return Ok(());
         }
+        let shape = CopyShape::new(bytes, 1);
         let on_device = |what: &str, device: u32, ptr: DevicePtr| {
             self.0.device(operation, device)?.range(operation, what, ptr, bytes)
         };
         let command = match (dst, src) {
             (Location::Device { device, ptr }, Location::Host(src)) => {
-                Command::CopyToDevice { src, dst: on_device("destination", device, ptr)?, bytes, device }
+                Command::CopyToDevice { src, dst: on_device("destination", device, ptr)?, shape, device }
             }
             (Location::Host(dst), Location::Device { device, ptr }) => {
-                Command::CopyToHost { src: on_device("source", device, ptr)?, dst, bytes, device }
+                Command::CopyToHost { src: on_device("source", device, ptr)?, dst, shape, device }
             }
             (Location::Device { device: dst_device, ptr: dst }, Location::Device { device: src_device, ptr: src }) => {
                 let dst = on_device("destination", dst_device, dst)?;
                 let src = on_device("source", src_device, src)?;
-                Command::CopyOnDevices { src, src_device, dst, dst_device, bytes }
+                Command::CopyOnDevices { src, src_device, dst, dst_device, shape }
             }
             (Location::Host(dst), Location::Host(src)) => {
                 let (dst, src) = (dst.address(), src.address());

@@ -89,6 +89,7 @@ macro_rules! hip_calls {
                 device_can_access_peer = hipDeviceCanAccessPeer(_, _, _);
                 device_enable_peer_access = hipDeviceEnablePeerAccess(_, _);
                 memcpy_peer_async = hipMemcpyPeerAsync(_, _, _, _, _, _);
+                memcpy_2d_async = hipMemcpy2DAsync(_, _, _, _, _, _, _, _);
                 $($($more)*)?
             }
             optional { pointer_get_attributes = hipPointerGetAttributes(_, _); }
@@ -142,6 +143,12 @@ numbers! {
         [new::hipError_t_hipErrorPeerAccessAlreadyEnabled, old::hipError_t::hipErrorPeerAccessAlreadyEnabled];
     out_of_memory = quirks::OUT_OF_MEMORY, [new::hipError_t_hipErrorOutOfMemory, old::hipError_t::hipErrorOutOfMemory];
     invalid_handle = quirks::INVALID_HANDLE, [new::hipError_t_hipErrorInvalidHandle, old::hipError_t::hipErrorInvalidHandle];
+    to_device = quirks::MEMCPY_HOST_TO_DEVICE,
+        [new::hipMemcpyKind_hipMemcpyHostToDevice, old::hipMemcpyKind::hipMemcpyHostToDevice];
+    to_host = quirks::MEMCPY_DEVICE_TO_HOST,
+        [new::hipMemcpyKind_hipMemcpyDeviceToHost, old::hipMemcpyKind::hipMemcpyDeviceToHost];
+    on_devices = quirks::MEMCPY_DEVICE_TO_DEVICE,
+        [new::hipMemcpyKind_hipMemcpyDeviceToDevice, old::hipMemcpyKind::hipMemcpyDeviceToDevice];
     lost = quirks::CAPTURE_INVALIDATED,
         [new::hipError_t_hipErrorStreamCaptureInvalidated, old::hipError_t::hipErrorStreamCaptureInvalidated];
     non_blocking = quirks::STREAM_NON_BLOCKING, [new::hipStreamNonBlocking, old::hipStreamNonBlocking];

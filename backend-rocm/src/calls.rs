@@ -40,6 +40,8 @@ vendor_calls! {
             stream_get_device: "StreamGetDevice" (RawStream, *mut i32);
             /// Copies between devices: destination, its device, source, its device, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, i32, DevicePtr, i32, usize, RawStream);
+            /// Copies rows: destination, its pitch, source, its pitch, width, height, kind, stream.
+            memcpy_2d_async: "Memcpy2DAsync" (DevicePtr, usize, DevicePtr, usize, usize, usize, u32, RawStream);
         }
         optional {
             /// Returns what is known of an address: out, address.

@@ -1,7 +1,7 @@
 //! HIP as a [`Platform`].
 
 use highwater_driver::{Blas, Calls, Codes, Lt, Platform, Quirks, RawStream, Zeros};
-use highwater_hal::{DevicePtr, MemoryRange, Result};
+use highwater_hal::{DevicePtr, Location, MemoryCopy2d, MemoryRange, Result};
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;
@@ -93,6 +93,22 @@ unsafe impl Platform for Rocm {
     ) -> i32 {
         // SAFETY: The caller promises that both ranges and the stream are valid.
         unsafe { (self.driver.own.memcpy_peer_async)(dst.1, dst.0 as i32, src.1, src.0 as i32, bytes, stream) }
+    }
+
+    unsafe fn memcpy_2d_async(&self, copy: &MemoryCopy2d, stream: RawStream) -> i32 {
+        let address = |side| match side {
+            Location::Host(host) => DevicePtr::new(host.address() as u64),
+            Location::Device { ptr, .. } => ptr,
+        };
+        let kind = match (copy.dst, copy.src) {
+            (Location::Host(_), _) => quirks::MEMCPY_DEVICE_TO_HOST,
+            (_, Location::Host(_)) => quirks::MEMCPY_HOST_TO_DEVICE,
+            _ => quirks::MEMCPY_DEVICE_TO_DEVICE,
+        };
+        let (dst, src, shape) = (address(copy.dst), address(copy.src), copy.shape);
+        let call = self.driver.own.memcpy_2d_async;
+        // SAFETY: The caller promises that all rows and the stream are valid.
+        unsafe { call(dst, shape.dst_pitch, src, shape.src_pitch, shape.width, shape.height, kind, stream) }
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {

@@ -12,6 +12,10 @@ pub(crate) const NO_DEVICE: i32 = 100;
 pub(crate) const INVALID_DEVICE: i32 = 101;
 pub(crate) const PEER_ACCESS_UNSUPPORTED: i32 = 217;
 pub(crate) const PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
+/// The directions of a copy of rows.
+pub(crate) const MEMCPY_HOST_TO_DEVICE: u32 = 1;
+pub(crate) const MEMCPY_DEVICE_TO_HOST: u32 = 2;
+pub(crate) const MEMCPY_DEVICE_TO_DEVICE: u32 = 3;
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
 pub(crate) const INVALID_HANDLE: i32 = 400;
 pub(crate) const CAPTURE_INVALIDATED: i32 = 901;

@@ -11,10 +11,11 @@ use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
-    DeviceMemoryKind, DevicePtr, Epilogue, ErrorKind, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape,
-    HostMemoryKind, HostOptions, HostPtr, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle, PlanOptions,
-    RangeKind, Runtime, StreamId, StreamOptions, StreamPriority, Ticket, Transport, Workspace,
+    AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, CopyShape,
+    DataType, DeviceMemoryKind, DevicePtr, Epilogue, ErrorKind, EventHandle, EventId, EventOptions, FillPattern, Gemm,
+    GemmShape, HostMemoryKind, HostOptions, HostPtr, Location, MathMode, MemoryCopy, MemoryCopy2d, MemoryFill,
+    MemoryHandle, PlanOptions, RangeKind, Runtime, StreamId, StreamOptions, StreamPriority, Ticket, Transport,
+    Workspace,
 };
 use highwater_simulated_harness::{isolated, script, values};
 
@@ -1701,6 +1702,47 @@ fn the_device_of_the_caller_is_current_again_after_each_call() {
             assert_eq!((unsafe { get(&mut seen) }, seen), (0, current));
         }
     }
+    nothing_is_left(&*backend);
+}
+
+/// The codes are those of AMD's manual, and were not seen on a device.
+#[test]
+fn rows_are_copied_in_one_call_and_their_pitches_are_checked() {
+    let Some(backend) = open("rows_are_copied_in_one_call_and_their_pitches_are_checked") else { return };
+    let stream = stream(&*backend);
+    let (block, other) = (allocate(&*backend, 4096), allocate(&*backend, 4096));
+    let pinned = backend.host_allocator().allocate(4096, &HostOptions::new()).unwrap();
+    let on = |ptr| Location::Device { device: 0, ptr };
+    fill(&*backend, block, 3, 4096, stream);
+    fill(&*backend, other, 1, 4096, stream);
+    let shape = CopyShape::new(16, 60).with_src_pitch(64).with_dst_pitch(40);
+    let back = shape.with_src_pitch(40).with_dst_pitch(64);
+    // SAFETY: The rows lie inside the blocks, which live until the stream was waited for.
+    unsafe {
+        backend.copy_2d(&MemoryCopy2d::new(Location::Host(pinned), on(block), shape), stream).unwrap();
+        fill(&*backend, block, 0, 4096, stream);
+        backend.copy_2d(&MemoryCopy2d::new(on(block), Location::Host(pinned), back), stream).unwrap();
+        backend.copy_2d(&MemoryCopy2d::new(on(other), on(block), shape), stream).unwrap();
+    }
+    for (byte, seen) in bytes_of(&*backend, other, 4096, stream).into_iter().enumerate() {
+        let is_copied = byte < 60 * 40 && byte % 40 < 16;
+        assert_eq!(seen, if is_copied { 3 } else { 1 }, "byte {byte}");
+    }
+    type Copy2d = unsafe extern "C" fn(u64, usize, u64, usize, usize, usize, u32, u64) -> i32;
+    // SAFETY: The symbol has these arguments.
+    let copy = unsafe { hip::<Copy2d>("hipMemcpy2DAsync") };
+    let raw = backend.raw_stream(stream).unwrap();
+    for (pitches, kind, code) in [((16, 15), 3, 12), ((15, 16), 3, 12), ((16, 16), 5, 21), ((16, 16), 3, 0)] {
+        // SAFETY: The rows lie inside the blocks, which live until the stream was waited for.
+        let answer = unsafe { copy(block.get(), pitches.0, other.get(), pitches.1, 16, 4, kind, raw) };
+        assert_eq!(answer, code, "pitches {pitches:?}, kind {kind}");
+    }
+    backend.synchronize_stream(stream).unwrap();
+    // SAFETY: Nothing uses it any more.
+    unsafe { backend.host_allocator().free(pinned) }.unwrap();
+    free(&*backend, block);
+    free(&*backend, other);
+    backend.destroy_stream(stream).unwrap();
     nothing_is_left(&*backend);
 }
 

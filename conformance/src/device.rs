@@ -16,10 +16,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_hal::{
-    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DeviceMemoryKind, DevicePtr,
-    Error, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, HostAllocator,
-    HostOptions, HostPtr, IpcSharing, Location, MemoryCopy, MemoryFill, MemoryHandle, PlanArguments, PlanId, Result,
-    StreamId, StreamOptions, Transport, Workspace,
+    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, CopyShape, DeviceMemoryKind,
+    DevicePtr, Error, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId,
+    HostAllocator, HostOptions, HostPtr, IpcSharing, Location, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle,
+    PlanArguments, PlanId, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
 use crate::matrix::GUARD_BYTES;
@@ -233,6 +233,21 @@ impl<'b> Stream<'b> {
         // SAFETY: spans lie inside one living block each and do not overlap, as just checked; blocks settle the devices
         // noted as users before they are freed and before the CPU touches them.
         unsafe { self.backend.copy(&copy, self.id) }
+    }
+
+    /// Enqueues a copy of rows. Both spans end with the last row or behind it.
+    pub(crate) fn copy_rows(&self, dst: Span<'_>, src: Span<'_>, shape: CopyShape) -> Result<()> {
+        let fits = |bytes: Option<usize>, span: Span<'_>| bytes.is_some_and(|bytes| bytes <= span.bytes);
+        let is_inside = fits(shape.dst_bytes(), dst) && fits(shape.src_bytes(), src);
+        assert!(is_inside, "a case copies {shape:?} from a span of {} to one of {} bytes", src.bytes, dst.bytes);
+        let meets =
+            dst.overlaps(&src) && shape.check("copy_2d").is_ok() && shape.overlaps(dst.address(), src.address());
+        assert!(!meets, "a case copies between overlapping rows");
+        dst.users.add(self.id.device());
+        src.users.add(self.id.device());
+        let copy = MemoryCopy2d::new(dst.location, src.location, shape);
+        // SAFETY: as for `copy`. A shape whose rows overlap is refused.
+        unsafe { self.backend.copy_2d(&copy, self.id) }
     }
 
     /// Enqueues a fill of all elements of `dst`.

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use highwater_hal::{
     AllocateOptions, Answer, Backend, BlasHandle, BlasOptions, Call, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, EventHandle, EventId, EventOptions, GraphExecId, GraphId, HandleLayer, HostAllocator,
-    HostLayer, HostObserver, HostPtr, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill,
-    MemoryHandle, MemoryInfo, MemoryRange, ObjectId, PhysicalMemoryId, PhysicalMemoryOptions, Result, SharingLayer,
-    StreamId, StreamOptions, Transport, for_each_operation,
+    HostLayer, HostObserver, HostPtr, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryCopy2d,
+    MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, ObjectId, PhysicalMemoryId, PhysicalMemoryOptions, Result,
+    SharingLayer, StreamId, StreamOptions, Transport, for_each_operation,
 };
 
 /// The layer over a backend with two devices or more.
@@ -134,14 +134,27 @@ impl<'c> Pass<'c> for &'c AllocateOptions {
     }
 }
 
+fn exchanged_side(side: Location) -> Location {
+    match side {
+        Location::Device { device, ptr } => Location::Device { device: ordinal(device), ptr },
+        host @ Location::Host(_) => host,
+    }
+}
+
+impl<'c> Pass<'c> for &'c MemoryCopy2d {
+    type Kept = MemoryCopy2d;
+    fn keep(self) -> MemoryCopy2d {
+        MemoryCopy2d::new(exchanged_side(self.dst), exchanged_side(self.src), self.shape)
+    }
+    fn pass(kept: &'c MemoryCopy2d) -> Self {
+        kept
+    }
+}
+
 impl<'c> Pass<'c> for &'c MemoryCopy {
     type Kept = MemoryCopy;
     fn keep(self) -> MemoryCopy {
-        let side = |side| match side {
-            Location::Device { device, ptr } => Location::Device { device: ordinal(device), ptr },
-            host @ Location::Host(_) => host,
-        };
-        MemoryCopy::new(side(self.dst), side(self.src), self.bytes)
+        MemoryCopy::new(exchanged_side(self.dst), exchanged_side(self.src), self.bytes)
     }
     fn pass(kept: &'c MemoryCopy) -> Self {
         kept

@@ -467,6 +467,24 @@ typedef struct hw_memory_copy {
     uint64_t bytes;
 } hw_memory_copy;
 
+/* A copy of rows. No row of one side overlaps a row of the other. */
+typedef struct hw_memory_copy_2d {
+    /* Bytes of this struct. */
+    uint64_t size;
+    /* The first row of the destination. */
+    hw_location dst;
+    /* The first row of the source. */
+    hw_location src;
+    /* Bytes of each row. With 0, the call succeeds and copies nothing. */
+    uint64_t width;
+    /* Number of rows. With 0, the call succeeds and copies nothing. */
+    uint64_t height;
+    /* Bytes from the beginning of one row to that of the next in the source. */
+    uint64_t src_pitch;
+    /* The same in the destination. */
+    uint64_t dst_pitch;
+} hw_memory_copy_2d;
+
 /* A fill of device memory with one element. */
 typedef struct hw_memory_fill {
     /* Bytes of this struct. */
@@ -1010,6 +1028,15 @@ struct hw_table {
      *    The handles of HW_TRANSPORT_FABRIC do not tell memory of `allocate` from mapped memory if the size is one of mapped
      *    memory. */
     int32_t (*import_memory)(hw_backend *backend, uint32_t device, const hw_memory_handle *memory, hw_id *answer, hw_error *error);
+
+    /* ---- group rows: two-dimensional copies in one call; without it, the program makes a flat copy of each row */
+    /* Enqueues a copy of rows, from or to device memory. The other side is device memory or page-locked host memory.
+     *  - copy-2d.exact: exactly `width` bytes of each row arrive, unchanged; bytes between the rows and beside them keep
+     *    their value on both sides.
+     *  - copy-2d.ordered: the copy runs in the order of the stream.
+     *  - copy-2d.zero: a copy of 0 rows, or of rows of 0 bytes, succeeds and copies nothing.
+     *  - copy-2d.pitch: a pitch less than the width returns HW_ERROR_INVALID_ARGUMENT, and nothing is enqueued. */
+    int32_t (*copy_2d)(hw_backend *backend, const hw_memory_copy_2d *copy, hw_id stream, hw_error *error);
 };
 
 /* The only symbol of a plugin. `host` is valid for the life of the process. Null rejects the program. */

@@ -20,9 +20,9 @@ use super::table::{TABLE_VERSIONS, Table, receiver_type, slots};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BackendTag, BlasHandle, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DevicePtr, Error, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator,
-    HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle,
-    MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result,
-    StreamId, StreamOptions, Transport, Workspace,
+    HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryCopy2d, MemoryFill,
+    MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions,
+    Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// The arguments of [`export_backend!`](crate::export_backend).

@@ -138,13 +138,21 @@ fn difference(claimed: &Capabilities, held: &Capabilities) -> String {
     names.join(", ")
 }
 
-/// The answer of a method: the plugin's to a call of the slot with the method's name, with two exceptions.
+/// The answer of a method: the plugin's to a call of the slot with the method's name, with three exceptions.
 macro_rules! answer {
     ($imported:ident.capabilities($device:ident)) => {
         $imported.held_capabilities($device)
     };
     ($imported:ident.create_blas_handle($device:ident, $options:ident)) => {
         $imported.create_handle($device, $options)
+    };
+    ($imported:ident.copy_2d($copy:ident, $stream:ident)) => {
+        if $imported.link.table().copy_2d.is_some() {
+            $imported.link.copy_2d($imported.link.backend(), $copy, &$stream)
+        } else {
+            // SAFETY: each row lies inside the blocks of the whole copy, for which the caller promises the rest.
+            $copy.in_rows(|row| unsafe { $imported.copy(row, $stream) })
+        }
     };
     ($imported:ident.$method:ident($($argument:ident),*)) => {
         $imported.link.$method($imported.link.backend() $(, &$argument)*)

@@ -24,7 +24,7 @@
 //!   struct is accepted if its unknown bytes are zero. Structs and the table grow at the end only.
 //! - Both sides state their versions. The highest common one is used.
 //! - A slot that is null or past the end of the table is an operation that the plugin does not support. Slots are in groups
-//!   (required, timing, foreign, host, register, blas, lt, capture, ipc, reset, mapped, adopt). A table has all of a group or none. The
+//!   (required, timing, foreign, host, register, blas, lt, capture, ipc, reset, mapped, adopt, rows). A table has all of a group or none. The
 //!   program clears the abilities that a device claims without the slots for them.
 //! - Every function returns a code: 0, the number of an [`ErrorKind`](highwater_hal::ErrorKind), or -1 for a panic. After a
 //!   panic, the program never calls the plugin again. The message goes into a struct of the caller.

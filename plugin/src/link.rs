@@ -14,8 +14,9 @@ use highwater_hal::exit;
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BackendTag, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DevicePtr, Error, ErrorKind, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr,
-    Identity, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId,
-    PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
+    Identity, LiveObjects, MathMode, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange,
+    PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions,
+    Transport, Workspace,
     fork::{Generation, Guard},
 };
 

@@ -578,6 +578,24 @@ raw_structs! {
         bytes: u64,
     }
 
+    /// A copy of rows. No row of one side overlaps a row of the other.
+    RawMemoryCopy2d "hw_memory_copy_2d" sized 72 {
+        /// Bytes of this struct.
+        size: u64,
+        /// The first row of the destination.
+        dst: RawLocation,
+        /// The first row of the source.
+        src: RawLocation,
+        /// Bytes of each row. With 0, the call succeeds and copies nothing.
+        width: u64,
+        /// Number of rows. With 0, the call succeeds and copies nothing.
+        height: u64,
+        /// Bytes from the beginning of one row to that of the next in the source.
+        src_pitch: u64,
+        /// The same in the destination.
+        dst_pitch: u64,
+    }
+
     /// A fill of device memory with one element.
     RawMemoryFill "hw_memory_fill" sized 40 {
         /// Bytes of this struct.

@@ -9,8 +9,8 @@ use super::raw::{CType, RawBackend, RawError, RawHandle, text_of};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
     EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
-    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions,
-    PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
+    MathMode, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle, MemoryInfo, MemoryRange, PhysicalMemoryId,
+    PhysicalMemoryOptions, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// Versions of the table that this version of Highwater supports.
@@ -54,6 +54,7 @@ groups! {
     Reset "reset": "restoring a handle that foreign code has used";
     Mapped "mapped": "physical memory that is mapped at reserved addresses";
     Adopt "adopt": "device memory that other code allocated";
+    Rows "rows": "two-dimensional copies in one call; without it, the program makes a flat copy of each row";
 }
 
 /// A slot of the table, as C declares it.
@@ -249,6 +250,9 @@ macro_rules! slots {
             Adopt describe_memory: backend.describe_memory(device: u32, ptr: DevicePtr) -> MemoryRange;
             /// Opens mapped memory of another process without mapping it. `destroy_memory` gives it back.
             Adopt import_memory: sharing.import_memory(device: u32, &memory: MemoryHandle) -> PhysicalMemoryId;
+
+            /// Enqueues a copy of rows, from or to device memory. The other side is device memory or page-locked host memory.
+            Rows copy_2d: backend.copy_2d(&copy: MemoryCopy2d, stream: StreamId);
         }
     };
 }

@@ -10,8 +10,8 @@ use std::sync::{Arc, Barrier, LazyLock};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, ErrorKind, EventOptions, HostOptions, Runtime, StreamOptions,
-    Transport,
+    AllocateOptions, Backend, BlasKind, BlasOptions, CopyShape, DevicePtr, ErrorKind, EventOptions, HostOptions,
+    Location, MemoryCopy2d, Runtime, StreamOptions, Transport,
 };
 use highwater_plugin::{LoadOptions, Plugin, Refusal, Stage, load};
 
@@ -126,6 +126,14 @@ fn a_plugin_built_against_either_header_says_who_it_is_and_works() {
         assert_eq!(backend.capabilities(1).unwrap_err().kind(), ErrorKind::InvalidArgument);
         let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
         assert_eq!(stream.tag(), identity.tag);
+        // Without a slot for it, a copy of rows is a copy of each row. The plugin refuses that of the third.
+        let at = |address| Location::Device { device: 0, ptr: DevicePtr::new(address) };
+        for (height, refused) in [(2, None), (3, Some(ErrorKind::InvalidPointer))] {
+            let shape = CopyShape::new(16, height).with_dst_pitch(32);
+            // SAFETY: nothing lies behind the addresses of this backend.
+            let copied = unsafe { backend.copy_2d(&MemoryCopy2d::new(at(0x1000), at(0x2000), shape), stream) };
+            assert_eq!(copied.err().map(|error| error.kind()), refused);
+        }
         backend.destroy_stream(stream).unwrap();
         let second = plugin.open().unwrap();
         assert_ne!(second.identity().tag, identity.tag, "every backend has a tag of its own");

@@ -52,6 +52,55 @@ impl Access {
     }
 }
 
+/// One side of `CUDA_MEMCPY2D`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RowsSide {
+    x: usize,
+    y: usize,
+    kind: u32,
+    host: usize,
+    device: u64,
+    array: usize,
+    pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Rows {
+    src: RowsSide,
+    dst: RowsSide,
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+}
+
+/// The address of rows, and their pitch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RowsAt {
+    Host(Pointer, usize),
+    Device(u64, usize),
+}
+
+impl Rows {
+    pub(crate) fn new(dst: RowsAt, src: RowsAt, width: usize, height: usize) -> Self {
+        let side = |at| {
+            let (kind, host, device, pitch) = match at {
+                RowsAt::Host(host, pitch) => (1, host.addr(), 0, pitch),
+                RowsAt::Device(device, pitch) => (2, 0, device, pitch),
+            };
+            RowsSide { x: 0, y: 0, kind, host, device, array: 0, pitch }
+        };
+        Self { src: side(src), dst: side(dst), width, height }
+    }
+
+    /// Lets the source begin at another row, and another byte of it.
+    pub(crate) fn from(mut self, x: usize, y: usize) -> Self {
+        (self.src.x, self.src.y) = (x, y);
+        self
+    }
+}
+
 /// `cublasLtMatmulHeuristicResult_t`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -193,6 +242,7 @@ library! {
     cuMemcpyHtoDAsync_v2(u64, Source, usize, Handle);
     cuMemcpyDtoHAsync_v2(Pointer, u64, usize, Handle);
     cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
+    cuMemcpy2DAsync_v2(*const Rows, Handle);
     cuMemcpyPeerAsync(u64, Handle, u64, Handle, usize, Handle);
     cuMemsetD8Async(u64, u8, usize, Handle);
     cuMemsetD16Async(u64, u16, usize, Handle);

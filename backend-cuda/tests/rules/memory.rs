@@ -1,7 +1,7 @@
 //! Device memory: blocks, copies, fills, and memory in the order of a stream.
 
 use crate::calls::ok;
-use crate::calls::{Handle, cu};
+use crate::calls::{Handle, Rows, RowsAt, cu};
 use crate::rig::{Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, pinned, start, store, stream, warm};
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::Log;
@@ -13,6 +13,7 @@ rules! {
     "memory.exhausted" Driver Shared exhausted: "more than the device has answers 2, and smaller blocks are given after that";
     "memory.address-range" Driver Shared range: "each block has a range of its own, which interior pointers find";
     "memory.copies" Driver Shared copies: "copies are exact to the byte";
+    "memory.rows" Driver Shared rows: "copies of rows are exact to the byte and one node of a graph; a pitch below the width, or above the maximum, answers 1 (manual; not yet seen on a device)";
     "memory.fills" Driver Shared fills: "fills of 1, 2 and 4 bytes count elements";
     "memory.pageable-copies" Driver Shared pageable: "the source of a copy from pageable memory may change when the call has returned";
     "memory.free-waits" Driver Own free_waits: "cuMemFree waits for the work of other streams";
@@ -110,6 +111,54 @@ fn copies(log: &mut Log) -> Answer {
     log.is("between memory of any kind", cu!(cuMemcpyAsync(host.addr() as u64, other, size, stream)), 0);
     ok!(cu cuStreamSynchronize(stream));
     log.is("its bytes", bytes_at(host, size) == expected, true);
+    ok!(cu cuMemFree_v2(block));
+    ok!(cu cuMemFree_v2(other));
+    ok!(cu cuMemFreeHost(host));
+    Ok(())
+}
+
+fn rows(log: &mut Log) -> Answer {
+    use RowsAt::{Device, Host};
+    const SIZE: usize = 4096;
+    let (stream, block, other, host) = (stream()?, memory(SIZE)?, memory(SIZE)?, pinned(SIZE)?);
+    let pattern: Vec<u8> = (0..SIZE).map(|index| (index * 7 + index / 251) as u8).collect();
+    let copied = |width: usize, height: usize, (to, to_pitch): (usize, usize), (from, from_pitch): (usize, usize)| {
+        let mut bytes = vec![0xee; SIZE];
+        for row in 0..height {
+            let (to, from) = (to + row * to_pitch, from + row * from_pitch);
+            bytes[to..to + width].copy_from_slice(&pattern[from..from + width]);
+        }
+        bytes
+    };
+    store(block, &pattern, stream)?;
+    let row = |to, from, width, height| {
+        let rows = Rows::new(to, from, width, height);
+        cu!(cuMemcpy2DAsync_v2(&rows, stream))
+    };
+    ok!(cu cuMemsetD8Async(other, 0xee, SIZE, stream));
+    log.is("on the device", row(Device(other + 5, 37), Device(block + 3, 100), 31, 40), 0);
+    log.is("its bytes", load::<u8>(other, SIZE, stream)? == copied(31, 40, (5, 37), (3, 100)), true);
+    ok!(cu cuMemsetD8Async(other, 0xee, SIZE, stream));
+    log.is("to the host", row(Host(host, 64), Device(block, 100), 17, 40), 0);
+    log.is("from the host", row(Device(other, 100), Host(host, 64), 17, 40), 0);
+    log.is("there and back", load::<u8>(other, SIZE, stream)? == copied(17, 40, (0, 100), (0, 100)), true);
+    ok!(cu cuMemsetD8Async(other, 0xee, SIZE, stream));
+    let shifted = Rows::new(Device(other, 16), Device(block, 100), 16, 9).from(2, 3);
+    log.is("from another row and byte", cu!(cuMemcpy2DAsync_v2(&shifted, stream)), 0);
+    log.is("its bytes", load::<u8>(other, SIZE, stream)? == copied(16, 9, (0, 16), (302, 100)), true);
+    log.is("no rows", row(Device(other, 16), Device(block, 16), 16, 0), 0);
+    log.is("rows of no bytes", row(Device(other, 16), Device(block, 16), 0, 16), 0);
+    log.is("a narrow pitch of the source", row(Device(other, 16), Device(block, 15), 16, 4), 1);
+    log.is("a narrow pitch of the destination", row(Device(other, 15), Device(block, 16), 16, 4), 1);
+    log.is("a pitch of 2 GiB", row(Device(other, 1 << 31), Device(block, 16), 16, 1), 1);
+    log.is("past the end", row(Device(other, 100), Device(block, 16), 16, 42), 1);
+    ok!(cu cuStreamBeginCapture_v2(stream, 2));
+    log.is("in a capture", row(Device(other, 16), Device(block, 16), 16, 4), 0);
+    let (mut graph, mut nodes) = (0, 0);
+    ok!(cu cuStreamEndCapture(stream, &mut graph));
+    ok!(cu cuGraphGetNodes(graph, std::ptr::null_mut(), &mut nodes));
+    log.is("nodes", nodes, 1);
+    ok!(cu cuGraphDestroy(graph));
     ok!(cu cuMemFree_v2(block));
     ok!(cu cuMemFree_v2(other));
     ok!(cu cuMemFreeHost(host));

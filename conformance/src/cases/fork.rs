@@ -4,9 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue,
-    ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MathMode, MemoryCopy, MemoryFill,
-    PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, StreamOptions,
+    AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, CopyShape, DataType, DeviceMemoryKind,
+    Epilogue, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MathMode, MemoryCopy,
+    MemoryCopy2d, MemoryFill, PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, StreamOptions,
 };
 
 use super::blas::kinds;
@@ -71,6 +71,7 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
     let (block, pinned) = (Block::filled(backend, 4096, 1)?, Pinned::holding(backend, &[1; 4096])?);
     let device = Location::Device { device: DEVICE, ptr: block.ptr() };
     let copy = MemoryCopy::new(device, Location::Host(pinned.ptr()), 64);
+    let rows = MemoryCopy2d::new(device, Location::Host(pinned.ptr()), CopyShape::new(16, 4).with_dst_pitch(32));
     let fill = MemoryFill::new(DEVICE, block.ptr(), FillPattern::U8(3), 64);
     let mut calls: Vec<Call<'_>> = vec![
         ("device_info", Box::new(|| backend.device_info(DEVICE).map(drop))),
@@ -88,6 +89,8 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
         ("allocate", Box::new(|| backend.allocate(DEVICE, &AllocateOptions::new(256)).map(drop))),
         // SAFETY: the blocks outlive the child, and no work uses them. The next calls are alike.
         ("copy", Box::new(|| unsafe { backend.copy(&copy, stream.id()) })),
+        // SAFETY: as above.
+        ("copy_2d", Box::new(|| unsafe { backend.copy_2d(&rows, stream.id()) })),
         // SAFETY: as above.
         ("fill", Box::new(|| unsafe { backend.fill(&fill, stream.id()) })),
         // SAFETY: as above. If the call succeeds against the promise, the case fails.

@@ -26,6 +26,7 @@ mod plans;
 mod products;
 mod refusals;
 mod registrations;
+mod rows;
 mod sharing;
 mod sizes;
 mod stability;
@@ -51,6 +52,7 @@ const GROUPS: &[&[Case]] = &[
     registrations::CASES,
     fills::CASES,
     copies::CASES,
+    rows::CASES,
     streams::CASES,
     events::CASES,
     gemm::CASES,

@@ -6,10 +6,11 @@ use std::num::NonZeroU32;
 
 use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    AllocateOptions, AtomicsMode, Backend, BackendTag, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind,
-    DevicePtr, Epilogue, Error, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, IdParts,
-    LiveObjects, Location, MathMode, MemoryCopy, MemoryFill, ObjectId, PhysicalMemoryId, PhysicalMemoryOptions,
-    PlanArguments, PlanOptions, Result, StreamId, StreamOptions, StreamPriority, Transport, Workspace,
+    AllocateOptions, AtomicsMode, Backend, BackendTag, BlasKind, BlasOptions, CaptureMode, CopyShape, DataType,
+    DeviceMemoryKind, DevicePtr, Epilogue, Error, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId,
+    GraphId, IdParts, LiveObjects, Location, MathMode, MemoryCopy, MemoryCopy2d, MemoryFill, ObjectId,
+    PhysicalMemoryId, PhysicalMemoryOptions, PlanArguments, PlanOptions, Result, StreamId, StreamOptions,
+    StreamPriority, Transport, Workspace,
 };
 
 use super::blas::kinds;
@@ -44,6 +45,8 @@ cases! {
 }
 
 const BYTES: usize = 256;
+/// Rows of less than half of them.
+const ROWS: CopyShape = CopyShape::new(16, 4).with_src_pitch(32).with_dst_pitch(24);
 
 /// The state that no refused call changes.
 struct Before<'b> {
@@ -209,6 +212,8 @@ fn bad_streams(backend: &dyn Backend) -> CaseResult {
             ("copy on the device", Box::new(|id| on(id).copy(block.span(0..128), block.span(128..256)))),
             ("copy to the device", Box::new(|id| on(id).copy(block.all(), pinned.all()))),
             ("copy to the host", Box::new(|id| on(id).copy(pinned.all(), block.all()))),
+            ("copy of rows", Box::new(|id| on(id).copy_rows(block.all(), pinned.all(), ROWS))),
+            ("copy of no rows", Box::new(|id| on(id).copy_rows(block.all(), pinned.all(), CopyShape::new(8, 0)))),
             ("copy of nothing", Box::new(|id| on(id).copy(pinned.span(0..0), block.span(0..0)))),
             ("destroy_stream", Box::new(|id| backend.destroy_stream(id))),
         ];
@@ -573,12 +578,16 @@ fn ordinals_of_memory(backend: &dyn Backend) -> CaseResult {
         let there = |device| Location::Device { device, ptr: block.ptr() };
         // SAFETY: the blocks outlive the calls. If one succeeds against the promise, the case fails.
         let copy = |dst, src| unsafe { backend.copy(&MemoryCopy::new(dst, src, BYTES / 2), stream.id()) };
+        // SAFETY: as above.
+        let copy_rows = |dst, src| unsafe { backend.copy_2d(&MemoryCopy2d::new(dst, src, ROWS), stream.id()) };
         let mut calls: Vec<Call<'_, u32>> = vec![
             ("allocate", Box::new(move |device| make(device, DeviceMemoryKind::Plain))),
             // SAFETY: as above.
             ("free", Box::new(|device| unsafe { backend.free(device, block.ptr(), None) })),
             ("copy from the host", Box::new(|device| copy(there(device), host))),
             ("copy to the host", Box::new(|device| copy(host, there(device)))),
+            ("copy of rows from the host", Box::new(|device| copy_rows(there(device), host))),
+            ("copy of rows to the host", Box::new(|device| copy_rows(host, there(device)))),
             (
                 "fill",
                 Box::new(|device| {
@@ -591,6 +600,7 @@ fn ordinals_of_memory(backend: &dyn Backend) -> CaseResult {
         ];
         if can.peer_copy {
             calls.push(("copy to another device", Box::new(|device| copy(there(device), here))));
+            calls.push(("copy of rows to another device", Box::new(|device| copy_rows(there(device), here))));
             calls.push(("copy from another device", Box::new(|device| copy(here, there(device)))));
         }
         if can.stream_ordered_memory {

@@ -1,4 +1,4 @@
-//! Copies and fills by construction: each kind, in each size and alignment, by a call and in a graph.
+//! Copies, fills and copies of rows by construction: each kind, in each size and alignment, by a call and in a graph.
 //!
 //! Every transfer has a slot of its own in the memory of its kind. A round brings fresh bytes into all slots, transfers,
 //! overwrites the sources, and takes a snapshot of the destinations, all in the order of one stream and behind a load that is
@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use highwater_hal::{Backend, CaptureMode, FillPattern, HostMemoryKind, HostOptions, Result};
+use highwater_hal::{Backend, CaptureMode, CopyShape, FillPattern, HostMemoryKind, HostOptions, Result};
 
 use crate::case::{CaseResult, Failure, cases, check};
 use crate::device::{Block, Capture, Event, Executable, Memory, Pinned, Registered, Span, Stream, write_span};
@@ -38,6 +38,22 @@ cases! {
         needs [TWO_DEVICES, has::peer_copy] => of_each_size(Work::ToOther);
     copies_from_another_device: ["copy.exact", "copy.ordered", "stream.order", "stream.asynchronous"]
         needs [TWO_DEVICES, has::peer_copy] => of_each_size(Work::FromOther);
+    rows_to_the_device: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_shape(Work::ToDevice(Host::Pinned));
+    rows_to_the_host: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_shape(Work::ToHost(Host::Pinned));
+    rows_from_registered_memory: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous", "host.register-copies"]
+        needs [has::host_register] => of_each_shape(Work::ToDevice(Host::Registered));
+    rows_to_registered_memory: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous", "host.register-copies"]
+        needs [has::host_register] => of_each_shape(Work::ToHost(Host::Registered));
+    rows_from_write_combined_memory: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous"]
+        needs [has::write_combined] => of_each_shape(Work::ToDevice(Host::WriteCombined));
+    rows_on_a_device: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous", "capture.replay"]
+        => of_each_shape(Work::OnDevice);
+    rows_to_another_device: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous"]
+        needs [TWO_DEVICES, has::peer_copy] => of_each_shape(Work::ToOther);
+    rows_from_another_device: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "stream.asynchronous"]
+        needs [TWO_DEVICES, has::peer_copy] => of_each_shape(Work::FromOther);
 }
 
 /// The kinds of host memory.
@@ -64,6 +80,30 @@ enum Work {
 /// one page and a mebibyte. The large ones come first, so that the others lie behind a mebibyte of their block.
 const SIZES: [usize; 20] =
     [(4 << 20) + 5, (1 << 20) + 3, 65_539, 4099, 4096, 1000, 257, 256, 255, 67, 64, 31, 16, 9, 8, 5, 4, 3, 2, 1];
+/// The shapes of copies of rows: width, height, and the gaps between the rows of the source and of the destination. The widths and
+/// pitches lie around those that engines copy at a time. Gaps that differ, and those of one side only, are among them.
+const SHAPES: [(usize, usize, usize, usize); 20] = [
+    (70_001, 17, 3, 71),
+    (4096, 64, 4096, 0),
+    (1000, 40, 24, 1048),
+    (257, 33, 0, 255),
+    (256, 31, 256, 256),
+    (255, 9, 1, 0),
+    (128, 128, 0, 0),
+    (67, 3, 5, 7),
+    (64, 16, 64, 192),
+    (32, 1, 100, 0),
+    (17, 65, 15, 47),
+    (16, 8, 0, 16),
+    (12, 1000, 4, 1),
+    (9, 2, 0, 500),
+    (8, 300, 8, 8),
+    (7, 5, 1000, 1),
+    (4, 257, 12, 0),
+    (3, 4, 2, 2),
+    (2, 513, 0, 2),
+    (1, 600, 1, 3),
+];
 /// Distances of an operand from an address that is aligned to 256 bytes.
 const OFFSETS: [usize; 11] = [0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 100];
 /// The least number of bytes behind each operand that must keep their value.
@@ -80,22 +120,50 @@ struct Transfer {
     slot: Range<usize>,
     source: Range<usize>,
     destination: Range<usize>,
+    /// One row, unless the transfer is a copy of rows.
+    shape: CopyShape,
+}
+
+/// The shapes of the transfers of one kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Flat,
+    Rows,
+}
+
+impl Form {
+    fn shapes(self, element: usize) -> Vec<CopyShape> {
+        match self {
+            // A fill of as many bytes as the largest copy takes long enough.
+            Self::Flat => SIZES
+                .iter()
+                .map(|&size| if size > 1 << 21 { size / element * element } else { size * element })
+                .map(|bytes| CopyShape::new(bytes, 1))
+                .collect(),
+            Self::Rows => SHAPES
+                .iter()
+                .map(|&(width, height, src_gap, dst_gap)| {
+                    CopyShape::new(width, height).with_src_pitch(width + src_gap).with_dst_pitch(width + dst_gap)
+                })
+                .collect(),
+        }
+    }
 }
 
 /// Lays out the transfers of all sizes, each with other distances from the alignment.
-fn transfers(work: Work, random: &mut Random) -> Vec<Transfer> {
-    let width = if let Work::Fill(width) = work { width } else { 1 };
+fn transfers(work: Work, form: Form, random: &mut Random) -> Vec<Transfer> {
+    let element = if let Work::Fill(width) = work { width } else { 1 };
     let mut end = 0;
-    SIZES
+    form.shapes(element)
         .into_iter()
-        .map(|size| {
-            // A fill of as many bytes as the largest copy takes long enough.
-            let bytes = if size > 1 << 21 { size / width * width } else { size * width };
-            let mut offset = || OFFSETS[random.below(OFFSETS.len())].next_multiple_of(width);
+        .map(|shape| {
+            let mut offset = || OFFSETS[random.below(OFFSETS.len())].next_multiple_of(element);
             let (from, to) = (end + offset(), end + offset());
-            let slot = end..(from.max(to) + bytes + GUARD).next_multiple_of(SLOT_ALIGNMENT);
+            let extent = |start: usize, bytes: Option<usize>| start..start + bytes.unwrap_or_default();
+            let (source, destination) = (extent(from, shape.src_bytes()), extent(to, shape.dst_bytes()));
+            let slot = end..(source.end.max(destination.end) + GUARD).next_multiple_of(SLOT_ALIGNMENT);
             end = slot.end;
-            Transfer { slot, source: from..from + bytes, destination: to..to + bytes }
+            Transfer { slot, source, destination, shape }
         })
         .collect()
 }
@@ -145,6 +213,7 @@ struct Made<'b> {
     backend: &'b dyn Backend,
     device: u32,
     work: Work,
+    form: Form,
     transfers: Vec<Transfer>,
     input: Place<'b>,
     output: Place<'b>,
@@ -186,8 +255,14 @@ impl Content {
 }
 
 impl<'b> Made<'b> {
-    fn new(backend: &'b dyn Backend, work: Work, device: u32, random: &mut Random) -> Result<Self, Failure> {
-        let transfers = transfers(work, random);
+    fn new(
+        backend: &'b dyn Backend,
+        work: Work,
+        form: Form,
+        device: u32,
+        random: &mut Random,
+    ) -> Result<Self, Failure> {
+        let transfers = transfers(work, form, random);
         let bytes = transfers.last().map_or(0, |last| last.slot.end);
         let other = (device + 1) % backend.device_count();
         let input = match work {
@@ -207,6 +282,7 @@ impl<'b> Made<'b> {
             backend,
             device,
             work,
+            form,
             input,
             output,
             drawn,
@@ -232,9 +308,10 @@ impl<'b> Made<'b> {
 
     fn enqueue(&self, stream: &Stream<'_>, transfer: &Transfer, round: usize) -> Result<()> {
         let destination = self.output.span(transfer.destination.clone());
-        match self.work {
-            Work::Fill(width) => stream.fill(destination, Self::pattern(width, round)),
-            _ => stream.copy(destination, self.input.span(transfer.source.clone())),
+        match (self.work, self.form) {
+            (Work::Fill(width), _) => stream.fill(destination, Self::pattern(width, round)),
+            (_, Form::Flat) => stream.copy(destination, self.input.span(transfer.source.clone())),
+            (_, Form::Rows) => stream.copy_rows(destination, self.input.span(transfer.source.clone()), transfer.shape),
         }
     }
 
@@ -278,7 +355,7 @@ impl<'b> Made<'b> {
         let seen_in_rounds = unsafe { self.seen.bytes_now(0..ROUNDS * bytes) };
         for (round, seen) in seen_in_rounds.chunks_exact(bytes).enumerate() {
             for transfer in group {
-                let Transfer { slot, source, destination } = transfer;
+                let Transfer { slot, source, destination, shape } = transfer;
                 let mut expected = self.drawn_bytes[Content::Old.of(slot)].to_vec();
                 let place = destination.start - slot.start..destination.end - slot.start;
                 match self.work {
@@ -291,15 +368,19 @@ impl<'b> Made<'b> {
                         };
                         expected[place].chunks_exact_mut(width).for_each(|chunk| chunk.copy_from_slice(&element));
                     }
-                    _ => expected[place].copy_from_slice(&self.drawn_bytes[Content::Fresh(round).of(source)]),
+                    _ => {
+                        let (to, from) = (&mut expected[place], &self.drawn_bytes[Content::Fresh(round).of(source)]);
+                        for (begin, other) in shape.rows() {
+                            to[begin..begin + shape.width].copy_from_slice(&from[other..other + shape.width]);
+                        }
+                    }
                 }
                 let seen = &seen[slot.start - slots.start..slot.end - slots.start];
                 let wrong = || seen.iter().zip(&expected).position(|(seen, expected)| seen != expected);
                 check!(
                     *seen == expected,
-                    "in round {round}, a transfer of {} bytes from {} to {} bytes behind the alignment gave another byte {} of its \
-                     slot than it should",
-                    destination.len(),
+                    "in round {round}, a transfer of {shape:?} from {} to {} bytes behind the alignment gave another byte {} of \
+                     its slot than it should",
                     source.start - slot.start,
                     destination.start - slot.start,
                     wrong().unwrap_or_default()
@@ -311,16 +392,24 @@ impl<'b> Made<'b> {
 }
 
 fn of_each_size(backend: &dyn Backend, work: Work) -> CaseResult {
+    of_each(backend, work, Form::Flat)
+}
+
+fn of_each_shape(backend: &dyn Backend, work: Work) -> CaseResult {
+    of_each(backend, work, Form::Rows)
+}
+
+fn of_each(backend: &dyn Backend, work: Work, form: Form) -> CaseResult {
     for device in 0..backend.device_count().min(2) {
-        crate::seed::with_seed(u64::from(device), |random| on_device(backend, work, device, random))
-            .map_err(|failure| failure.with_details(&format!("{work:?} on device {device}")))?;
+        crate::seed::with_seed(u64::from(device), |random| on_device(backend, work, form, device, random))
+            .map_err(|failure| failure.with_details(&format!("{work:?} {form:?} on device {device}")))?;
     }
     Ok(())
 }
 
-fn on_device(backend: &dyn Backend, work: Work, device: u32, random: &mut Random) -> CaseResult {
+fn on_device(backend: &dyn Backend, work: Work, form: Form, device: u32, random: &mut Random) -> CaseResult {
     let can = backend.capabilities(device)?;
-    let made = Made::new(backend, work, device, random)?;
+    let made = Made::new(backend, work, form, device, random)?;
     let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
     let (stream, before) = (Stream::on(backend, device)?, Event::on(backend, device)?);
     // Vendors refuse to record copies between devices.

@@ -12,8 +12,8 @@ use std::thread::{self, ThreadId};
 
 use highwater_hal::{
     AnyId, AtomicsMode, Call, CaptureMode, DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId,
-    HostPtr, Identity, MathMode, MemoryCopy, MemoryFill, MemoryHandle, PhysicalMemoryId, PlanArguments, PlanId,
-    PlanOptions, StreamId, StreamOptions, StreamPriority, Transport, Workspace, clauses,
+    HostPtr, Identity, MathMode, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle, PhysicalMemoryId, PlanArguments,
+    PlanId, PlanOptions, StreamId, StreamOptions, StreamPriority, Transport, Workspace, clauses,
 };
 
 use super::reference::Reference;
@@ -649,6 +649,10 @@ const LARGE_BYTES: usize = 1 << 20;
 by_reference! {
     StreamOptions: |options| Probe { is_unusual: options.priority != StreamPriority::Normal, is_large: false };
     MemoryCopy: |copy| Probe { is_unusual: false, is_large: copy.bytes > LARGE_BYTES };
+    MemoryCopy2d: |copy| Probe {
+        is_unusual: copy.shape.src_pitch != copy.shape.dst_pitch,
+        is_large: copy.shape.src_bytes().is_none_or(|bytes| bytes > LARGE_BYTES),
+    };
     MemoryFill: |fill| Probe { is_unusual: false, is_large: fill.count * fill.pattern.bytes() > LARGE_BYTES };
     Gemm: |gemm| {
         let shape = &gemm.shape;

@@ -282,7 +282,11 @@ pub(super) enum Way {
 
 impl Way {
     pub(super) fn of(copy: &MemoryCopy) -> Self {
-        match (copy.dst, copy.src) {
+        Self::between(copy.dst, copy.src)
+    }
+
+    pub(super) fn between(dst: Location, src: Location) -> Self {
+        match (dst, src) {
             (Location::Device { device: to, .. }, Location::Device { device: from, .. }) if to == from => {
                 Self::OnDevice
             }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use highwater_hal::AnyId::Stream;
 use highwater_hal::{
     AllocateOptions, Answer, Backend, BackendLayer, BlasHandle, BlasOptions, Call, DeviceMemoryKind, DevicePtr,
-    EventId, HostAllocator, IpcSharing, MemoryCopy, MemoryFill, PhysicalMemoryId, PhysicalMemoryOptions, Result,
-    StreamId,
+    EventId, HostAllocator, IpcSharing, MemoryCopy, MemoryCopy2d, MemoryFill, PhysicalMemoryId, PhysicalMemoryOptions,
+    Result, StreamId,
 };
 
 use super::blas::ValidatedHandle;
@@ -127,6 +127,21 @@ unsafe impl BackendLayer for Validated<'_> {
         let misuse = self.books.misuse(&sides);
         // SAFETY: the caller promises what `copy` asks for.
         let call = || unsafe { self.inner.copy(copy, stream) };
+        let answer = self.books.with_ids(OPERATION, &[Stream(stream)], call);
+        self.books.judge_use(OPERATION, misuse, &answer);
+        answer
+    }
+
+    unsafe fn copy_2d(&self, copy: &MemoryCopy2d, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "copy_2d";
+        let extent = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
+        let sides = [
+            ("the destination", side(copy.dst), extent(copy.shape.dst_bytes())),
+            ("the source", side(copy.src), extent(copy.shape.src_bytes())),
+        ];
+        let misuse = self.books.misuse(&sides);
+        // SAFETY: the caller promises what `copy_2d` asks for.
+        let call = || unsafe { self.inner.copy_2d(copy, stream) };
         let answer = self.books.with_ids(OPERATION, &[Stream(stream)], call);
         self.books.judge_use(OPERATION, misuse, &answer);
         answer

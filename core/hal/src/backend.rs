@@ -10,7 +10,7 @@ use crate::host::{HostAllocator, HostObserver};
 use crate::id::{BackendTag, EventId, GraphExecId, GraphId, PhysicalMemoryId, StreamId};
 use crate::ipc::IpcSharing;
 use crate::memory::{
-    AllocateOptions, DevicePtr, MemoryCopy, MemoryFill, MemoryInfo, MemoryRange, PhysicalMemoryOptions,
+    AllocateOptions, DevicePtr, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryInfo, MemoryRange, PhysicalMemoryOptions,
 };
 
 /// The name, versions and tag of a backend.
@@ -630,6 +630,25 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - the ranges do not overlap, and both blocks stay allocated until the copy has completed;
     /// - until then, the source is not written, and a host destination is neither read nor written.
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()>;
+
+    /// Enqueues a copy of rows, whose beginnings have equal distances on each side. The sides are those of
+    /// [`copy`](Backend::copy). The default enqueues a copy for each row.
+    ///
+    /// - `copy-2d.exact`: exactly `width` bytes of each row arrive, unchanged; bytes between the rows and beside them keep their
+    ///   value on both sides.
+    /// - `copy-2d.ordered`: the copy runs in the order of the stream.
+    /// - `copy-2d.zero`: a copy of 0 rows, or of rows of 0 bytes, succeeds and copies nothing.
+    /// - `copy-2d.pitch`: a pitch less than the width returns `InvalidArgument`, and nothing is enqueued.
+    ///
+    /// # Safety
+    /// The caller must ensure that:
+    /// - the bytes from the first row to the end of the last lie, on each side, inside one block, as for `copy`;
+    /// - no row of one side overlaps a row of the other, and both blocks stay allocated until the copy has completed;
+    /// - until then, no row of the source is written, and no row of a host destination is read or written.
+    unsafe fn copy_2d(&self, copy: &MemoryCopy2d, stream: StreamId) -> Result<()> {
+        // SAFETY: Each row lies inside the blocks of the whole copy, for which the caller promises the rest.
+        copy.in_rows(|row| unsafe { self.copy(row, stream) })
+    }
 
     /// Enqueues a fill of device memory.
     ///

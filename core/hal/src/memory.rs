@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ptr::NonNull;
 
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 use crate::ipc::{Transport, Transports};
 
@@ -242,6 +243,17 @@ pub enum Location {
     },
 }
 
+impl Location {
+    /// Returns the location `bytes` higher in the same memory. Saturates at the end of the address space.
+    #[must_use]
+    pub fn offset(self, bytes: usize) -> Self {
+        match self {
+            Self::Host(ptr) => Self::Host(ptr.offset(bytes)),
+            Self::Device { device, ptr } => Self::Device { device, ptr: ptr.offset(bytes) },
+        }
+    }
+}
+
 /// A copy of bytes, for [`Backend::copy`](crate::Backend::copy). Its two sides do not overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -259,6 +271,156 @@ impl MemoryCopy {
     #[must_use]
     pub const fn new(dst: Location, src: Location, bytes: usize) -> Self {
         Self { dst, src, bytes }
+    }
+}
+
+/// The shape of a two-dimensional copy: `height` rows of `width` bytes. The rows of each side begin at equal distances, its pitch.
+///
+/// ```
+/// use highwater_hal::CopyShape;
+///
+/// // 3 rows of 100 bytes, which begin 256 bytes apart in the source and without gaps in the destination.
+/// let shape = CopyShape::new(100, 3).with_src_pitch(256);
+/// assert_eq!((shape.src_bytes(), shape.dst_bytes()), (Some(612), Some(300)));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct CopyShape {
+    /// Bytes of each row. With 0, the copy succeeds and copies nothing.
+    pub width: usize,
+    /// Number of rows. With 0, the copy succeeds and copies nothing.
+    pub height: usize,
+    /// Bytes from the beginning of one row to that of the next in the source; at least `width`.
+    pub src_pitch: usize,
+    /// The same in the destination.
+    pub dst_pitch: usize,
+}
+
+impl CopyShape {
+    /// Returns the shape of `height` rows of `width` bytes, without gaps on either side.
+    #[must_use]
+    pub const fn new(width: usize, height: usize) -> Self {
+        Self { width, height, src_pitch: width, dst_pitch: width }
+    }
+
+    /// Sets the bytes between the beginnings of rows in the source.
+    #[must_use]
+    pub const fn with_src_pitch(mut self, bytes: usize) -> Self {
+        self.src_pitch = bytes;
+        self
+    }
+
+    /// Sets the bytes between the beginnings of rows in the destination.
+    #[must_use]
+    pub const fn with_dst_pitch(mut self, bytes: usize) -> Self {
+        self.dst_pitch = bytes;
+        self
+    }
+
+    /// Returns true if there is nothing to copy.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.width == 0 || self.height == 0
+    }
+
+    /// Returns the bytes from the first to the last of the source. `None` if they exceed the address space.
+    #[must_use]
+    pub const fn src_bytes(&self) -> Option<usize> {
+        self.extent(self.src_pitch)
+    }
+
+    /// Returns the bytes from the first to the last of the destination. `None` if they exceed the address space.
+    #[must_use]
+    pub const fn dst_bytes(&self) -> Option<usize> {
+        self.extent(self.dst_pitch)
+    }
+
+    const fn extent(&self, pitch: usize) -> Option<usize> {
+        if self.is_empty() {
+            return Some(0);
+        }
+        match (self.height - 1).checked_mul(pitch) {
+            Some(before_last) => before_last.checked_add(self.width),
+            None => None,
+        }
+    }
+
+    /// Returns where each row begins in the destination and in the source, in bytes behind the first.
+    pub fn rows(self) -> impl Iterator<Item = (usize, usize)> {
+        (0..self.height).map(move |row| (row.saturating_mul(self.dst_pitch), row.saturating_mul(self.src_pitch)))
+    }
+
+    /// Checks that rows of one side do not overlap.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a pitch is less than the width.
+    pub fn check(&self, operation: &'static str) -> Result<()> {
+        for (side, pitch) in [("source", self.src_pitch), ("destination", self.dst_pitch)] {
+            if pitch < self.width {
+                let message = format!(
+                    "the pitch of the {side} is {pitch} bytes, expected at least the width of {} bytes",
+                    self.width
+                );
+                return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
+                    .with_hint("pass the bytes from the beginning of one row to that of the next"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true if a row at `src` shares a byte with a row at `dst`, in the same memory. The shape must pass [`check`](Self::check).
+    #[must_use]
+    pub fn overlaps(&self, dst: u64, src: u64) -> bool {
+        let beyond =
+            |start: u64, bytes: Option<usize>| u128::from(start) + bytes.map_or(u128::MAX >> 1, |bytes| bytes as u128);
+        if beyond(dst, self.dst_bytes()) <= u128::from(src) || beyond(src, self.src_bytes()) <= u128::from(dst) {
+            return false;
+        }
+        // Rows ascend on both sides, so the lower of two rows that are apart is apart from all later rows, too.
+        let begin = |start: u64, row: usize, pitch: usize| u128::from(start) + row as u128 * pitch as u128;
+        let (mut to, mut from) = (0, 0);
+        while to < self.height && from < self.height && self.width > 0 {
+            let (dst, src) = (begin(dst, to, self.dst_pitch), begin(src, from, self.src_pitch));
+            if dst.abs_diff(src) < self.width as u128 {
+                return true;
+            }
+            if dst < src { to += 1 } else { from += 1 }
+        }
+        false
+    }
+}
+
+/// A two-dimensional copy, for [`Backend::copy_2d`](crate::Backend::copy_2d). No row of one side overlaps a row of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryCopy2d {
+    /// The first row of the destination.
+    pub dst: Location,
+    /// The first row of the source.
+    pub src: Location,
+    /// The rows and their pitches.
+    pub shape: CopyShape,
+}
+
+impl MemoryCopy2d {
+    /// Returns a copy of rows from `src` to `dst`.
+    #[must_use]
+    pub const fn new(dst: Location, src: Location, shape: CopyShape) -> Self {
+        Self { dst, src, shape }
+    }
+
+    /// Makes the copy from flat ones, for devices without a call for it: `copy` receives one for each row. If there is nothing to
+    /// copy, it receives one of 0 bytes, which checks the rest of the arguments.
+    ///
+    /// # Errors
+    /// The error of the first copy that fails, and `InvalidArgument` as [`CopyShape::check`]. The copies before it are made.
+    pub fn in_rows(&self, mut copy: impl FnMut(&MemoryCopy) -> Result<()>) -> Result<()> {
+        let Self { dst, src, shape } = *self;
+        shape.check("copy_2d")?;
+        if shape.is_empty() {
+            return copy(&MemoryCopy::new(dst, src, 0));
+        }
+        shape.rows().try_for_each(|(to, from)| copy(&MemoryCopy::new(dst.offset(to), src.offset(from), shape.width)))
     }
 }
 
@@ -318,5 +480,25 @@ mod tests {
         assert!(ptr.is_aligned_to(256) && !ptr.offset(8).is_aligned_to(256));
         assert!(!ptr.is_aligned_to(0));
         assert_eq!(DevicePtr::new(u64::MAX).offset(8).get(), u64::MAX);
+    }
+
+    #[test]
+    fn rows_overlap_if_they_share_a_byte() {
+        for (width, height, pitches) in [(3, 4, (3, 3)), (2, 3, (5, 5)), (2, 4, (3, 7)), (1, 5, (4, 2)), (4, 1, (4, 9))]
+        {
+            let shape = CopyShape::new(width, height).with_dst_pitch(pitches.0).with_src_pitch(pitches.1);
+            for distance in 0..64_u64 {
+                let (dst, src) = (distance, 32);
+                let bytes = |start: u64, row: usize| start as usize + row..start as usize + row + width;
+                let shared = shape.rows().any(|(to, _)| {
+                    let to = bytes(dst, to);
+                    shape.rows().any(|(_, from)| bytes(src, from).any(|byte| to.contains(&byte)))
+                });
+                assert_eq!(shape.overlaps(dst, src), shared, "{shape:?} at {dst} and {src}");
+            }
+        }
+        assert!(!CopyShape::new(0, 9).overlaps(5, 5) && !CopyShape::new(9, 0).overlaps(5, 5));
+        let endless = CopyShape::new(1, usize::MAX).with_src_pitch(usize::MAX);
+        assert_eq!((endless.src_bytes(), endless.overlaps(0, 0)), (None, true));
     }
 }

@@ -52,6 +52,7 @@ macro_rules! for_each_operation {
                 Free: [unsafe fn] free(device: u32, ptr: $crate::DevicePtr, stream: Option<$crate::StreamId>) -> ();
                 DescribeMemory: [fn] describe_memory(device: u32, ptr: $crate::DevicePtr) -> $crate::MemoryRange;
                 Copy: [unsafe fn] copy(copy: &$crate::MemoryCopy, stream: $crate::StreamId) -> ();
+                Copy2d: [unsafe fn] copy_2d(copy: &$crate::MemoryCopy2d, stream: $crate::StreamId) -> ();
                 Fill: [unsafe fn] fill(fill: &$crate::MemoryFill, stream: $crate::StreamId) -> ();
                 ReserveAddresses: [fn] reserve_addresses(device: u32, bytes: usize) -> $crate::DevicePtr;
                 FreeAddresses: [unsafe fn] free_addresses(device: u32, ptr: $crate::DevicePtr, bytes: usize) -> ();

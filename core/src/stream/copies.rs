@@ -15,7 +15,9 @@ use crate::pool::block::OwnedBlock;
 use crate::pool::device_pool::DevicePool;
 use crate::pool::pinned::{Liveness, PinnedPool};
 use crate::pool::poison::{LIVE, PATTERN};
-use highwater_hal::{Element, Error, ErrorKind, FillPattern, HostPtr, Location, MemoryCopy, MemoryFill, Result};
+use highwater_hal::{
+    CopyShape, Element, Error, ErrorKind, FillPattern, HostPtr, Location, MemoryCopy, MemoryCopy2d, MemoryFill, Result,
+};
 
 /// Bytes that the test mode of device memory reads at once.
 const STAGED: usize = 4 << 20;
@@ -27,6 +29,16 @@ pub(super) enum CopyKind {
     ToHost,
     /// To the host, for values that the caller waits for. It must not be recorded in a capture.
     Awaited,
+}
+
+/// A part of a copy of page-locked memory that lies in one registration. Offsets are bytes from the start of the block, and of the
+/// device's slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) host: usize,
+    pub(super) device: usize,
+    /// One row for a flat copy.
+    pub(super) shape: CopyShape,
 }
 
 /// An operation that was not enqueued completely.
@@ -45,6 +57,16 @@ fn foreign(operation: &'static str, memory: &dyn std::fmt::Debug) -> Error {
 fn not_pinned(operation: &'static str, ptr: HostPtr) -> Error {
     Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr:?} is in no live page-locked buffer"))
         .with_hint("pass an address in a live buffer of the runtime that the stream belongs to")
+}
+
+/// Splits a flat copy of a range of a block. No vendor allows a copy across the border of two registrations.
+fn flat(block: &OwnedBlock, range: Range<usize>) -> impl Iterator<Item = Part> + use<> {
+    let start = range.start;
+    block.cut(range).map(move |part| Part {
+        host: part.start,
+        device: part.start - start,
+        shape: CopyShape::new(part.len(), 1),
+    })
 }
 
 impl Stream {
@@ -271,13 +293,27 @@ impl Stream {
         device: DeviceSlice<'_, T>,
         kind: CopyKind,
     ) -> Result<()> {
+        self.in_block_at(operation, host, device.bytes(), &device.untyped(), |block, range| {
+            self.copy_block(operation, block, flat(block, range), device, kind)
+        })
+    }
+
+    /// Calls `copy` with the page-locked block of an address and the range of `bytes` from there in it.
+    pub(super) fn in_block_at(
+        &self,
+        operation: &'static str,
+        host: HostPtr,
+        bytes: usize,
+        device: &Untyped<'_>,
+        copy: impl FnOnce(&OwnedBlock, Range<usize>) -> Result<()>,
+    ) -> Result<()> {
         let pinned = &self.runtime.inner.pinned;
         self.backend(operation)?;
-        self.check_here(operation, &device.untyped())?;
+        self.check_here(operation, device)?;
         let kept = pinned.keep_live_block(host).ok_or_else(|| not_pinned(operation, host))?;
-        let (start, bytes) = (host.address() - kept.ptr.address(), device.bytes());
+        let start = host.address() - kept.ptr.address();
         let copied = match start.checked_add(bytes) {
-            Some(end) if end <= kept.bytes() => self.copy_block(operation, &kept, start..end, device, kind),
+            Some(end) if end <= kept.bytes() => copy(&kept, start..end),
             _ => {
                 let message = format!(
                     "{bytes} bytes at {host:?} leave the buffer, which has {} bytes from there",
@@ -298,49 +334,66 @@ impl Stream {
         device: DeviceSlice<'_, T>,
         kind: CopyKind,
     ) -> Result<()> {
+        self.check_pinned(operation, host, &device.untyped())?;
+        let (src_len, dst_len) =
+            if kind == CopyKind::ToDevice { (host.len(), device.len()) } else { (device.len(), host.len()) };
+        Self::check_len(operation, src_len, dst_len)?;
+        self.copy_block(operation, host.block(), flat(host.block(), host.bytes()), device, kind)
+    }
+
+    /// Checks that both sides of a copy are usable on this stream.
+    pub(super) fn check_pinned<T: Element>(
+        &self,
+        operation: &'static str,
+        host: &PinnedSlice<'_, T>,
+        device: &Untyped<'_>,
+    ) -> Result<()> {
         self.backend(operation)?;
         if !host.is_of(&self.runtime.inner.pinned) {
             return Err(foreign(operation, host));
         }
-        self.check_here(operation, &device.untyped())?;
-        let (src_len, dst_len) =
-            if kind == CopyKind::ToDevice { (host.len(), device.len()) } else { (device.len(), host.len()) };
-        Self::check_len(operation, src_len, dst_len)?;
-        self.copy_block(operation, host.block(), host.bytes(), device, kind)
+        self.check_here(operation, device)
     }
 
-    /// Enqueues a copy of a range of a page-locked block, which is as long as `device`.
-    fn copy_block<T: Element>(
+    /// Enqueues a copy of parts of a page-locked block. All lie inside the block, and inside `device`.
+    pub(super) fn copy_block<T: Element>(
         &self,
         operation: &'static str,
         block: &OwnedBlock,
-        range: Range<usize>,
+        mut parts: impl Iterator<Item = Part>,
         device: DeviceSlice<'_, T>,
         kind: CopyKind,
     ) -> Result<()> {
         let backend = &self.runtime.inner.backend;
         let to_host = kind != CopyKind::ToDevice;
-        let part_of = |part: &Range<usize>| {
-            let ptr = device.ptr().offset(part.start - range.start);
-            let on_device = Location::Device { device: device.device(), ptr };
-            let on_host = Location::Host(block.ptr.offset(part.start));
-            let (dst, src) = if to_host { (on_host, on_device) } else { (on_device, on_host) };
-            MemoryCopy::new(dst, src, part.len())
+        let sides = |part: Part| {
+            let on_device = Location::Device { device: device.device(), ptr: device.ptr().offset(part.device) };
+            let on_host = Location::Host(block.ptr.offset(part.host));
+            if to_host { (on_host, on_device) } else { (on_device, on_host) }
         };
         let noted = device.block.note_use(&self.core)?;
         let recordable = kind != CopyKind::Awaited;
         self.use_pinned(operation, block, to_host, recordable, |submission| {
             let kept = submission.keep_device(operation, noted, &[device.block]);
             kept.map_err(|error| NotEnqueued { error, in_part: false })?;
-            // No vendor allows a copy across the border of two registrations.
-            block.cut(range.clone()).try_for_each(|part| {
+            let mut in_part = false;
+            parts.try_for_each(|part| {
+                let ((dst, src), shape) = (sides(part), part.shape);
+                // A backend may make a copy of rows one by one, so that some are enqueued if it fails.
+                let may_begin = in_part || shape.height > 1;
+                in_part = true;
                 // SAFETY: Each range lies in one live block, and the host range in one registration. `note_use` and
                 // `use_pinned` ensure that the device block is freed, and the host block reused or accessed by the CPU, only
                 // after this stream has passed the copy. `use_pinned` has also made this stream wait for every other stream
                 // whose use would race with the copy. If the copy is recorded, the graph keeps both blocks, and each launch
                 // does the same.
-                let enqueued = unsafe { backend.copy(&part_of(&part), self.core.id) };
-                enqueued.map_err(|error| NotEnqueued { error, in_part: part.start > range.start })
+                let enqueued = unsafe {
+                    match shape.height {
+                        1 => backend.copy(&MemoryCopy::new(dst, src, shape.width), self.core.id),
+                        _ => backend.copy_2d(&MemoryCopy2d::new(dst, src, shape), self.core.id),
+                    }
+                };
+                enqueued.map_err(|error| NotEnqueued { error, in_part: may_begin })
             })
         })
     }
@@ -355,32 +408,48 @@ impl Stream {
         src: impl Into<DeviceSlice<'s, T>>,
         dst: impl Into<DeviceSlice<'d, T>>,
     ) -> Result<()> {
-        const OPERATION: &str = "copy";
         let (src, dst) = (src.into(), dst.into());
-        let backend = self.backend(OPERATION)?;
-        self.check_slice(OPERATION, &src.untyped())?;
-        self.check_slice(OPERATION, &dst.untyped())?;
-        Self::check_len(OPERATION, src.len(), dst.len())?;
+        self.copy_on_devices("copy", src, dst, |_| {
+            Self::check_len("copy", src.len(), dst.len()).map(|()| CopyShape::new(src.bytes(), 1))
+        })
+    }
+
+    /// Enqueues a copy between device buffers. `shape` returns what is copied, after the check that both belong to the runtime.
+    pub(super) fn copy_on_devices<T: Element>(
+        &self,
+        operation: &'static str,
+        src: DeviceSlice<'_, T>,
+        dst: DeviceSlice<'_, T>,
+        shape: impl FnOnce(&Self) -> Result<CopyShape>,
+    ) -> Result<()> {
+        let backend = self.backend(operation)?;
+        self.check_slice(operation, &src.untyped())?;
+        self.check_slice(operation, &dst.untyped())?;
+        let shape = shape(self)?;
         if src.device() != dst.device() && !self.runtime.inner.device(self.device()).capabilities.peer_copy {
-            return Err(Error::lacks(OPERATION, "peer_copy"));
+            return Err(Error::lacks(operation, "peer_copy"));
         }
         if src.device() != self.device() {
-            self.check_here(OPERATION, &dst.untyped())?;
+            self.check_here(operation, &dst.untyped())?;
         }
-        if src.untyped().overlaps(src.bytes(), &dst.untyped(), dst.bytes()) {
+        if src.device() == dst.device() && shape.overlaps(dst.ptr().get(), src.ptr().get()) {
             // The address of released memory may belong to another buffer by now.
-            src.block.check_usable(OPERATION).and_then(|()| dst.block.check_usable(OPERATION))?;
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{src:?} and {dst:?} overlap"))
+            src.block.check_usable(operation).and_then(|()| dst.block.check_usable(operation))?;
+            return Err(Error::new(ErrorKind::InvalidArgument, operation, format!("{src:?} and {dst:?} overlap"))
                 .with_hint("copy through a third buffer"));
         }
         let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
-        let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
         let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);
-        let mut submission = self.core.enter(OPERATION)?;
-        submission.keep_device(OPERATION, noted, &[src.block, dst.block])?;
+        let mut submission = self.core.enter(operation)?;
+        submission.keep_device(operation, noted, &[src.block, dst.block])?;
         // SAFETY: Each range lies in one live block, and they do not overlap. The blocks are freed only after this stream has
         // passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot access either.
-        unsafe { backend.copy(&copy, self.core.id) }
+        unsafe {
+            match shape.height {
+                1 => backend.copy(&MemoryCopy::new(location(&dst), location(&src), shape.width), self.core.id),
+                _ => backend.copy_2d(&MemoryCopy2d::new(location(&dst), location(&src), shape), self.core.id),
+            }
+        }
     }
 
     /// Enqueues a fill with one value of 1, 2 or 4 bytes.

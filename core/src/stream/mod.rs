@@ -3,6 +3,7 @@
 pub(crate) mod copies;
 pub(crate) mod core;
 mod order;
+mod rows;
 pub(crate) mod submission;
 pub(crate) mod uses;
 mod values;

@@ -11,9 +11,9 @@ use super::descriptors::{lift_descriptor, raw_descriptor};
 use super::values::{NO_ID, lift_id, raw_id};
 use super::{Argument, Tags, Wrong, bytes_of, choice, flag};
 use highwater_hal::{
-    AllocateOptions, DataType, DeviceMemoryKind, DevicePtr, EventHandle, EventOptions, FillPattern, Gemm, GemmShape,
-    HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, MemoryHandle, PhysicalMemoryOptions, PlanArguments,
-    PlanOptions, StreamOptions, StridedBatch, Transpose, Workspace,
+    AllocateOptions, CopyShape, DataType, DeviceMemoryKind, DevicePtr, EventHandle, EventOptions, FillPattern, Gemm,
+    GemmShape, HostOptions, HostPtr, Location, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle,
+    PhysicalMemoryOptions, PlanArguments, PlanOptions, StreamOptions, StridedBatch, Transpose, Workspace,
 };
 
 /// Arguments that are passed by pointer: the program's lowering, and the plugin's lifting.
@@ -115,6 +115,22 @@ structs_in! {
             bytes: copy.bytes as u64,
         },
         |raw, tags| { Ok(Self::new(lift_location(raw.dst)?, lift_location(raw.src)?, raw.bytes as usize)) }
+    MemoryCopy2d as RawMemoryCopy2d:
+        |copy| RawMemoryCopy2d {
+            size: bytes_of::<RawMemoryCopy2d>(),
+            dst: raw_location(copy.dst),
+            src: raw_location(copy.src),
+            width: copy.shape.width as u64,
+            height: copy.shape.height as u64,
+            src_pitch: copy.shape.src_pitch as u64,
+            dst_pitch: copy.shape.dst_pitch as u64,
+        },
+        |raw, tags| {
+            let shape = CopyShape::new(raw.width as usize, raw.height as usize)
+                .with_src_pitch(raw.src_pitch as usize)
+                .with_dst_pitch(raw.dst_pitch as usize);
+            Ok(Self::new(lift_location(raw.dst)?, lift_location(raw.src)?, shape))
+        }
     MemoryFill as RawMemoryFill:
         |fill| RawMemoryFill {
             size: bytes_of::<RawMemoryFill>(),

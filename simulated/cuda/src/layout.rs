@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 pub use highwater_simulated_engine::border::{IpcHandle, Uuid};
 use highwater_simulated_engine::vmm::Properties;
+use highwater_simulated_engine::{Answer, Code};
 
 /// `CUmemAllocationProp`.
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +27,47 @@ impl From<AllocationProperties> for Properties {
     fn from(given: AllocationProperties) -> Self {
         let AllocationProperties { kind, handle_types, location_kind, location, .. } = given;
         Self { kind, handle_types, location_kind, location }
+    }
+}
+
+/// `CUDA_MEMCPY2D`, with numbers instead of enums.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct RowsDescription {
+    pub(crate) src: Rows,
+    pub(crate) dst: Rows,
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+}
+
+const _: () = assert!(size_of::<RowsDescription>() == 128);
+
+/// One side of `CUDA_MEMCPY2D`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Rows {
+    pub(crate) x: usize,
+    pub(crate) y: usize,
+    pub(crate) kind: u32,
+    pub(crate) host: *mut c_void,
+    pub(crate) device: u64,
+    pub(crate) array: *mut c_void,
+    pub(crate) pitch: usize,
+}
+
+impl Rows {
+    /// Returns the address of the first row, and whether it must be memory of the driver.
+    pub(crate) fn start(&self) -> Answer<(u64, bool)> {
+        let (base, is_known) = match self.kind {
+            1 => (self.host.addr() as u64, false),
+            2 => (self.device, true),
+            4 => (self.device, false),
+            // Arrays are not simulated.
+            _ => return Err(Code::INVALID_VALUE),
+        };
+        let behind = self.y.checked_mul(self.pitch).and_then(|bytes| bytes.checked_add(self.x));
+        let start = behind.and_then(|bytes| base.checked_add(bytes as u64));
+        start.map(|start| (start, is_known)).ok_or(Code::INVALID_VALUE)
     }
 }
 

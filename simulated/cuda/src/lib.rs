@@ -14,7 +14,7 @@ use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
     put_text,
 };
-use highwater_simulated_engine::copies::{self, Direction};
+use highwater_simulated_engine::copies::{self, CopyShape, Direction};
 use highwater_simulated_engine::vmm::{self, Properties};
 use highwater_simulated_engine::{
     Answer, Code, answer, captures, contexts, create, current, devices, events, graphs, host, ipc, memory, pools,
@@ -24,7 +24,7 @@ use highwater_simulated_engine::{
 pub(crate) mod layout;
 mod symbols;
 
-use layout::{AccessDescription, AllocationProperties, IpcHandle, Uuid};
+use layout::{AccessDescription, AllocationProperties, IpcHandle, RowsDescription, Uuid};
 
 /// Runs the body of an exported function.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
@@ -326,6 +326,21 @@ export! {
     fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, bytes: usize, stream: Handle) {
         // SAFETY: the memory is what the caller promised the vendor it is.
         unsafe { copies::copy(dst, src, bytes, number(stream), Direction::OnDevices) }
+    }
+
+    fn cuMemcpy2DAsync_v2(rows: *const RowsDescription, stream: Handle) {
+        // SAFETY: the caller gives a description, or null.
+        let RowsDescription { src, dst, width, height } = unsafe { get(rows) }?;
+        let ((from, from_known), (to, to_known)) = (src.start()?, dst.start()?);
+        let direction = match (to_known, from_known) {
+            (true, true) => Direction::OnDevices,
+            (true, false) => Direction::ToDevice,
+            (false, true) => Direction::ToHost,
+            (false, false) => Direction::Any,
+        };
+        let shape = CopyShape::new(width, height).with_src_pitch(src.pitch).with_dst_pitch(dst.pitch);
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_rows(to, from, shape, number(stream), direction) }
     }
 
     fn cuMemcpyPeerAsync(dst: u64, dst_context: Handle, src: u64, src_context: Handle, bytes: usize, stream: Handle) {

@@ -5,6 +5,7 @@
 
 use std::ptr::NonNull;
 
+pub use highwater_hal::CopyShape;
 use highwater_hal::{Backend, DevicePtr, HostPtr, Location};
 use highwater_mock::simulated::Call;
 
@@ -19,6 +20,9 @@ use crate::variants::{Vendor, vendor};
 
 /// The call copies pageable sources up to this length into the queue.
 const QUEUED_SOURCE: usize = 64 << 10;
+
+/// The largest pitch of a row.
+const MAX_PITCH: usize = i32::MAX as usize;
 
 /// The sides of a copy that must be memory of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,6 +138,43 @@ pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction:
     let (dst, src) = (simulation.on_host(dst), simulation.on_host(src));
     // SAFETY: forwarded to the caller.
     let waits = unsafe { simulation.enqueue_copy(&stream, dst, src, bytes, direction) }?;
+    simulation.note_nodes(&stream, node::COPY, 1);
+    if waits {
+        simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))?;
+    }
+    Ok(())
+}
+
+/// `cuMemcpy2DAsync_v2` and its relatives: one operation of the stream for all rows.
+///
+/// # Errors
+/// As [`copy`]; 1 for pitches that are less than the width, or greater than the vendor's maximum.
+///
+/// # Safety
+/// As [`copy`], for the bytes from the first row to the end of the last.
+pub unsafe fn copy_rows(dst: u64, src: u64, shape: CopyShape, raw_stream: u64, direction: Direction) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw_stream)?;
+    simulation.before_enqueue(&stream)?;
+    let too_far = shape.src_pitch.max(shape.dst_pitch) > MAX_PITCH;
+    let (Ok(()), false, Some(to_bytes), Some(from_bytes)) =
+        (shape.check("copy_2d"), too_far, shape.dst_bytes(), shape.src_bytes())
+    else {
+        return Err(Code::INVALID_VALUE);
+    };
+    if shape.is_empty() {
+        return Ok(());
+    }
+    let (dst, src) = (simulation.on_host(dst), simulation.on_host(src));
+    // Before the first row: a copy that is refused copies nothing.
+    simulation.place(dst, to_bytes as u64)?;
+    simulation.place(src, from_bytes as u64)?;
+    let mut waits = false;
+    for (to, from) in shape.rows() {
+        // SAFETY: forwarded to the caller.
+        waits |=
+            unsafe { simulation.enqueue_copy(&stream, dst + to as u64, src + from as u64, shape.width, direction) }?;
+    }
     simulation.note_nodes(&stream, node::COPY, 1);
     if waits {
         simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))?;

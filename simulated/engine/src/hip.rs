@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use crate::blocks::{Kind, MEMORY, MOVED};
 use crate::code::{Answer, Code};
+use crate::copies::CopyShape;
 use crate::current::with_context;
 use crate::process::{self, die, simulation};
 use crate::variants::{HipVariants, follow_hip, hip_major, variants};
@@ -27,6 +28,9 @@ use crate::{copies, current, devices, events, host, ipc, memory, streams};
 pub const INVALID_CONFIGURATION: Code = Code(9);
 /// `hipErrorInvalidMemcpyDirection`.
 pub const INVALID_COPY_DIRECTION: Code = Code(21);
+
+/// `hipErrorInvalidPitchValue`.
+pub const INVALID_PITCH: Code = Code(12);
 
 /// Flags of host memory.
 pub mod host_flags {
@@ -457,6 +461,20 @@ pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, kind: i32) -> Answer<()
     simulation()?.check_nothing_captures()?;
     // SAFETY: forwarded to the caller.
     unsafe { copies::copy_now(dst, src, bytes, copies::Direction::Any) }
+}
+
+/// `hipMemcpy2DAsync`.
+///
+/// # Errors
+/// 21 for an unknown kind, 12 for a pitch less than the width, otherwise as [`copies::copy_rows`].
+///
+/// # Safety
+/// As [`copies::copy_rows`].
+pub unsafe fn copy_rows(dst: u64, src: u64, shape: CopyShape, kind: i32, raw_stream: u64) -> Answer<()> {
+    check_kind(kind)?;
+    shape.check("copy_2d").map_err(|_| INVALID_PITCH)?;
+    // SAFETY: forwarded to the caller.
+    unsafe { copies::copy_rows(dst, src, shape, raw_stream, copies::Direction::Any) }
 }
 
 /// `hipMemcpyPeerAsync`.

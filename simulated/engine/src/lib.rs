@@ -15,11 +15,12 @@
 //! The doc comments of the functions name the exceptions. After [`variants::follow_hip`] the rules are AMD's. A difference
 //! between the two is stated at the function, or the function is in [`hip`].
 //!
-//! Five rules were not observed on a device:
+//! Six rules were not observed on a device:
 //! - 400 for the legacy handle of a process that has ended
 //! - null for a stream-ordered or page-locked allocation of 0 bytes, which succeeds
 //! - an unknown capture mode of a thread, which is accepted and means the global mode here
 //! - 1 for an event of a capture that ended well (observed only for a lost capture)
+//! - the codes and the effect of a two-dimensional copy, which are those of NVIDIA's and AMD's manuals
 //! - 13 for a product of cuBLASLt that reads unallocated memory (observed only for the first product of cuBLAS)
 //!
 //! # Layers

@@ -16,7 +16,7 @@ use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
     put_text,
 };
-use highwater_simulated_engine::copies::{self, Direction};
+use highwater_simulated_engine::copies::{self, CopyShape, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
 use highwater_simulated_engine::{
     Answer, Code, answer, captures, create, devices, events, graphs, ipc, memory, pools, process, streams,
@@ -350,6 +350,16 @@ export! {
     fn hipMemcpyDtoDAsync(dst: *mut c_void, src: *const c_void, bytes: usize, stream: Handle) {
         // SAFETY: the memory is as valid as the caller promised the vendor.
         unsafe { copies::copy(address(dst), address(src), bytes, number(stream), Direction::OnDevices) }
+    }
+
+    fn hipMemcpy2DAsync(
+        dst: *mut c_void, dst_pitch: usize, src: *const c_void, src_pitch: usize, width: usize, height: usize, kind: u32,
+        stream: Handle,
+    ) {
+        let shape = CopyShape::new(width, height).with_src_pitch(src_pitch).with_dst_pitch(dst_pitch);
+        let kind = i32::try_from(kind).unwrap_or(i32::MAX);
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { hip::copy_rows(address(dst), address(src), shape, kind, number(stream)) }
     }
 
     fn hipMemcpyPeerAsync(dst: *mut c_void, dst_device: i32, src: *const c_void, src_device: i32, bytes: usize, stream: Handle) {

@@ -31,6 +31,7 @@ mod mapped;
 mod memory;
 mod plans;
 mod products;
+mod rows;
 mod sharing;
 mod streams;
 mod threads;
@@ -45,6 +46,7 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     memory::MUTANTS,
     mapped::MUTANTS,
     copies::MUTANTS,
+    rows::MUTANTS,
     host::MUTANTS,
     products::MUTANTS,
     handles::MUTANTS,
