@@ -217,7 +217,7 @@ typedef struct hw_error {
     uint32_t has_vendor_code;
     /* Zero. */
     uint32_t reserved;
-    /* The fault, and the expected value; UTF-8 with a NUL. */
+    /* The fault, and the expected value; UTF-8 with a NUL, and not empty. */
     char message[512];
     /* A remedy, or empty. */
     char hint[256];
