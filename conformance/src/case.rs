@@ -228,6 +228,8 @@ pub(crate) struct Failure {
     location: &'static Location<'static>,
     /// Set if the case failed because no attempt was in time.
     inconclusive: Option<Inconclusive>,
+    /// Whether the case proves nothing here, and has not failed.
+    is_skip: bool,
 }
 
 impl Failure {
@@ -244,19 +246,32 @@ impl Failure {
 
     /// Creates a failure at another line of the source.
     pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
-        Self { message: message.into(), location, inconclusive: None }
+        Self { message: message.into(), location, inconclusive: None, is_skip: false }
     }
 
     /// Creates a failure of a case of which no attempt was in time.
     pub(crate) fn inconclusive(location: &'static Location<'static>, waits: &str, inconclusive: Inconclusive) -> Self {
-        Self { message: waits.to_owned(), location, inconclusive: Some(inconclusive) }
+        Self { message: waits.to_owned(), location, inconclusive: Some(inconclusive), is_skip: false }
     }
 
-    /// Adds the cause. Attempts are also too late if the calls of the backend execute the work themselves.
+    /// Skips the case: it proves nothing about this backend now, for this reason.
+    #[track_caller]
+    pub(crate) fn skip(reason: impl Into<String>) -> Self {
+        Self { is_skip: true, ..Self::new(reason) }
+    }
+
+    /// Returns the reason if the case is skipped.
+    pub(crate) fn skipped(&self) -> Option<&str> {
+        self.is_skip.then_some(self.message.as_str())
+    }
+
+    /// Adds the cause. Attempts are also too late if the backend reports completion too early, or if its calls execute the work
+    /// themselves.
     pub(crate) fn explained(mut self, backend: &dyn Backend) -> Self {
         if let Some(inconclusive) = self.inconclusive.take() {
-            let cause = match stream_load::executes_in_the_call(backend) {
-                Ok(Some(evidence)) => evidence.to_string(),
+            let cause = match (stream_load::completes_early(backend), stream_load::executes_in_the_call(backend)) {
+                (Ok(Some(evidence)), _) => evidence,
+                (_, Ok(Some(evidence))) => evidence.to_string(),
                 _ => inconclusive.to_string(),
             };
             self.message = format!("{}: {cause}", self.message);

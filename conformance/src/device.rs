@@ -697,10 +697,16 @@ impl<'b> Pinned<'b> {
 
     /// Writes bytes at the beginning, after all devices have stopped using the block.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
-        assert!(bytes.len() <= self.bytes, "a case writes {} bytes to {}", bytes.len(), self.bytes);
+        self.write_at(0, bytes)
+    }
+
+    /// Writes bytes at an offset, after all devices have stopped using the block.
+    pub(crate) fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        let end = offset + bytes.len();
+        assert!(end <= self.bytes, "a case writes up to byte {end} of {}", self.bytes);
         self.users.settle(self.backend)?;
         // SAFETY: the block is that long, and no device uses it any more.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr.as_ptr(), bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr.offset(offset).as_ptr(), bytes.len()) };
         Ok(())
     }
 

@@ -292,6 +292,11 @@ impl Placed<'_> {
         Ok(bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES].to_vec())
     }
 
+    /// Returns the elements of C, gaps included.
+    pub(crate) fn elements_of_c(&self, product: &Product) -> Result<Vec<f64>, Failure> {
+        Ok(decode(product.shape.output, &self.bytes_of_c()?))
+    }
+
     /// Checks every element of C, the gaps and guards around them, and that A and B are unchanged.
     pub(crate) fn check(&self, product: &Product) -> CaseResult {
         let shape = &product.shape;

@@ -75,7 +75,10 @@ impl<'b> InProcess<'b> {
             during(case.needs, || seed::during(self.seed, || body(&validated)))
         })) {
             Ok(Ok(())) => Status::Passed,
-            Ok(Err(failure)) => Status::Failed(failure.explained(backend).to_string()),
+            Ok(Err(failure)) => match failure.skipped() {
+                Some(reason) => Status::Skipped(reason.to_owned()),
+                None => Status::Failed(failure.explained(backend).to_string()),
+            },
             Err(payload) => Status::Failed(panic_message(&*payload)),
         };
         validated.release_refused();

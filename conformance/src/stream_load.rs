@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, Result};
 
-use crate::device::{Block, DEVICE, Pinned, Stream};
+use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 use crate::sweep::as_one;
 
 /// The direction of the copies. Devices have one copy engine for each direction, so loads of different directions do not queue
@@ -133,4 +133,36 @@ pub(crate) fn executes_in_the_call(backend: &dyn Backend) -> Result<Option<InThe
     let share = |round: &InTheCall| round.enqueued.as_secs_f64() / round.done.as_secs_f64();
     rounds.sort_by(|a, b| share(a).total_cmp(&share(b)));
     Ok(rounds.into_iter().nth(ROUNDS / 2).filter(|median| share(median) > 0.95))
+}
+
+/// Returns evidence if a query reports work of device 0 as complete before its effect is visible.
+pub(crate) fn completes_early(backend: &dyn Backend) -> Result<Option<String>> {
+    const ROUNDS: u8 = 4;
+    const BYTES: usize = 4096;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
+    let is_early = |says_complete: bool, round: u8| {
+        // SAFETY: the backend says that the copy to this memory is complete.
+        says_complete && unsafe { pinned.bytes_now(0..BYTES) }.iter().any(|&byte| byte != round)
+    };
+    for round in 1..=ROUNDS {
+        busy.enqueue(&stream, usize::from(round))?;
+        stream.set(block.all(), round)?;
+        stream.copy(pinned.all(), block.all())?;
+        stream.record(&event)?;
+        let what = match () {
+            () if is_early(event.query()?.is_complete(), round) => Some("an event"),
+            () if is_early(stream.query()?.is_complete(), round) => Some("a stream"),
+            () => None,
+        };
+        stream.synchronize()?;
+        if let Some(what) = what {
+            return Ok(Some(format!(
+                "a query reports {what} as complete, and a copy to the host before it has not arrived; report `Pending` until the \
+                 work has been executed"
+            )));
+        }
+    }
+    Ok(None)
 }

@@ -470,10 +470,10 @@ static int32_t fill(hw_backend *b, const hw_memory_fill *given, hw_id stream, hw
 static int32_t create_handle(hw_backend *b, uint32_t device, uint32_t kind, hw_handle **answer, hw_error *e) {
     CHECK(check_device(device, e));
     CHECK(none_but_0(kind, "such handle", e));
-    hw_handle *handle = *answer = calloc(1, sizeof *handle);
+    hw_handle *handle = calloc(1, sizeof *handle);
     if (handle == NULL)
         return out_of_memory(e);
-    handle->backend = b;
+    (*answer = handle)->backend = b;
     pthread_mutex_lock(&b->lock);
     b->live.handles++;
     return leave(b, HW_OK);
@@ -539,12 +539,12 @@ static int32_t open_backend(const hw_open *given, hw_backend **answer, hw_error 
     CHECK(take(&request, sizeof request, given, e));
     if (request.version != TABLE_VERSION || request.tag == 0)
         return invalid(e, "version of the table, or the tag is 0", request.version);
-    hw_backend *b = *answer = calloc(1, sizeof *b);
+    hw_backend *b = calloc(1, sizeof *b);
     if (b == NULL)
         return out_of_memory(e);
     pthread_mutex_init(&b->lock, NULL);
     pthread_cond_init(&b->changed, NULL);
-    b->tag = request.tag;
+    (*answer = b)->tag = request.tag;
     b->device.most_bytes = DEVICE_BYTES;
     b->host.most_bytes = SIZE_MAX / 2;
     return HW_OK;

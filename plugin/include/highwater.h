@@ -217,7 +217,7 @@ typedef struct hw_error {
     uint32_t has_vendor_code;
     /* Zero. */
     uint32_t reserved;
-    /* The fault, and the expected value; UTF-8 with a NUL. */
+    /* The fault, and the expected value; UTF-8 with a NUL, and not empty. */
     char message[512];
     /* A remedy, or empty. */
     char hint[256];
@@ -717,10 +717,12 @@ struct hw_table {
      *    until the event is reached. */
     int32_t (*query_stream)(hw_backend *backend, hw_id stream, uint32_t *answer, hw_error *error);
     /* Waits until all work enqueued so far has been executed.
-     *  - stream.synchronize: on return, the effects of that work are visible to the CPU. */
+     *  - stream.synchronize: on return, the effects of that work are visible to the CPU.
+     *  - stream.synchronize-ends: the call returns once that work is done, also while another thread goes on enqueueing. */
     int32_t (*synchronize_stream)(hw_backend *backend, hw_id stream, hw_error *error);
     /* Waits for every stream of the device.
-     *  - devices.synchronize: on return, the work enqueued on any stream of the device has been executed. */
+     *  - devices.synchronize: on return, that work has been executed.
+     *  - devices.synchronize-ends: the call returns once that work is done, also while other threads go on enqueueing. */
     int32_t (*synchronize_device)(hw_backend *backend, uint32_t device, hw_error *error);
     /* Makes the stream wait, on the device, for the event's latest record at the time of the call.
      *  - event.wait-orders: work enqueued after the wait runs after the work before the record, also across devices.
@@ -759,12 +761,12 @@ struct hw_table {
     /* Enqueues a copy from or to device memory. The other side is device memory or page-locked host memory.
      *  - copy.exact: exactly `bytes` bytes arrive, unchanged; bytes beside the destination keep their value.
      *  - copy.ordered: the copy runs in the order of the stream.
-     *  - copy.zero: a copy of 0 bytes succeeds and copies nothing. */
+     *  - copy.zero: a copy of 0 bytes succeeds and copies nothing. Its addresses need not lie in a block, and may be null. */
     int32_t (*copy)(hw_backend *backend, const hw_memory_copy *copy, hw_id stream, hw_error *error);
     /* Enqueues a fill of device memory.
      *  - fill.exact: exactly `count` elements are written, with each width of pattern.
      *  - fill.ordered: the fill runs in the order of the stream.
-     *  - fill.zero: a fill of 0 elements succeeds and writes nothing. */
+     *  - fill.zero: a fill of 0 elements succeeds and writes nothing. Its address need not lie in a block, and may be null. */
     int32_t (*fill)(hw_backend *backend, const hw_memory_fill *fill, hw_id stream, hw_error *error);
 
     /* ---- group timing: elapsed time between events */
@@ -829,7 +831,8 @@ struct hw_table {
      *    enqueued. A product without elements may succeed.
      *  - blas.stream-device: a stream of another device returns HW_ERROR_WRONG_DEVICE.
      *  - blas.stream-destroyed: once the bound stream is destroyed, products and runs of plans return
-     *    HW_ERROR_INVALID_HANDLE, and nothing is enqueued. Those enqueued before are still executed.
+     *    HW_ERROR_INVALID_HANDLE, and nothing is enqueued. A product without elements may succeed. Those enqueued before are
+     *    still executed.
      *  - blas.stream-resets-workspace: if the fact HW_FACT_SET_STREAM_RESETS_WORKSPACE holds, the handle returns to its own
      *    workspace, even if the stream is the same; modes survive. */
     int32_t (*handle_set_stream)(hw_handle *handle, hw_id stream, hw_error *error);
@@ -847,6 +850,8 @@ struct hw_table {
      * dimensions and strides: every element is inside the address space, and no two products of a batch share one.
      *  - gemm.value: every element of C is the product within the rounding of C's type. Before it is added to `beta * C`, the
      *    product may be rounded to that type. NaN and infinity in A, B and C reach exactly the elements that they enter.
+     *  - gemm.infinite-factors: with an infinite or NaN beta, or such an alpha and a k above 0, every element of C is
+     *    infinite or NaN.
      *  - gemm.transpose: this holds for each combination of transposed factors.
      *  - gemm.leading-dimension: elements between the rows of C and the leading dimension keep their value.
      *  - gemm.beta: the old C enters with factor beta.

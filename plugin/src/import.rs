@@ -180,11 +180,11 @@ macro_rules! imported {
             }
 
             fn live_objects(&self) -> LiveObjects {
-                self.link.live_objects(self.link.backend()).unwrap_or_default()
+                self.link.or_unseen(self.link.live_objects(self.link.backend()))
             }
 
             fn is_exiting(&self) -> bool {
-                highwater_hal::exit::has_begun() || self.link.is_exiting(self.link.backend()).unwrap_or(false)
+                highwater_hal::exit::has_begun() || self.link.or_unseen(self.link.is_exiting(self.link.backend()))
             }
 
             fn host_allocator(&self) -> Arc<dyn HostAllocator> {
@@ -260,7 +260,7 @@ impl BlasHandle for ImportedHandle {
     }
 
     fn raw(&self) -> u64 {
-        self.link.handle_raw(self.handle.as_ptr()).unwrap_or(0)
+        self.link.or_unseen(self.link.handle_raw(self.handle.as_ptr()))
     }
 
     fn reset(&mut self) -> Result<()> {

@@ -38,7 +38,7 @@
 //! - `table`: the list of operations; `raw`, `codes`: the structs and the numbers
 //! - `marshalling`: the form of each value in the table
 //! - `export`: the plugin's end; `link`, `import`: the program's end
-//! - `elf`, `load`: loading a file and checking its table
+//! - `elf`, `load`: loading a file and checking its table; `rules`: checks for tests of plugins
 //! - `header`: `highwater.h`; `logging`: the plugin's log lines
 
 mod codes;
@@ -52,10 +52,12 @@ mod logging;
 mod marshalling;
 #[allow(unreachable_pub, reason = "`abi` exports two of the structs")]
 mod raw;
+mod rules;
 mod table;
 
 pub use header::{header, layout};
 pub use load::{LoadOptions, Plugin, Refusal, Stage, blocked, load};
+pub use rules::check_rules;
 pub use table::TABLE_VERSIONS;
 
 /// The items that [`export_backend!`](crate::export_backend) uses. Plugins in C use `highwater.h`.

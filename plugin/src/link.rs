@@ -2,13 +2,15 @@
 //! the answer.
 
 use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::codes::{Coded, PANICKED};
-use super::marshalling::{Answer, Argument, HandlePtr};
+use super::marshalling::{Answer, Argument, HandlePtr, are_alike};
 use super::raw::{RawBackend, RawError, RawHandle};
+use super::rules;
 use super::table::{Table, receiver_type, slots};
 use highwater_hal::exit;
 use highwater_hal::{
@@ -60,6 +62,10 @@ pub(super) struct Link {
     devices: AtomicU32,
     guard: Guard,
     poison: Arc<Poison>,
+    /// Set if the rules of the table are checked: [`rules`](super::rules).
+    checks_rules: bool,
+    /// The first fault of a call whose error no caller gets.
+    unseen: OnceLock<Error>,
 }
 
 // SAFETY: the pointer is only passed to the table's functions, which any thread may call (the table's contract).
@@ -100,8 +106,9 @@ impl Link {
         tag: BackendTag,
         poison: Arc<Poison>,
     ) -> Self {
-        let guard = Guard::new();
-        Self { plugin, table, backend, tag, devices: AtomicU32::new(0), guard, poison }
+        let (guard, checks_rules) = (Guard::new(), rules::are_checked());
+        let devices = AtomicU32::new(0);
+        Self { plugin, table, backend, tag, devices, guard, poison, checks_rules, unseen: OnceLock::new() }
     }
 
     /// Returns the tag in every id of the backend.
@@ -147,6 +154,11 @@ impl Link {
         if self.poison.poisoned.load(Ordering::Relaxed) || !self.guard.is_current() || exit::has_begun() {
             return Err(self.out_of_service(operation));
         }
+        if self.checks_rules
+            && let Some(fault) = self.unseen.get()
+        {
+            return Err(fault.clone());
+        }
         Ok(())
     }
 
@@ -172,6 +184,49 @@ impl Link {
     #[cold]
     fn failed(&self, operation: &'static str, slot: &'static str, code: i32, room: *const RawError) -> Error {
         failure(&self.plugin, &self.poison, operation, slot, code, room)
+    }
+
+    /// Returns the error of a call with an answer. If rules are checked, the answer must be as it was before the call.
+    #[cold]
+    fn failed_with_answer<T>(
+        &self,
+        operation: &'static str,
+        slot: &'static str,
+        code: i32,
+        room: *const RawError,
+        (answer, before): (&T, &T),
+    ) -> Error {
+        let error = self.failed(operation, slot, code, room);
+        if self.checks_rules && !are_alike(answer, before) {
+            let what = format!("an answer, although it returned an error ({error}); expected is an untouched answer");
+            return self.broken(operation, slot, &what);
+        }
+        error
+    }
+
+    /// Returns the value, or the default for an error that no caller gets. If rules are checked, every later call returns it.
+    pub(super) fn or_unseen<T: Default>(&self, result: Result<T>) -> T {
+        result.unwrap_or_else(|error| {
+            if self.checks_rules && error.kind() == ErrorKind::Vendor {
+                // The first fault is kept.
+                let _ = self.unseen.set(error);
+            }
+            T::default()
+        })
+    }
+
+    /// Returns whether the error of a refused struct is a fault of the plugin. Its kind is not checked, because another argument may be
+    /// wrong too.
+    fn is_fault(&self, error: &Error) -> bool {
+        error.kind() == ErrorKind::Vendor || self.poison.poisoned.load(Ordering::Relaxed)
+    }
+
+    /// Returns the error of a plugin that accepted a struct of a later version.
+    #[cold]
+    fn accepted(&self, operation: &'static str, slot: &'static str) -> Error {
+        let what =
+            "success for a longer struct whose unknown bytes are not zero; expected is HW_ERROR_INVALID_ARGUMENT";
+        self.broken(operation, slot, what)
     }
 
     /// Returns the error of an invalid answer.
@@ -213,11 +268,18 @@ pub(super) fn failure(
             format!("the plugin `{plugin}` answered {code} in `{slot}`, which is no code: {}", raw.message.read_cut());
         return Error::new(ErrorKind::Vendor, operation, message).with_code(i64::from(code)).with_hint(BROKEN);
     };
+    if rules::are_checked()
+        && let Some(fault) = rules::fault_of_error(&raw)
+    {
+        let message = format!("the plugin `{plugin}` answered in `{slot}` with the error `{kind}` and {fault}");
+        return Error::new(ErrorKind::Vendor, operation, message).with_hint(BROKEN);
+    }
+    let message = if message.is_empty() { format!("the plugin `{plugin}` gave no message") } else { message };
     let error = Error::new(kind, operation, message).with_hint(hint);
     if raw.has_vendor_code == 1 { error.with_code(raw.vendor_code) } else { error }
 }
 
-const BROKEN: &str = "the plugin breaks its contract: report it to its maker";
+pub(super) const BROKEN: &str = "the plugin breaks its contract: report it to its maker";
 
 /// The call of one slot, without an answer or with one.
 macro_rules! call {
@@ -225,6 +287,26 @@ macro_rules! call {
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
         $(let $argument = <$type as Argument>::form($argument);)*
+        if $link.checks_rules && (false $(|| <$type as Argument>::IS_STRUCT)*) {
+            let error = error_room();
+            // SAFETY: as below. Each struct is valid for its own, longer size.
+            let code = unsafe {
+                slot($receiver $(, <$type as Argument>::longer_abi(&$argument, 1, &mut MaybeUninit::uninit()))*, error)
+            };
+            if code == 0 {
+                return Err($link.accepted($operation, stringify!($name)));
+            }
+            let error = $link.failed($operation, stringify!($name), code, error);
+            if $link.is_fault(&error) {
+                return Err(error);
+            }
+            let error = error_room();
+            // SAFETY: as above.
+            let code = unsafe {
+                slot($receiver $(, <$type as Argument>::longer_abi(&$argument, 0, &mut MaybeUninit::uninit()))*, error)
+            };
+            return if code == 0 { Ok(()) } else { Err($link.failed($operation, stringify!($name), code, error)) };
+        }
         let error = error_room();
         // SAFETY: the receiver is the backend or a live handle of it. The arguments are as the header describes them, and their
         // targets live until the call returns. The loader of the plugin vouches for its code.
@@ -236,11 +318,50 @@ macro_rules! call {
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
         $(let $argument = <$type as Argument>::form($argument);)*
         let mut answer = <$answer as Answer>::empty();
+        if $link.checks_rules && (false $(|| <$type as Argument>::IS_STRUCT)*) {
+            let error = error_room();
+            // SAFETY: as above, and the answer is writable. Each struct is valid for its own, longer size.
+            let code = unsafe {
+                slot(
+                    $receiver $(, <$type as Argument>::longer_abi(&$argument, 1, &mut MaybeUninit::uninit()))*,
+                    &raw mut answer,
+                    error,
+                )
+            };
+            if code == 0 {
+                return Err($link.accepted($operation, stringify!($name)));
+            }
+            let before = <$answer as Answer>::empty();
+            let error = $link.failed_with_answer($operation, stringify!($name), code, error, (&answer, &before));
+            if $link.is_fault(&error) {
+                return Err(error);
+            }
+        }
+        if $link.checks_rules && let Some(mut first) = <$answer as Answer>::first() {
+            let error = error_room();
+            // SAFETY: as above; the slot has the size that it states.
+            let code = unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, &raw mut first, error) };
+            if code == 0 && let Err(what) = <$answer as Answer>::check_first(&first) {
+                return Err($link.broken($operation, stringify!($name), &what));
+            }
+        }
         let error = error_room();
-        // SAFETY: as above, and the answer is writable.
-        let code = unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, &raw mut answer, error) };
+        let code = if $link.checks_rules {
+            // SAFETY: as above.
+            unsafe {
+                slot(
+                    $receiver $(, <$type as Argument>::longer_abi(&$argument, 0, &mut MaybeUninit::uninit()))*,
+                    &raw mut answer,
+                    error,
+                )
+            }
+        } else {
+            // SAFETY: as above, and the answer is writable.
+            unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, &raw mut answer, error) }
+        };
         if code != 0 {
-            return Err($link.failed($operation, stringify!($name), code, error));
+            let before = <$answer as Answer>::empty();
+            return Err($link.failed_with_answer($operation, stringify!($name), code, error, (&answer, &before)));
         }
         <$answer as Answer>::lift(answer, $link).map_err(|what| $link.broken($operation, stringify!($name), &what))
     }};

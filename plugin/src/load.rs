@@ -20,9 +20,10 @@ use parking_lot::Mutex;
 
 use super::elf;
 use super::import::Imported;
-use super::link::{Link, Poison, error_room, failure, shutting_down};
+use super::link::{BROKEN, Link, Poison, error_room, failure, shutting_down};
 use super::logging;
 use super::raw::{MOST_BYTES, OpenCall, RawHost, RawOpen, RawPlugin, TableCall, read_sized};
+use super::rules;
 use super::table::{Group, TABLE_VERSIONS, Table};
 use highwater_hal::{Backend, BackendTag, Error, ErrorKind, display_foreign, fork::Generation};
 
@@ -217,6 +218,9 @@ impl Plugin {
         }
         let tag = BackendTag::next();
         let request = RawOpen { size: size_of::<RawOpen>() as u64, version: self.table_version, tag: tag.get() };
+        if rules::are_checked() {
+            self.check_open(request).map_err(refused)?;
+        }
         let (mut backend, error) = (std::ptr::null_mut(), error_room());
         // SAFETY: the plugin exports the function for this, and all arguments live until it returns.
         let code = unsafe { (self.open)(&raw const request, &raw mut backend, error) };
@@ -239,6 +243,38 @@ impl Plugin {
         };
         let imported = Imported::new(link, &mut warn).map_err(|error| Refusal { slot: None, ..refused(error) })?;
         Ok(Arc::new(imported))
+    }
+}
+
+impl Plugin {
+    /// Checks that the plugin refuses a request of a later version, and answers nothing.
+    fn check_open(&self, request: RawOpen) -> Result<(), Error> {
+        const UNKNOWN: u64 = 0x0101_0101_0101_0101;
+        /// A request of a later version.
+        #[repr(C)]
+        struct Later {
+            known: RawOpen,
+            unknown: u64,
+        }
+        let size = size_of::<Later>() as u64;
+        let later = Later { known: RawOpen { size, ..request }, unknown: UNKNOWN };
+        let (mut backend, error) = (std::ptr::null_mut(), error_room());
+        // SAFETY: the plugin exports the function for this, and all arguments live until it returns. The request has its size.
+        let code = unsafe { (self.open)((&raw const later).cast(), &raw mut backend, error) };
+        let broken = |what: &str| {
+            let message = format!("the plugin `{}` answered in `open` with {what}", self.name);
+            Err(Error::new(ErrorKind::Vendor, "open", message).with_hint(BROKEN))
+        };
+        match (code, backend.is_null()) {
+            (0, _) => broken(
+                "success for a longer struct whose unknown bytes are not zero; expected is HW_ERROR_INVALID_ARGUMENT",
+            ),
+            (_, false) => broken("a backend, although it returned an error; expected is an untouched answer"),
+            _ => match failure(&self.name, &self.poison, "open", "open", code, error) {
+                fault if matches!(fault.kind(), ErrorKind::Vendor | ErrorKind::InvalidState) => Err(fault),
+                _ => Ok(()),
+            },
+        }
     }
 }
 

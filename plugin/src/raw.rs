@@ -338,7 +338,7 @@ raw_structs! {
         has_vendor_code: u32,
         /// Zero.
         reserved: u32,
-        /// The fault, and the expected value; UTF-8 with a NUL.
+        /// The fault, and the expected value; UTF-8 with a NUL, and not empty.
         message: Text<512>,
         /// A remedy, or empty.
         hint: Text<256>,

@@ -77,19 +77,26 @@ fn rust_backend() -> &'static Path {
     })
 }
 
-/// The suite has nothing against the backend, and leaves out only what the device does not claim.
-#[track_caller]
-fn conforms(file: &Path) {
+/// Gives the backend to the suite. Returns its report, or the error.
+fn conformance(file: &Path, more: &[&str]) -> (Value, std::process::Output) {
     let mut program = Command::new(env!("CARGO_BIN_EXE_highwater"));
     // A umask that leaves files writable by a group yields such plugins, too.
     program.env("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1").env_remove("HIGHWATER_MOCK");
-    let output = program.args(["conformance", "--json", "--plugin"]).arg(file).output().expect("the program starts");
+    let output = program.args(["conformance", "--json", "--plugin"]).arg(file).args(more).output();
+    let output = output.expect("the program starts");
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}\n{stderr}"));
+    let report = serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}\n{stderr}"));
+    (report, output)
+}
+
+/// The suite has nothing against the backend, and leaves out only what the device does not claim.
+#[track_caller]
+fn conforms(file: &Path) {
+    let (report, output) = conformance(file, &[]);
     let count = |key: &str| report[key].as_u64().unwrap_or_else(|| panic!("{key}: {report}"));
     assert_eq!((count("failed"), count("expected_failures")), (0, 0), "{:#}", report["failures"]);
     assert!(count("passed") >= PASSED, "{} cases passed, expected are {PASSED} or more", count("passed"));
-    assert!(output.status.success(), "{stderr}");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for skip in report["skips"].as_array().expect("a list of cases that were left out") {
         let reason = skip["reason"].as_str().expect("a reason");
         assert!(reason.starts_with("the capability `") || reason == "the backend has one device", "{skip}");
@@ -118,6 +125,70 @@ fn works(file: &Path, name: &str, groups: &[&str]) {
 #[test]
 fn the_backend_in_c_conforms() {
     conforms(c_backend());
+}
+
+/// Rules of the table that the suite checks in every call of a plugin: the text of the backend in C, a text that breaks the rule, and
+/// words of the failures.
+const BROKEN_RULES: [(&str, &str, &str); 7] = [
+    ("if (((const unsigned char *)given)[byte] != 0)", "if (0)", "in `open` with success for a longer struct"),
+    (
+        "    CHECK(take(&options, sizeof options, given, e));\n    CHECK(none_but_0(options.priority",
+        "    options = *given;\n    CHECK(none_but_0(options.priority",
+        "in `create_stream` with success for a longer struct whose unknown bytes are not zero",
+    ),
+    (
+        "    for (uint64_t byte = bytes; byte < size; byte++)\n",
+        "    if (size != bytes)\n        return invalid(e, \"size\", size);\n    for (uint64_t byte = bytes; byte < size; byte++)\n",
+        "is no size",
+    ),
+    (
+        "    memcpy(answer, &written, sizeof written);",
+        "    memcpy(answer, &bytes, sizeof bytes);",
+        "in `capabilities` with a size of 72 in a `hw_capabilities` of 64 bytes",
+    ),
+    (
+        "    CHECK(none_but_0(options.kind, \"such memory\", e));\n    return add_block(b, &b->device",
+        "    *ptr = 256;\n    CHECK(none_but_0(options.kind, \"such memory\", e));\n    return add_block(b, &b->device",
+        "in `allocate` with an answer, although it returned an error",
+    ),
+    (
+        "    vsnprintf(e->message, sizeof e->message, format, arguments);\n",
+        "    vsnprintf(e->message, 1, format, arguments);\n",
+        "and no message",
+    ),
+    (
+        "    va_end(arguments);\n",
+        "    va_end(arguments);\n    e->has_vendor_code = 7;\n",
+        "and 7 for `has_vendor_code`",
+    ),
+];
+
+#[test]
+fn a_backend_in_c_that_breaks_a_rule_of_the_table_does_not_conform() {
+    let source = read("examples/c-backend/backend.c");
+    std::thread::scope(|scope| {
+        for (number, (text, wrong, words)) in BROKEN_RULES.iter().enumerate() {
+            assert_eq!(source.matches(text).count(), 1, "{text}");
+            let source = source.replacen(text, wrong, 1);
+            scope.spawn(move || {
+                let (report, _) = conformance(&variant(&source, number), &["--filter", "memory.zero"]);
+                let failures = report.to_string();
+                assert!(failures.contains(words), "{wrong}: {failures}");
+            });
+        }
+    });
+}
+
+/// Builds a variant of the backend in C, without optimization.
+fn variant(source: &str, number: usize) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let (code, file) = (folder.join(format!("variant-{number}.c")), folder.join(format!("libvariant-{number}.so")));
+    fs::write(&code, source).unwrap();
+    let mut compiler = Command::new(env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    compiler.args(["-O0", "-shared", "-fPIC", "-pthread", "-I"]).arg(Path::new(ROOT).join("plugin/include"));
+    let output = compiler.arg(&code).arg("-o").arg(&file).output().expect("the compiler starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    file
 }
 
 #[test]

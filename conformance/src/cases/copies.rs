@@ -1,9 +1,14 @@
 //! Copies: between device and page-locked memory, within a device, and between devices.
 
-use highwater_hal::{Backend, FillPattern, HostMemoryKind, HostOptions};
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use highwater_hal::{
+    Backend, DevicePtr, FillPattern, HostMemoryKind, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
+};
 
 use super::memory::{Maker, makers};
-use crate::case::{CaseResult, cases, check};
+use crate::case::{CaseResult, Failure, cases, check};
 use crate::device::{Block, DEVICE, Pinned, Registered, Span, Stream};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
@@ -21,6 +26,8 @@ cases! {
     between_devices_of_nothing_do_nothing: ["copy.zero"] needs [TWO_DEVICES, has::peer_copy];
     of_nothing_do_nothing_in_memory_of_each_kind: ["copy.zero", "fill.zero"];
     above_sixteen_mebibytes_are_exact: ["copy.exact", "fill.exact"];
+    above_sixty_four_mebibytes_are_exact: ["copy.exact"];
+    of_nothing_need_no_memory: ["copy.zero", "fill.zero"];
     run_in_order: ["copy.ordered"];
     run_after_pending_work: ["copy.ordered"];
 }
@@ -218,9 +225,7 @@ fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
     let between = backend.device_count() > 1 && backend.capabilities(DEVICE)?.peer_copy;
     let devices = if between { [DEVICE, DEVICE, 1, 1] } else { [DEVICE; BLOCKS] };
     for device in devices {
-        if backend.memory_info(device)?.free < (2 * BLOCKS * BYTES) as u64 {
-            return Ok(());
-        }
+        needs_free(backend, device, 2 * BLOCKS * BYTES)?;
     }
     let stream = Stream::new(backend)?;
     let content = Random::new(14).bytes(BYTES);
@@ -243,7 +248,7 @@ fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
     }
     stream.copy(target.all(), blocks[0].all())?;
     stream.synchronize()?;
-    check!(target.read()? == content, "{BYTES} bytes came back changed");
+    alike(&target.read()?, &content, 0, "a copy to the device, to each block, and back")?;
     for pattern in [FillPattern::U8(0x5a), FillPattern::U32(0x0102_0304)] {
         stream.fill(blocks[0].span(0..WORDS), pattern)?;
         stream.copy(target.all(), blocks[0].all())?;
@@ -252,10 +257,105 @@ fn above_sixteen_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
             FillPattern::U32(word) => word.to_ne_bytes(),
             _ => [0x5a; 4],
         };
-        let got = target.read()?;
-        let filled = got[..WORDS].as_chunks::<4>().0.iter().all(|four| *four == element);
-        check!(filled && got[WORDS..] == content[WORDS..], "a fill of {WORDS} bytes with {pattern:?}");
+        let expected = [element.repeat(WORDS / 4).as_slice(), &content[WORDS..]].concat();
+        alike(&target.read()?, &expected, 0, &format!("a fill of {WORDS} bytes with {pattern:?}"))?;
     }
+    Ok(())
+}
+
+/// Checks that the bytes from `start` on are the expected ones, and names the first that differs.
+fn alike(got: &[u8], expected: &[u8], start: usize, what: &str) -> CaseResult {
+    match got.iter().zip(expected).position(|(got, expected)| got != expected) {
+        None => Ok(()),
+        Some(place) => Err(Failure::new(format!(
+            "{what}: byte {} is the first that differs: got {:#04x}, expected {:#04x}",
+            start + place,
+            got[place],
+            expected[place]
+        ))),
+    }
+}
+
+/// Skips the case if the device has less free memory.
+pub(super) fn needs_free(backend: &dyn Backend, device: u32, bytes: usize) -> CaseResult {
+    let free = backend.memory_info(device)?.free;
+    if free < bytes as u64 {
+        let mebibytes = |bytes: u64| bytes >> 20;
+        let (free, needed) = (mebibytes(free), mebibytes(bytes as u64) + 1);
+        return Err(Failure::skip(format!(
+            "device {device} has {free} MiB of free memory, and the case needs {needed} MiB"
+        )));
+    }
+    Ok(())
+}
+
+/// The bytes of a transfer that has more than 64 MiB.
+pub(super) const LARGE: usize = (64 << 20) + 4096 + 5;
+
+/// The parts of a large transfer that a case compares: its beginning and its end, and both sides of each power of two from 1 MiB on.
+pub(super) fn compared_parts() -> impl Iterator<Item = Range<usize>> {
+    const PART: usize = 2048;
+    let middle = (20..=26).map(|power| (1_usize << power) - PART..(1 << power) + PART);
+    std::iter::once(0..PART).chain(middle).chain(std::iter::once(LARGE - PART..LARGE))
+}
+
+/// A size of more than 26 bits, in each direction. Comparing all of the bytes would take most of the time.
+fn above_sixty_four_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u8 = 0xee;
+    needs_free(backend, DEVICE, 3 * LARGE)?;
+    let mut random = Random::new(16);
+    let stream = Stream::new(backend)?;
+    let (source, target) = (Pinned::new(backend, LARGE)?, Pinned::new(backend, LARGE)?);
+    let (first, second) = (Block::new(backend, LARGE)?, Block::new(backend, LARGE)?);
+    let contents: Vec<_> = compared_parts().map(|part| (part.clone(), random.bytes(part.len()))).collect();
+    for (part, content) in &contents {
+        source.write_at(part.start, content)?;
+        target.write_at(part.start, &vec![OTHER; part.len()])?;
+    }
+    // The memory may be that of an earlier run, with the same bytes.
+    for block in [&first, &second] {
+        stream.set(block.all(), OTHER)?;
+    }
+    stream.copy(first.all(), source.all())?;
+    stream.copy(second.all(), first.all())?;
+    stream.copy(target.all(), second.all())?;
+    stream.synchronize()?;
+    for (part, content) in &contents {
+        // SAFETY: the stream was synchronized, and nothing was enqueued on this memory since.
+        let got = unsafe { target.bytes_now(part.clone()) };
+        alike(got, content, part.start, &format!("{LARGE} bytes after a copy to the device, on it, and back"))?;
+    }
+    Ok(())
+}
+
+/// Addresses of copies and fills of nothing need not lie in a block.
+fn of_nothing_need_no_memory(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let (block, pinned) = (Block::filled(backend, 256, 1)?, Pinned::holding(backend, &[3; 256])?);
+    let null = Location::Device { device: DEVICE, ptr: DevicePtr::new(0) };
+    let (device, host) = (Location::Device { device: DEVICE, ptr: block.ptr() }, Location::Host(pinned.ptr()));
+    let mut pageable = 0_u8;
+    let pageable = Location::Host(HostPtr::new(NonNull::from(&mut pageable)));
+    for (what, dst, src) in [
+        ("from null to a block", device, null),
+        ("from a block to null", null, device),
+        ("from null to null", null, null),
+        ("from page-locked memory to null", null, host),
+        ("from null to page-locked memory", host, null),
+        ("from memory that is not page-locked to a block", device, pageable),
+        ("from a block to memory that is not page-locked", pageable, device),
+    ] {
+        // SAFETY: a copy of 0 bytes has no obligation for its addresses.
+        let copied = unsafe { backend.copy(&MemoryCopy::new(dst, src, 0), stream.id()) };
+        copied.map_err(|error| Failure::new(format!("a copy of 0 bytes {what} failed: {error}")))?;
+    }
+    for pattern in [FillPattern::U8(9), FillPattern::U16(9), FillPattern::U32(9)] {
+        // SAFETY: a fill of 0 elements has no obligation for its address.
+        let filled = unsafe { backend.fill(&MemoryFill::new(DEVICE, DevicePtr::new(0), pattern, 0), stream.id()) };
+        filled.map_err(|error| Failure::new(format!("a fill of 0 elements at null failed: {error}")))?;
+    }
+    stream.synchronize()?;
+    check!(block.read()? == [1; 256] && pinned.read()? == [3; 256], "a copy or a fill of nothing changed something");
     Ok(())
 }
 

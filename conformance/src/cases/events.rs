@@ -301,13 +301,21 @@ fn waits_for_nothing_are_none(backend: &dyn Backend) -> CaseResult {
 fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
+    let mut byte = 0;
     until_conclusive("an event is never seen pending", |load| {
+        byte += 1;
         busy.enqueue(&stream, load)?;
+        stream.set(block.all(), byte)?;
+        stream.copy(pinned.all(), block.all())?;
         stream.record(&event)?;
         let pending = event.is_pending()?;
         while event.is_pending()? {
             std::thread::yield_now();
         }
+        // SAFETY: the event is complete; that this means what it says is what the case shows.
+        let arrived = unsafe { pinned.bytes_now(0..BYTES) }.iter().all(|&got| got == byte);
+        check!(arrived, "an event is complete, and a copy to the host before its record has not arrived");
         check!(stream.query()?.is_complete() || stream.synchronize().is_ok(), "the stream failed");
         check!(event.query()?.is_complete(), "an event went from complete to pending with nothing recorded");
         Ok(Attempt::seen(pending))

@@ -2,8 +2,9 @@
 
 use highwater_hal::{Backend, FillPattern};
 
+use super::copies::{LARGE, compared_parts, needs_free};
 use crate::case::{CaseResult, cases, check};
-use crate::device::{Block, DEVICE, Stream};
+use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
 
@@ -13,6 +14,7 @@ cases! {
     write_halves: ["fill.exact"] => exact(FillPattern::U16(0xbeef), &0xbeef_u16.to_ne_bytes());
     write_words: ["fill.exact"];
     write_every_byte_of_a_pattern: ["fill.exact"];
+    above_sixty_four_mebibytes_are_exact: ["fill.exact"];
     of_nothing_do_nothing: ["fill.zero"];
     run_in_order: ["fill.ordered"];
     run_after_pending_work: ["fill.ordered"];
@@ -34,7 +36,10 @@ fn exact(backend: &dyn Backend, pattern: FillPattern, element: &[u8]) -> CaseRes
         let wrong = (0..bytes).find(|&at| got[at] != expected[at]);
         check!(
             wrong.is_none(),
-            "a fill of {count} elements of {width} bytes at element {first}: byte {wrong:?} is wrong"
+            "a fill of {count} elements of {width} bytes at element {first}: byte {} is {:#04x}, expected {:#04x}",
+            wrong.unwrap_or_default(),
+            got[wrong.unwrap_or_default()],
+            expected[wrong.unwrap_or_default()]
         );
     }
     Ok(())
@@ -95,4 +100,40 @@ fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
         check!(source.read()? == [2; 4096], "a fill did not arrive");
         Ok(Attempt::seen(pending))
     })
+}
+
+/// Counts and sizes of more than 26 bits. Comparing all of the bytes would take most of the time.
+fn above_sixty_four_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    needs_free(backend, DEVICE, 2 * LARGE)?;
+    let stream = Stream::new(backend)?;
+    let (block, pinned) = (Block::new(backend, LARGE)?, Pinned::new(backend, LARGE)?);
+    for (round, width) in [1, 2, 4].into_iter().enumerate() {
+        let (byte, bytes) = (0x31 + round as u8, LARGE / width * width);
+        let (pattern, element) = match width {
+            1 => (FillPattern::U8(byte), vec![byte]),
+            2 => (FillPattern::U16(u16::from_ne_bytes([byte, 0x42])), vec![byte, 0x42]),
+            _ => (FillPattern::U32(u32::from_ne_bytes([byte, 0x42, 0x53, 0x64])), vec![byte, 0x42, 0x53, 0x64]),
+        };
+        // The bytes before each fill are those of the last one. Before the first, they may be those of an earlier run.
+        if round == 0 {
+            stream.set(block.all(), 0xee)?;
+        }
+        stream.fill(block.span(0..bytes), pattern)?;
+        stream.copy(pinned.all(), block.all())?;
+        stream.synchronize()?;
+        for part in compared_parts() {
+            let part = part.start..part.end.min(bytes);
+            // SAFETY: the stream was synchronized, and nothing was enqueued on this memory since.
+            let got = unsafe { pinned.bytes_now(part.clone()) };
+            let wrong = part.clone().zip(got).find(|(place, got)| **got != element[place % width]);
+            check!(
+                wrong.is_none(),
+                "a fill of {bytes} bytes with elements of {width}: byte {} is {:#04x}, expected {:#04x}",
+                wrong.map_or(0, |(place, _)| place),
+                wrong.map_or(0, |(_, got)| *got),
+                wrong.map_or(0, |(place, _)| element[place % width])
+            );
+        }
+    }
+    Ok(())
 }

@@ -4,8 +4,9 @@ use highwater_hal::{
     Backend, BlasKind, DataType, DevicePtr, Epilogue, Gemm, GemmShape, PlanOptions, StridedBatch, Transpose,
 };
 
-use crate::case::{CaseResult, cases, check, check_error};
-use crate::device::{Block, Handle, Pinned, Stream};
+use super::copies::needs_free;
+use crate::case::{CaseResult, Failure, cases, check, check_error};
+use crate::device::{Block, DEVICE, Handle, Pinned, Stream, read_span};
 use crate::matrix::{Product, Types};
 
 cases! {
@@ -13,6 +14,8 @@ cases! {
     products_of_many_rows_columns_and_terms: ["gemm.value", "gemm.leading-dimension"] needs [has::gemm_f32];
     products_of_many_rows_run_in_order: ["gemm.value", "blas.stream-bound", "stream.order"] needs [has::gemm_f32];
     batches_of_many_products: ["gemm.strided-batch"] needs [has::gemm_f32, has::strided_batch];
+    batches_of_matrices_far_apart: ["gemm.strided-batch"] needs [has::gemm_f32, has::strided_batch];
+    infinite_factors_leave_nothing_finite: ["gemm.infinite-factors"] needs [has::gemm_f32];
     plans_of_many_rows_and_columns: ["plan.value"] needs [has::gemm_f32, has::lt_plans];
     operands_aligned_to_their_elements_only: ["gemm.value"] needs [has::gemm_f32];
     one_matrix_as_both_factors: ["gemm.value", "gemm.transpose"] needs [has::gemm_f32];
@@ -64,6 +67,83 @@ fn batches_of_many_products(backend: &dyn Backend) -> CaseResult {
         let batch = StridedBatch { count, stride_a: 4, stride_b: 4, stride_c: 4 };
         let shape = Types::F32.shape(2, 2, 2).with_batch(batch);
         Product::new(shape, count as u64).with_scale(1.0, 1.0).prove(backend, &mut handle, &stream)?;
+    }
+    Ok(())
+}
+
+/// Matrices that begin more than 2^24 elements after the first, for each operand. Only the elements of the products are written.
+fn batches_of_matrices_far_apart(backend: &dyn Backend) -> CaseResult {
+    const STRIDE: usize = (1 << 24) + 5;
+    const COUNT: usize = 2;
+    const BYTES: usize = (STRIDE + 1) * 4;
+    needs_free(backend, DEVICE, BYTES + (16 << 20))?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let far = Block::new(backend, BYTES)?;
+    let near = |values: [f32; COUNT]| Block::holding(backend, &values.map(f32::to_ne_bytes).concat());
+    for operand in 0..3 {
+        let values: [[f32; COUNT]; 3] = [[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]];
+        let blocks = [near(values[0])?, near(values[1])?, near(values[2])?];
+        for (index, value) in values[operand].into_iter().enumerate() {
+            far.write(index * STRIDE * 4, &value.to_ne_bytes())?;
+        }
+        let stride = |of| if of == operand { STRIDE } else { 1 };
+        let batch = StridedBatch { count: COUNT, stride_a: stride(0), stride_b: stride(1), stride_c: stride(2) };
+        let placed = |of: usize| if of == operand { (&far, 0) } else { (&blocks[of], 0) };
+        let shape = GemmShape::new(DataType::F32, 1, 1, 1).with_batch(batch);
+        handle.gemm(&gemm(shape, 1.0, 1.0), [placed(0), placed(1), placed(2)])?;
+        stream.synchronize()?;
+        let expected = values[0].iter().zip(values[1]).zip(values[2]).map(|((a, b), c)| a * b + c);
+        for (index, expected) in expected.enumerate() {
+            let (block, at) = if operand == 2 { (&far, index * STRIDE * 4) } else { (&blocks[2], index * 4) };
+            let got = read_span(backend, DEVICE, block.span(at..at + 4))?;
+            check!(
+                got == expected.to_ne_bytes(),
+                "product {index} of a batch whose matrices {} lie {STRIDE} elements apart: got {:?}, expected {expected}",
+                ["A", "B", "C"][operand],
+                got.as_array::<4>().map(|bytes| f32::from_ne_bytes(*bytes))
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Values of alpha and beta for which no element of C is finite.
+const INFINITE: [(f64, f64); 7] = [
+    (f64::INFINITY, 0.0),
+    (f64::NEG_INFINITY, 1.0),
+    (f64::NAN, 0.0),
+    (1.0, f64::INFINITY),
+    (1.0, f64::NEG_INFINITY),
+    (0.0, f64::NAN),
+    (f64::INFINITY, f64::INFINITY),
+];
+
+fn infinite_factors_leave_nothing_finite(backend: &dyn Backend) -> CaseResult {
+    let capabilities = backend.capabilities(DEVICE)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    for types in [Types::F32, Types::F64, Types::F16, Types::BF16, Types::F16_TO_F32, Types::BF16_TO_F32] {
+        for (m, n, k) in [(1, 1, 1), (5, 3, 40)] {
+            let shape = types.shape(m, n, k);
+            for (alpha, beta) in INFINITE {
+                if capabilities.check_product("gemm", &shape).is_err() {
+                    continue;
+                }
+                let product = Product::new(shape, k as u64).with_scale(alpha, beta);
+                let placed = product.place(backend)?;
+                placed.gemm(&product, &mut handle)?;
+                stream.synchronize()?;
+                let elements = placed.elements_of_c(&product)?;
+                if let Some(place) = elements.iter().position(|element| element.is_finite()) {
+                    let got = elements[place];
+                    return Err(Failure::new(format!(
+                        "a product of {shape:?} with alpha {alpha} and beta {beta}: element {place} of C is {got}, expected is \
+                         infinity or NaN"
+                    )));
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -5,6 +5,9 @@ use highwater_hal::{
     StreamPriority,
 };
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
 use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Stream};
 use crate::matrix::Product;
@@ -38,6 +41,8 @@ cases! {
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
+    synchronize_ends_while_others_enqueue: ["stream.synchronize-ends"] => ends_while_others_enqueue(Wait::Stream);
+    synchronizing_the_device_ends_while_others_enqueue: ["devices.synchronize-ends"] => ends_while_others_enqueue(Wait::Device);
     synchronizing_the_device_waits_for_streams_of_other_threads: ["devices.synchronize"];
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
     destroyed_streams_finish_their_work: ["stream.destroy-pending"];
@@ -585,5 +590,53 @@ fn wrapped_streams_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseRes
     check!(block.read()? == [10; BYTES], "the stream does not work after its wrapper was destroyed");
     drop((block, owner));
     check!(backend.live_objects().streams == before, "live streams differ after a stream was wrapped");
+    Ok(())
+}
+
+/// A wait that must end although work is added all the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Stream,
+    Device,
+}
+
+/// One thread keeps a stream busy, with a few loads ahead of the device. Another waits, and must return before the first one stops.
+fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait) -> CaseResult {
+    /// A wait for all work lasts as long as the work is added. A right one lasts for the loads that are enqueued.
+    const LIMIT: Duration = Duration::from_secs(3);
+    const AHEAD: usize = 3;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let events: Vec<Event<'_>> = (0..AHEAD).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
+    // With this much enqueued, the stream is never idle.
+    let add = |event: &Event<'_>| busy.enqueue(&stream, 1).and_then(|()| stream.record(event));
+    events.iter().try_for_each(add)?;
+    let (is_over, began) = (AtomicBool::new(false), Instant::now());
+    let (waited, added) = std::thread::scope(|scope| {
+        let adding = scope.spawn(|| {
+            for event in events.iter().cycle() {
+                if is_over.load(Ordering::Relaxed) || began.elapsed() > LIMIT {
+                    break;
+                }
+                event.synchronize()?;
+                add(event)?;
+            }
+            Ok(())
+        });
+        let waited = match wait {
+            Wait::Stream => stream.synchronize(),
+            Wait::Device => backend.synchronize_device(DEVICE),
+        };
+        is_over.store(true, Ordering::Relaxed);
+        let lasted = began.elapsed();
+        (waited.map(|()| lasted), adding.join().unwrap_or_else(|_| panic!("the thread that enqueues panicked")))
+    });
+    let lasted = waited?;
+    added.map_err(|error: highwater_hal::Error| Failure::from(error))?;
+    check!(
+        lasted < LIMIT,
+        "a wait ({wait:?}) lasted for {lasted:?}, as long as another thread enqueued work; expected is that it ends once the work \
+         before it is done"
+    );
     Ok(())
 }

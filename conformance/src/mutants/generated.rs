@@ -302,6 +302,7 @@ pub(super) fn generated() -> &'static [Mutant] {
                     all.push(Mutant {
                         name: String::leak(name),
                         clause: broken.first().copied().unwrap_or("backend.live-objects"),
+                        needs: &[],
                         also: broken,
                         what: String::leak(what),
                         needs_launcher: operation == "close_memory",

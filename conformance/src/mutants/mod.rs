@@ -34,7 +34,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use highwater_hal::{Backend, Error, ErrorKind, Identity, Result, display_foreign};
+use highwater_hal::{Backend, Capabilities, Error, ErrorKind, Identity, Result, display_foreign};
+
+use crate::case::Need;
 
 pub use run::{
     Class, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, run_mutants, run_mutants_on,
@@ -60,6 +62,8 @@ pub struct Mutant {
     pub survives: Option<&'static str>,
     /// Clauses that the mutant breaks too.
     also: &'static [&'static str],
+    /// What a device must have for the mutant to do wrong.
+    needs: &'static [Need],
     act: Act,
 }
 
@@ -74,7 +78,16 @@ enum Act {
 
 impl Mutant {
     const fn new(name: &'static str, clause: &'static str, what: &'static str, act: fn(&mut Hooks)) -> Self {
-        Self { name, clause, what, needs_launcher: false, survives: None, also: &[], act: Act::Written(act) }
+        Self {
+            name,
+            clause,
+            what,
+            needs_launcher: false,
+            survives: None,
+            also: &[],
+            needs: &[],
+            act: Act::Written(act),
+        }
     }
 
     /// Returns the class of a generated mutant: its mistake and its condition.
@@ -107,6 +120,24 @@ impl Mutant {
     #[must_use]
     pub fn breaks(&self, clause: &str) -> bool {
         self.clause == clause || self.also.contains(&clause)
+    }
+
+    /// Returns the reason if the mutant does no wrong around a right backend whose devices have these capabilities.
+    #[must_use]
+    pub fn unmet(&self, devices: &[Capabilities]) -> Option<String> {
+        // One device that meets the need is enough, because the cases run on the first two.
+        let seen_from = |device: usize| {
+            let mut devices = devices.to_vec();
+            devices.swap(0, device);
+            devices
+        };
+        let unmet = |need: &Need| (0..devices.len()).map(|device| need.unmet(&seen_from(device))).min().flatten();
+        self.needs.iter().find_map(unmet)
+    }
+
+    const fn needing(mut self, needs: &'static [Need]) -> Self {
+        self.needs = needs;
+        self
     }
 
     const fn by_two_processes(mut self) -> Self {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use highwater_hal::{Backend, Error, ErrorKind, Identity, Result};
 
 use super::{Mutant, VARIABLE, generated_mutants, mutants};
-use crate::case::Case;
+use crate::case::{Case, all_capabilities};
 use crate::cases::cases;
 use crate::options::Options;
 use crate::peer::Launcher;
@@ -362,12 +362,19 @@ pub fn run_mutants(
         Ok(_) if mutant.needs_launcher && options.launcher.is_none() => {
             Outcome::Skipped("no launcher for a second process was given".to_owned())
         }
+        Ok(backend) if let Some(why) = unmet(mutant, &*backend) => Outcome::Skipped(why),
         Ok(backend) => {
             let trial = Trial::new(mutant, backend, options);
             judge(mutant, &mut |case| trial.run_case(case))
         }
         Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
     })
+}
+
+/// Returns the reason if the mutant does no wrong around this backend.
+fn unmet(mutant: &Mutant, backend: &dyn Backend) -> Option<String> {
+    // A backend that cannot describe its devices fails the cases.
+    mutant.unmet(&all_capabilities(backend).ok()?)
 }
 
 /// Gives the mutants that `options` selects to the suite, each in an executor that `start` makes, such as a process. The executor runs

@@ -295,7 +295,8 @@ impl std::fmt::Display for LiveObjects {
 /// its plans belong to one thread at a time. That thread can destroy them while their products are outstanding.
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
-/// memory, registrations, and workspaces. It must keep memory that it exported by a transport other than descriptors until
+/// memory, registrations, and workspaces. So no work that uses memory is outstanding when the last reference to a backend is
+/// dropped. Other outstanding work, such as a wait or a record, may then be executed or not. The caller must keep memory that it exported by a transport other than descriptors until
 /// no other process has it open. Otherwise, a later allocation may get the bytes. A foreign object must outlive its id, so the
 /// destruction of the id waits until no call of another thread uses it. The caller must end a capture before it destroys a
 /// stream that takes part. The outcome of the capture is otherwise not promised.
@@ -388,11 +389,13 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Waits until all work enqueued so far has been executed.
     ///
     /// - `stream.synchronize`: on return, the effects of that work are visible to the CPU.
+    /// - `stream.synchronize-ends`: the call returns once that work is done, also while another thread goes on enqueueing.
     fn synchronize_stream(&self, stream: StreamId) -> Result<()>;
 
-    /// Waits for every stream of the device.
+    /// Waits until all work enqueued so far on any stream of the device has been executed.
     ///
-    /// - `devices.synchronize`: on return, the work enqueued on any stream of the device has been executed.
+    /// - `devices.synchronize`: on return, that work has been executed.
+    /// - `devices.synchronize-ends`: the call returns once that work is done, also while other threads go on enqueueing.
     fn synchronize_device(&self, device: u32) -> Result<()>;
 
     /// Makes the stream wait, on the device, for the event's latest record at the time of the call.
@@ -621,11 +624,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// - `copy.exact`: exactly `bytes` bytes arrive, unchanged; bytes beside the destination keep their value.
     /// - `copy.ordered`: the copy runs in the order of the stream.
-    /// - `copy.zero`: a copy of 0 bytes succeeds and copies nothing.
+    /// - `copy.zero`: a copy of 0 bytes succeeds and copies nothing. Its addresses need not lie in a block, and may be null.
     ///
     /// # Safety
     /// The caller must ensure that:
-    /// - each range lies inside one block: device memory of the named device, memory that is mapped without a gap and that the
+    /// - each range of at least a byte lies inside one block: device memory of the named device, memory that is mapped without a gap and that the
     ///   device may access, one page-locked host block, or one registration;
     /// - the ranges do not overlap, and both blocks stay allocated until the copy has completed;
     /// - until then, the source is not written, and a host destination is neither read nor written.
@@ -654,11 +657,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// - `fill.exact`: exactly `count` elements are written, with each width of pattern.
     /// - `fill.ordered`: the fill runs in the order of the stream.
-    /// - `fill.zero`: a fill of 0 elements succeeds and writes nothing.
+    /// - `fill.zero`: a fill of 0 elements succeeds and writes nothing. Its address need not lie in a block, and may be null.
     ///
     /// # Safety
-    /// The caller must pass a range inside one block of the device, and must keep the block allocated until the fill has
-    /// completed.
+    /// The caller must pass a range inside one block of the device, unless the count is 0. It must keep the block allocated until
+    /// the fill has completed.
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()>;
 
     // ------------------------------------------------------------------ capture and replay

@@ -553,7 +553,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///   A product without elements may succeed.
     /// - `blas.stream-device`: a stream of another device returns `WrongDevice`.
     /// - `blas.stream-destroyed`: once the bound stream is destroyed, products and runs of plans return `InvalidHandle`, and
-    ///   nothing is enqueued. Those enqueued before are still executed.
+    ///   nothing is enqueued. A product without elements may succeed. Those enqueued before are still executed.
     /// - `blas.stream-resets-workspace`: if the fact `set_stream_resets_workspace` holds, the handle returns to its own
     ///   workspace, even if the stream is the same; modes survive.
     fn set_stream(&mut self, stream: StreamId) -> Result<()>;
@@ -581,6 +581,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///
     /// - `gemm.value`: every element of C is the product within the rounding of C's type. Before it is added to `beta * C`,
     ///   the product may be rounded to that type. NaN and infinity in A, B and C reach exactly the elements that they enter.
+    /// - `gemm.infinite-factors`: with an infinite or NaN beta, or such an alpha and a k above 0, every element of C is infinite
+    ///   or NaN.
     /// - `gemm.transpose`: this holds for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.

@@ -66,7 +66,7 @@ impl HostOptions {
 /// vendor nor a device may use the range.
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
-    /// Allocates page-locked memory with unspecified contents.
+    /// Allocates page-locked memory. Its bytes are initialized, and their values are unspecified.
     ///
     /// - `host.usable`: the CPU can read and write every byte, and every device can copy to and from it.
     /// - `host.aligned`: the address is a multiple of 64.

@@ -262,7 +262,7 @@ pub struct MemoryCopy {
     pub dst: Location,
     /// Source.
     pub src: Location,
-    /// Number of bytes. With 0, the copy succeeds and copies nothing.
+    /// Number of bytes. With 0, the copy succeeds and copies nothing, whatever the addresses are.
     pub bytes: usize,
 }
 
@@ -434,7 +434,7 @@ pub struct MemoryFill {
     pub dst: DevicePtr,
     /// The element.
     pub pattern: FillPattern,
-    /// Number of elements. With 0, the fill succeeds and writes nothing.
+    /// Number of elements. With 0, the fill succeeds and writes nothing, whatever the address is.
     pub count: usize,
 }
 

@@ -1,6 +1,7 @@
 //! Structs that the plugin answers with.
 
 use std::collections::BTreeMap;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -40,9 +41,33 @@ macro_rules! structs_out {
                 }
                 $lift
             }
+            fn first() -> Option<$raw> {
+                let first = <$raw as Sized64>::FIRST_BYTES;
+                // SAFETY: any bytes are a value of the struct (`Sized64`).
+                let mut slot: $raw = unsafe { MaybeUninit::zeroed().assume_init() };
+                // SAFETY: the bytes behind the first version are part of the struct.
+                unsafe { std::ptr::from_mut(&mut slot).cast::<u8>().add(first).write_bytes(BEHIND, size_of::<$raw>() - first) };
+                slot.size = first as u64;
+                (first < size_of::<$raw>()).then_some(slot)
+            }
+            fn check_first(slot: &$raw) -> Result<(), String> {
+                let (name, first) = (<$raw as Sized64>::NAME, <$raw as Sized64>::FIRST_BYTES);
+                if slot.size > first as u64 {
+                    return Err(format!("a size of {} in a `{name}` of {first} bytes; expected are the bytes that were written", slot.size));
+                }
+                // SAFETY: every byte of the struct is initialized, because it has no padding (`Sized64`).
+                let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(slot).cast::<u8>(), size_of::<$raw>()) };
+                match bytes[first..].iter().position(|&byte| byte != BEHIND) {
+                    None => Ok(()),
+                    Some(place) => Err(format!("a byte at {} in a `{name}` of {first} bytes", first + place)),
+                }
+            }
         }
     )*};
 }
+
+/// A byte behind a short struct, which no call may change.
+const BEHIND: u8 = 0xa5;
 
 structs_out! {
     Identity as RawIdentity:

@@ -9,7 +9,7 @@ use super::super::codes::{
 use super::super::raw::*;
 use super::descriptors::{lift_descriptor, raw_descriptor};
 use super::values::{NO_ID, lift_id, raw_id};
-use super::{Argument, Tags, Wrong, bytes_of, choice, flag};
+use super::{Argument, Longer, Tags, UNKNOWN_BYTES, Wrong, bytes_of, choice, flag};
 use highwater_hal::{
     AllocateOptions, CopyShape, DataType, DeviceMemoryKind, DevicePtr, EventHandle, EventOptions, FillPattern, Gemm,
     GemmShape, HostOptions, HostPtr, Location, MemoryCopy, MemoryCopy2d, MemoryFill, MemoryHandle,
@@ -30,6 +30,13 @@ macro_rules! structs_in {
             #[inline]
             fn abi(form: &$raw) -> *const $raw {
                 form
+            }
+            const IS_STRUCT: bool = true;
+            fn longer_abi(form: &$raw, byte: u8, room: &mut MaybeUninit<Longer<$raw>>) -> *const $raw {
+                let mut known = *form;
+                known.size += UNKNOWN_BYTES as u64;
+                let longer = room.write(Longer { known, unknown: [byte; UNKNOWN_BYTES] });
+                std::ptr::from_mut(longer).cast_const().cast()
             }
             #[inline]
             unsafe fn lift(abi: *const $raw, $tags: Tags) -> Result<Self, Wrong> {

@@ -12,6 +12,7 @@ mod arguments;
 mod descriptors;
 mod values;
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::codes::Coded;
@@ -71,6 +72,13 @@ pub(super) trait Argument: Sized {
     fn form(&self) -> Self::Form;
     /// Returns the C argument of a form.
     fn abi(form: &Self::Form) -> Self::Abi;
+    /// Whether the argument is a struct behind a pointer, which a later version may make longer.
+    const IS_STRUCT: bool = false;
+    /// Returns the C argument of a form, in a struct that is longer by a few bytes with this value. `room` keeps the struct.
+    fn longer_abi(form: &Self::Form, byte: u8, room: &mut MaybeUninit<Longer<Self::Form>>) -> Self::Abi {
+        let _ = (byte, room);
+        Self::abi(form)
+    }
     /// Lifts the value, in the plugin.
     ///
     /// # Safety
@@ -91,6 +99,34 @@ pub(super) trait Answer: Sized {
     unsafe fn put(self, slot: *mut Self::Slot, tags: Tags) -> Result<(), String>;
     /// Lifts the value, in the program.
     fn lift(slot: Self::Slot, link: &Arc<Link>) -> Result<Self, String>;
+    /// Returns the contents of a slot of the first version's size, if the struct has grown since. A call that answers in it must
+    /// change nothing.
+    fn first() -> Option<Self::Slot> {
+        None
+    }
+    /// Returns the fault if the plugin wrote more into the slot of [`first`](Self::first) than its size, or states another size.
+    fn check_first(slot: &Self::Slot) -> Result<(), String> {
+        let _ = slot;
+        Ok(())
+    }
+}
+
+/// A struct of a later version: that of this version, and bytes that the other side does not know.
+#[repr(C)]
+pub(super) struct Longer<F> {
+    known: F,
+    unknown: [u8; UNKNOWN_BYTES],
+}
+
+/// The bytes by which a [`Longer`] struct is longer.
+pub(super) const UNKNOWN_BYTES: usize = 8;
+
+/// Returns whether two values of a type without padding have the same bytes.
+pub(super) fn are_alike<T>(one: &T, other: &T) -> bool {
+    let (one, other) = (std::ptr::from_ref(one).cast::<u8>(), std::ptr::from_ref(other).cast::<u8>());
+    // SAFETY: both are references to a `T`. Slots are numbers, pointers, and structs of those without padding (`raw_structs`
+    // asserts it), so each byte is initialized.
+    unsafe { std::slice::from_raw_parts(one, size_of::<T>()) == std::slice::from_raw_parts(other, size_of::<T>()) }
 }
 
 /// Writes a plain answer.

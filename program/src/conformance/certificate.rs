@@ -52,7 +52,13 @@ impl Certificate {
 
 fn not_written(path: &Path, error: std::io::Error) -> anyhow::Error {
     let message = format!("the certificate `{}` cannot be written", display_foreign(path));
-    let hint = "name a file in an existing writable folder, a pipe, or a terminal";
+    let hint = match error.kind() {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+            "free space on this disk, or name a file on another one; the results are printed, and the run must be repeated for a \
+             certificate"
+        }
+        _ => "name a file in an existing writable folder, a pipe, or a terminal",
+    };
     Failure::new(ErrorKind::OperatingSystem, message, hint).because_of(error).into()
 }
 

@@ -41,7 +41,10 @@ impl Choice {
     pub(super) fn open(&self, prober: Prober) -> highwater::Result<Arc<dyn Backend>> {
         let opened = match self {
             Self::Named(name) => backends::open_by(name, prober),
-            Self::Plugin(file) => backends::open_file(file, prober),
+            Self::Plugin(file) => {
+                highwater::plugin::check_rules();
+                backends::open_file(file, prober)
+            }
         };
         Ok(opened?.backend)
     }

@@ -1,7 +1,7 @@
 //! `highwater conformance`: the conformance suite against one backend.
 //!
 //! - `workers`: the supervision of the process of the cases; `worker`: that process; `protocol`: their messages
-//! - `choice`: the tested backend; `expected`: the known failures
+//! - `choice`: the tested backend; `expected`: the known failures; `nearest`: hints for misspelled filters
 //! - `report`: the printed report of a run; `certificate`: the file about a full run; `destination`: its target
 //! - `sweep`: the fault sweep; `saboteurs`: mutants that the suite must catch; `races`: mistakes that the mock must find
 //!
@@ -12,6 +12,7 @@ mod certificate;
 mod choice;
 mod destination;
 mod expected;
+mod nearest;
 mod protocol;
 mod races;
 mod report;
@@ -24,7 +25,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::ErrorKind;
-use highwater_conformance::{Case, Options, Progress as Step, Report, Status, cases, run_on, seed, serve_peer};
+use highwater::hal::display_foreign;
+use highwater_conformance::{
+    Case, Options, Progress as Step, Report, Status, cases, clauses, run_on, seed, serve_peer,
+};
 
 use self::certificate::Certificate;
 use self::choice::Choice;
@@ -71,6 +75,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     let report = run(&mut workers, &options, json);
     let end = workers.finish().err();
     let run = Run { report: &report, options: &options, seconds: started.elapsed().as_secs_f64(), end: end.as_deref() };
+    let path = arguments.certificate.as_deref();
     let certified = certificate.map_or(Ok(()), |certificate| certificate.finish(&run, &about));
     // The result of the run is printed in any case, unless the error is the only object.
     if json {
@@ -79,6 +84,10 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     } else {
         run.print()?;
         certified?;
+    }
+    // A line beside the results, which may be in the same pipe as the certificate.
+    if let Some(path) = path {
+        output::line(format_args!("certificate: {}", display_foreign(path)));
     }
     if let Some(end) = &end {
         output::line(format_args!("error: {end}"));
@@ -104,7 +113,11 @@ fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Op
     }
     if options.round(0).is_empty() {
         let filter = arguments.filter.as_deref().unwrap_or_default();
-        let hint = format!("name a part of a case, such as `{}`", cases().next().map_or("", |case| case.group));
+        let known = cases().map(|case| case.name).chain(clauses().iter().map(|clause| clause.id));
+        let group = cases().next().map_or("", |case| case.group);
+        let hint =
+            format!("name a part of a case, such as `{group}`, or the whole id of a clause; `--list` lists both");
+        let hint = nearest::hint(filter, known, hint);
         return Err(Failure::new(ErrorKind::InvalidArgument, format!("no case matches `{filter}`"), hint).into());
     }
     Ok(options)

@@ -8,7 +8,7 @@ use highwater::hal::{Backend, Identity};
 use highwater::mock::{ENVIRONMENT_VARIABLE as MOCK, MockGpu, MockOptions};
 use highwater_conformance::{
     Case, Executor, Fault, Faulted, Mutant, MutantOptions, MutantProgress as Step, Outcome, Points, Score, Status,
-    Survivor, Verdict as Judged, mutants, run_mutants, run_mutants_on, seed,
+    Survivor, Verdict as Judged, run_mutants, run_mutants_on, seed,
 };
 use serde_json::{Value, json};
 
@@ -18,6 +18,7 @@ use super::super::failure::Failure;
 use super::super::progress::Progress;
 use super::super::{Verdict, output};
 use super::choice::Choice;
+use super::nearest;
 use super::workers::Workers;
 
 pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
@@ -73,7 +74,14 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     drop(progress);
     if score.verdicts().is_empty() {
         let filter = arguments.filter.as_deref().unwrap_or_default();
-        let hint = format!("name a part of a mutant's name, such as `{}`", mutants().next().map_or("", |one| one.name));
+        let mut every = options.with_every(1);
+        every.filter = None;
+        let known = every.mutants();
+        let hint = format!(
+            "name a part of a mutant's name, such as `{}`, or the whole id of a clause",
+            known.first().map_or("", |one| one.name)
+        );
+        let hint = nearest::hint(filter, known.iter().flat_map(|one| [one.name, one.clause]), hint);
         let message = format!("no mutant matches `{filter}`");
         return Err(Failure::new(highwater::ErrorKind::InvalidArgument, message, hint).into());
     }

@@ -133,7 +133,7 @@ fn conformance_survives_the_death_of_a_case() {
     let ending = thread::spawn(move || {
         // Each case hangs until its process is ended here.
         let mut ended = Vec::new();
-        wait_until("seven processes were ended", Duration::from_secs(50), || {
+        wait_until("eight processes were ended", Duration::from_secs(50), || {
             for worker in runner.children() {
                 let threads = fs::read_dir(format!("/proc/{}/task", worker.0)).map_or(0, Iterator::count);
                 // A stream of the case has begun to work.
@@ -142,14 +142,14 @@ fn conformance_survives_the_death_of_a_case() {
                     worker.send(Signal::ABORT);
                 }
             }
-            ended.len() == 7
+            ended.len() == 8
         });
     });
     let run = run_to_its_end(child, &arguments, "whose cases are killed");
     ending.join().unwrap();
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     let object = run.object();
-    assert_eq!((&object["failed"], &object["cases"]), (&7.into(), &7.into()), "{object}");
+    assert_eq!((&object["failed"], &object["cases"]), (&8.into(), &8.into()), "{object}");
     for failure in object["failures"].as_array().unwrap() {
         assert!(failure["message"].as_str().unwrap().starts_with("its process ended: signal: 6 (SIGABRT)"), "{object}");
     }
@@ -166,7 +166,7 @@ fn conformance_counts_every_round_and_repeats_a_shuffle() {
         let object = run.object();
         assert_eq!(
             (&object["cases"], &object["rounds"], &object["failed"]),
-            (&14.into(), &2.into(), &1.into()),
+            (&16.into(), &2.into(), &1.into()),
             "{object}"
         );
         assert_eq!(
@@ -181,7 +181,7 @@ fn conformance_counts_every_round_and_repeats_a_shuffle() {
     assert!(others.len() > 1, "{others:?}");
     let run = highwater(&arguments).ended(0);
     assert!(
-        run.stdout.contains("14 cases: 14 passed") && run.stderr.contains("seed 11"),
+        run.stdout.contains("16 cases: 16 passed") && run.stderr.contains("seed 11"),
         "{}{}",
         run.stdout,
         run.stderr
@@ -194,6 +194,7 @@ fn conformance_certifies_a_full_run() {
     let file = folder.join("mock.json");
     let path = file.to_str().unwrap();
     let run = highwater(&["conformance", "--certificate", path, "--json"]).ended(0);
+    assert!(run.stderr.contains(&format!("certificate: {path}")), "{}", run.stderr);
     let (object, certificate) = (run.object(), fs::read_to_string(&file).unwrap());
     let certificate: Value = serde_json::from_str(&certificate).unwrap();
     assert_eq!(certificate["conforms"], true);
@@ -237,6 +238,17 @@ fn conformance_certifies_a_full_run() {
     fs::remove_dir_all(&folder).unwrap();
 }
 
+#[test]
+fn conformance_names_the_nearest_clause_case_or_mutant_to_a_misspelled_filter() {
+    highwater(&["conformance", "--filter", "stream.ordr"])
+        .assert_error(&["no case matches", "did you mean `stream.order`?"]);
+    highwater(&["conformance", "--list", "--filter", "streams.runs_in_odrer"])
+        .assert_error(&["did you mean `streams.runs_in_order`?"]);
+    highwater(&["conformance", "--saboteurs", "--filter", "copies-cutt"])
+        .assert_error(&["no mutant matches", "did you mean `copies-cut`?"]);
+    highwater(&["conformance", "--filter", "zebra"]).assert_error(&["hint: name a part of a case, such as `identity`"]);
+}
+
 /// Failed once: as root, `--certificate /dev/full` replaced the device by a file.
 #[test]
 fn conformance_writes_its_certificate_into_a_device_and_never_replaces_it() {
@@ -254,7 +266,9 @@ fn conformance_writes_its_certificate_into_a_device_and_never_replaces_it() {
     let path = if usable { node.as_path() } else { Path::new("/dev/full") };
     let run = highwater(&["conformance", "--certificate", path.to_str().unwrap()]).ended(2);
     assert!(
-        run.stderr.contains("cannot be written") && run.stderr.contains("No space left on device"),
+        run.stderr.contains("cannot be written")
+            && run.stderr.contains("No space left on device")
+            && run.stderr.contains("free space on this disk"),
         "{}",
         run.stderr
     );

@@ -43,6 +43,12 @@ mutants! {
             copy.bytes &= (1 << 24) - 1;
         }
     });
+    "copies-to-the-device-cut-at-32-mebibytes": "Copies 32 MiB to the device, and no more." =>
+        |h| altered(h, |copy| if Way::of(copy) == Way::ToDevice { copy.bytes = copy.bytes.min(32 << 20) });
+    "copies-on-the-device-of-26-bits": "Keeps the low 26 bits of the size of copies within a device." =>
+        |h| altered(h, |copy| if Way::of(copy) == Way::OnDevice { copy.bytes &= (1 << 26) - 1 });
+    "copies-to-the-host-cut-at-64-mebibytes": "Copies 64 MiB to the host, and no more." =>
+        |h| altered(h, |copy| if Way::of(copy) == Way::ToHost { copy.bytes = copy.bytes.min(64 << 20) });
     "copies-cut": "Copies 4 MiB, and no more." => |h| altered(h, |copy| copy.bytes = copy.bytes.min(4 << 20));
 
     in "copy.ordered":
@@ -60,6 +66,14 @@ mutants! {
         |h| h.backend.copy(|reference, copy, stream| match (copy.bytes, Way::of(copy)) {
             (0, Way::BetweenDevices) => Err(wrong(ErrorKind::InvalidArgument, "copy")),
             _ => reference.copy(copy, stream),
+        });
+    "copies-of-nothing-at-null-refused": "Refuses to copy 0 bytes from or to null." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            let is_null = |side| matches!(side, Location::Device { ptr, .. } if ptr.get() == 0);
+            match copy.bytes {
+                0 if is_null(copy.dst) || is_null(copy.src) => Err(wrong(ErrorKind::InvalidPointer, "copy")),
+                _ => reference.copy(copy, stream),
+            }
         });
     "copies-of-nothing-done": "Copies a byte instead of none." => |h| h.backend.copy(|reference, copy, stream| {
         let one = MemoryCopy::new(copy.dst, copy.src, copy.bytes.max(1));
@@ -89,6 +103,8 @@ mutants! {
 
     "fills-of-24-bits": "Keeps the low 24 bits of the count of a fill." =>
         |h| filled(h, |fill| fill.count &= (1 << 24) - 1);
+    "fills-cut-at-32-mebibytes": "Fills 32 MiB, and no more." =>
+        |h| filled(h, |fill| fill.count = fill.count.min((32 << 20) / fill.pattern.bytes()));
 
     in "fill.ordered":
     "fills-overtake": "Fills ahead of the stream's earlier work." =>
@@ -101,6 +117,11 @@ mutants! {
     "fills-of-nothing-refused": "Refuses to fill 0 elements." =>
         |h| h.backend.fill(|reference, fill, stream| match fill.count {
             0 => Err(wrong(ErrorKind::InvalidArgument, "fill")),
+            _ => reference.fill(fill, stream),
+        });
+    "fills-of-nothing-at-null-refused": "Refuses to fill 0 elements at null." =>
+        |h| h.backend.fill(|reference, fill, stream| match (fill.count, fill.dst.get()) {
+            (0, 0) => Err(wrong(ErrorKind::InvalidPointer, "fill")),
             _ => reference.fill(fill, stream),
         });
     "fills-of-nothing-done": "Fills an element instead of none." => |h| h.backend.fill(|reference, fill, stream| {

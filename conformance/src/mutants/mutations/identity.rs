@@ -49,7 +49,7 @@ mutants! {
         });
         h.event_in(move |event: EventId| tags.reveal(event));
     };
-    "streams-on-the-first-device": "Issues ids of streams that name device 0." => |h| {
+    "streams-on-the-first-device" needs [TWO_DEVICES]: "Issues ids of streams that name device 0." => |h| {
         let true_ids = Shared::<HashMap<StreamId, StreamId>>::default();
         let issued = true_ids.clone();
         h.backend.create_stream(move |reference, device, options| {
@@ -60,7 +60,7 @@ mutants! {
         });
         h.stream_in(move |stream| true_ids.with(|ids| ids.get(&stream).copied().unwrap_or(stream)));
     };
-    "graphs-with-another-tag": "Issues ids of graphs with another tag." => |h| {
+    "graphs-with-another-tag" needs [has::capture]: "Issues ids of graphs with another tag." => |h| {
         let tags = Tags::new();
         let (made, used) = (tags.clone(), tags.clone());
         h.backend.end_capture(move |reference, stream| Ok(made.disguise(reference.end_capture(stream)?)));
@@ -77,7 +77,7 @@ mutants! {
     });
 
     in "devices.uuid":
-    "one-uuid-for-all": "Gives every device the UUID of the first." => |h| h.backend.device_info(|reference, device| {
+    "one-uuid-for-all" needs [TWO_DEVICES]: "Gives every device the UUID of the first." => |h| h.backend.device_info(|reference, device| {
         let mut info = reference.device_info(device)?;
         info.uuid = reference.device_info(0)?.uuid;
         Ok(info)

@@ -38,6 +38,15 @@ mutants! {
             if value.is_infinite() { f32::MAX.copysign(value).to_le_bytes() } else { element }
         });
 
+    in "gemm.infinite-factors":
+    "infinite-alpha-as-the-largest": "Multiplies with the largest number instead of an infinite alpha." => |h| altered(h, |gemm| {
+        if gemm.alpha.is_infinite() {
+            gemm.alpha = f64::from(f32::MAX).copysign(gemm.alpha);
+        }
+    });
+    "beta-that-is-no-number-as-zero": "Ignores a beta that is no number." =>
+        |h| altered(h, |gemm| if gemm.beta.is_nan() { gemm.beta = 0.0 });
+
     in "gemm.transpose":
     "square-a-as-it-is": "Does not transpose a square A." => |h| altered(h, |gemm| {
         if gemm.shape.m == gemm.shape.k {
@@ -136,6 +145,11 @@ mutants! {
         let one = gemm.shape.lda * gemm.shape.columns_a().saturating_sub(1) + gemm.shape.rows_a();
         if let Some(batch) = &mut gemm.shape.batch {
             batch.stride_a = batch.stride_a.min(one);
+        }
+    });
+    "strides-of-24-bits": "Keeps the low 24 bits of the stride from one B to the next." => |h| altered(h, |gemm| {
+        if let Some(batch) = &mut gemm.shape.batch {
+            batch.stride_b &= (1 << 24) - 1;
         }
     });
     "shared-factors-alone": "Multiplies the first of a batch whose products share B." => |h| altered(h, |gemm| {

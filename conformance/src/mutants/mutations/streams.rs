@@ -291,6 +291,24 @@ mutants! {
         });
     };
 
+    in "stream.synchronize-ends":
+    "streams-waited-for-until-idle": "Waits for a stream until it is idle." =>
+        |h| h.backend.synchronize_stream(|reference, stream| {
+            reference.synchronize_stream(stream)?;
+            until_idle(reference, &[stream])
+        });
+
+    in "devices.synchronize-ends":
+    "devices-waited-for-until-idle": "Waits for a device until each of its streams is idle." => |h| {
+        let streams = living_streams(h);
+        h.backend.synchronize_device(move |reference, device| {
+            reference.synchronize_device(device)?;
+            let living = streams.with(|streams| streams.clone());
+            let own: Vec<StreamId> = living.into_iter().filter(|stream| stream.device() == device).collect();
+            until_idle(reference, &own)
+        });
+    };
+
     in "devices.synchronize":
     "devices-not-waited-for": "Returns at once from a wait for a device." => |h| {
         h.settles = true;
@@ -380,4 +398,12 @@ fn swap(h: &mut Hooks, chosen: impl Fn(StreamId) -> bool + Send + Sync + 'static
         copied.release(reference, Some(stream))
     });
     h.before(move |reference, method, stream| if method == "copy" { Ok(()) } else { held.release(reference, stream) });
+}
+
+/// Waits until the streams are idle. A stream that is destroyed meanwhile counts as idle.
+fn until_idle(reference: &Reference, streams: &[StreamId]) -> highwater_hal::Result<()> {
+    while streams.iter().any(|stream| reference.is_pending(*stream)) {
+        std::thread::yield_now();
+    }
+    Ok(())
 }
