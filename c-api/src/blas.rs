@@ -7,61 +7,63 @@ use front::hal::numbers::Coded as _;
 use front::half::{bf16, f16};
 use front::{DataType, DeviceBuffer, DeviceSlice, GemmShape, Result, Scalar, StridedBatch};
 
-use crate::declare::{api, structs};
-use crate::failure::invalid;
+use crate::failure::{call, invalid};
 use crate::handle::{Options, get, read};
 use crate::memory::highwater_buffer;
+use crate::numbers::highwater_status;
 use crate::stream::highwater_stream;
 
-structs! {
-    /// A product C = alpha * op(A) * op(B) + beta * C of column-major matrices. For row-major matrices, exchange A and B, and m and n.
-    /// Counts are in elements; offsets are in bytes.
-    struct highwater_gemm {
-        /// The type of the elements of A and B: HIGHWATER_DATA_TYPE_...
-        data_type: u32,
-        /// The type of the elements of C: that of A and B, or 32 bits for A and B of 16 bits.
-        output_type: u32,
-        /// If not 0, op(A) is A transposed.
-        transpose_a: u32,
-        /// If not 0, op(B) is B transposed.
-        transpose_b: u32,
-        /// Rows of op(A) and C.
-        m: usize,
-        /// Columns of op(B) and C.
-        n: usize,
-        /// Columns of op(A) and rows of op(B).
-        k: usize,
-        /// Elements from one column of A to the next; 0 if they are adjacent.
-        lda: usize,
-        /// The same of B.
-        ldb: usize,
-        /// The same of C.
-        ldc: usize,
-        /// Number of products of a batch; 0 is one product.
-        batch: usize,
-        /// Elements from one A of the batch to the next; 0 uses the same A.
-        stride_a: usize,
-        /// The same of B.
-        stride_b: usize,
-        /// Elements from one C of the batch to the next.
-        stride_c: usize,
-        /// The factor of the product.
-        alpha: f64,
-        /// The factor of the earlier C.
-        beta: f64,
-        /// The memory of A.
-        a: *mut highwater_buffer,
-        /// The memory of B.
-        b: *mut highwater_buffer,
-        /// The memory of C.
-        c: *mut highwater_buffer,
-        /// The first byte of A in its memory.
-        offset_a: usize,
-        /// The first byte of B in its memory.
-        offset_b: usize,
-        /// The first byte of C in its memory.
-        offset_c: usize,
-    }
+/// A product C = alpha * op(A) * op(B) + beta * C of column-major matrices. For row-major matrices, exchange A and B, and m and n.
+/// Counts are in elements; offsets are in bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct highwater_gemm {
+    /// sizeof(highwater_gemm).
+    pub size: usize,
+    /// The type of the elements of A and B: HIGHWATER_DATA_TYPE_...
+    pub data_type: u32,
+    /// The type of the elements of C: that of A and B, or 32 bits for A and B of 16 bits.
+    pub output_type: u32,
+    /// If not 0, op(A) is A transposed.
+    pub transpose_a: u32,
+    /// If not 0, op(B) is B transposed.
+    pub transpose_b: u32,
+    /// Rows of op(A) and C.
+    pub m: usize,
+    /// Columns of op(B) and C.
+    pub n: usize,
+    /// Columns of op(A) and rows of op(B).
+    pub k: usize,
+    /// Elements from one column of A to the next; 0 if they are adjacent.
+    pub lda: usize,
+    /// The same of B.
+    pub ldb: usize,
+    /// The same of C.
+    pub ldc: usize,
+    /// Number of products of a batch; 0 is one product.
+    pub batch: usize,
+    /// Elements from one A of the batch to the next; 0 uses the same A.
+    pub stride_a: usize,
+    /// The same of B.
+    pub stride_b: usize,
+    /// Elements from one C of the batch to the next.
+    pub stride_c: usize,
+    /// The factor of the product.
+    pub alpha: f64,
+    /// The factor of the earlier C.
+    pub beta: f64,
+    /// The memory of A.
+    pub a: *mut highwater_buffer,
+    /// The memory of B.
+    pub b: *mut highwater_buffer,
+    /// The memory of C.
+    pub c: *mut highwater_buffer,
+    /// The first byte of A in its memory.
+    pub offset_a: usize,
+    /// The first byte of B in its memory.
+    pub offset_b: usize,
+    /// The first byte of C in its memory.
+    pub offset_c: usize,
 }
 
 // SAFETY: It begins with its size, and zeros are null pointers and numbers.
@@ -126,9 +128,13 @@ fn lend(
     })
 }
 
-api! {
-    /// Enqueues a product with a BLAS handle of the pool and the workspace of the stream. Returns without waiting for it.
-    fn highwater_gemm_run(stream: *mut highwater_stream, gemm: *const highwater_gemm) {
+/// Enqueues a product with a BLAS handle of the pool and the workspace of the stream. Returns without waiting for it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_gemm_run(
+    stream: *mut highwater_stream,
+    gemm: *const highwater_gemm,
+) -> highwater_status {
+    call!(highwater_gemm_run, {
         let given = read(gemm, "highwater_gemm")?;
         let types = (data_type(given.data_type, "data_type")?, data_type(given.output_type, "output_type")?);
         let narrow = |value: f64| value as f32;
@@ -144,23 +150,37 @@ api! {
                 "use one type for all, or 32 bits for the result of 16-bit factors",
             )),
         }
-    }
-
-    /// Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
-    /// It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
-    /// jump. Afterward every setting of the handle is restored.
-    fn highwater_blas_lend(stream: *mut highwater_stream, callback: highwater_blas_callback, user: *mut c_void) {
-        let stream = get(stream)?;
-        lend(callback, user, |foreign| stream.blas()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
-    }
-
-    /// As highwater_blas_lend, for an Lt handle. The callback passes the workspace to each call.
-    fn highwater_blas_lt_lend(stream: *mut highwater_stream, callback: highwater_blas_callback, user: *mut c_void) {
-        let stream = get(stream)?;
-        lend(callback, user, |foreign| stream.lt()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
-    }
+    })
 }
 
-/// Uses a raw handle.
-pub(crate) type highwater_blas_callback =
+/// Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
+/// It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
+/// jump. Afterward every setting of the handle is restored.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_blas_lend(
+    stream: *mut highwater_stream,
+    callback: highwater_blas_callback,
+    user: *mut c_void,
+) -> highwater_status {
+    call!(highwater_blas_lend, {
+        let stream = get(stream)?;
+        lend(callback, user, |foreign| stream.blas()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+    })
+}
+
+/// As highwater_blas_lend, for an Lt handle. The callback passes the workspace to each call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_blas_lt_lend(
+    stream: *mut highwater_stream,
+    callback: highwater_blas_callback,
+    user: *mut c_void,
+) -> highwater_status {
+    call!(highwater_blas_lt_lend, {
+        let stream = get(stream)?;
+        lend(callback, user, |foreign| stream.lt()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+    })
+}
+
+/// Uses the vendor's handle. The workspace is a device address; it is 0 if the handle uses memory of its own.
+pub type highwater_blas_callback =
     Option<unsafe extern "C" fn(user: *mut c_void, handle: u64, workspace: u64, workspace_bytes: usize)>;

@@ -8,10 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use front::hal::numbers::Coded as _;
 use front::{Error, ErrorKind, Result};
 
-/// Success.
-pub(crate) const OK: i32 = 0;
-/// A panic was contained: an error in Highwater itself.
-pub(crate) const PANICKED: i32 = -1;
+use crate::numbers::{HIGHWATER_OK, HIGHWATER_PANICKED, highwater_status};
 
 /// The last error of a thread.
 struct Last {
@@ -29,28 +26,50 @@ pub(crate) fn c_text(text: &str) -> CString {
     CString::new(text.replace('\0', " ")).unwrap_or_default()
 }
 
-/// Runs a function of the header.
-pub(crate) fn call(operation: &'static str, inside: impl FnOnce(&'static str) -> Result<()>) -> i32 {
-    match catch_unwind(AssertUnwindSafe(|| inside(operation))) {
-        Ok(Ok(())) => OK,
-        Ok(Err(error)) => {
-            let status = error.kind().code().cast_signed();
-            keep(Last { message: c_text(&error.to_string()), hint: c_text(error.hint()), error: Some(error) });
-            status
-        }
+/// Runs the body of a function of the header: contains its panics, keeps its error for the thread, and names the function in errors of
+/// arguments.
+pub(crate) fn contained(operation: &'static str, body: impl FnOnce() -> Result<()>) -> highwater_status {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => HIGHWATER_OK,
+        Ok(Err(error)) => refused(operation, error),
         Err(payload) => panicked(operation, payload),
     }
 }
 
+/// As [`contained`], by the function's own name. The body may use the arguments as the header allows.
+macro_rules! call {
+    ($name:ident, $body:block) => {
+        $crate::failure::contained(stringify!($name), || {
+            #[allow(unused_unsafe, reason = "some functions only pass numbers")]
+            // SAFETY: The caller passes pointers and handles as the header describes them.
+            unsafe {
+                $body
+            }
+        })
+    };
+}
+pub(crate) use call;
+
 #[cold]
-fn panicked(operation: &str, payload: Box<dyn Any + Send>) -> i32 {
+fn refused(operation: &'static str, error: Error) -> highwater_status {
+    let error = match error.operation() {
+        ARGUMENT => Error::new(error.kind(), operation, error.message()).with_hint(error.hint()),
+        _ => error,
+    };
+    let status = error.kind().code().cast_signed();
+    keep(Last { message: c_text(&error.to_string()), hint: c_text(error.hint()), error: Some(error) });
+    status
+}
+
+#[cold]
+fn panicked(operation: &str, payload: Box<dyn Any + Send>) -> highwater_status {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a text");
     let hint = "this is an error in Highwater: report it, and end the process";
     keep(Last { error: None, message: c_text(&format!("{operation}: panic: {text}; {hint}")), hint: c_text(hint) });
     // Its destructor could panic too.
     std::mem::forget(payload);
-    PANICKED
+    HIGHWATER_PANICKED
 }
 
 /// The cell is gone if the thread ends; then the status alone is returned.
@@ -58,20 +77,11 @@ fn keep(last: Last) {
     let _ = LAST.try_with(|cell| cell.replace(Some(last)));
 }
 
-/// The operation of errors of arguments, until [`naming`] has put the function's name in its place.
+/// The operation of errors of arguments, until [`contained`] has put the function's name in its place.
 pub(crate) const ARGUMENT: &str = "argument";
 
-/// Runs a body. Errors of arguments get the name of the function.
-#[inline]
-pub(crate) fn naming(operation: &'static str, body: impl FnOnce() -> Result<()>) -> Result<()> {
-    body().map_err(|error| match error.operation() {
-        ARGUMENT => Error::new(error.kind(), operation, error.message()).with_hint(error.hint()),
-        _ => error,
-    })
-}
-
 /// Returns the error of a callback that returned a status.
-pub(crate) fn of_callback(operation: &'static str, status: i32) -> Error {
+pub(crate) fn of_callback(operation: &'static str, status: highwater_status) -> Error {
     let kept = LAST.try_with(|cell| cell.borrow().as_ref().and_then(|last| last.error.clone())).ok().flatten();
     match kept {
         Some(error) if error.kind().code().cast_signed() == status => error,
@@ -117,7 +127,7 @@ mod tests {
 
     #[test]
     fn a_panic_becomes_a_status_with_its_text() {
-        assert_eq!(call("highwater_test", |_| panic!("a bug in the pools")), PANICKED);
+        assert_eq!(contained("highwater_test", || panic!("a bug in the pools")), HIGHWATER_PANICKED);
         assert!(
             last().starts_with("highwater_test: panic: a bug in the pools; this is an error in Highwater"),
             "{}",
@@ -125,15 +135,15 @@ mod tests {
         );
         assert_eq!(vendor_code(), None);
         // A callback's status of an earlier error does not bring back a panic.
-        assert_eq!(of_callback("highwater_test", PANICKED).kind(), ErrorKind::InvalidState);
+        assert_eq!(of_callback("highwater_test", HIGHWATER_PANICKED).kind(), ErrorKind::InvalidState);
     }
 
     #[test]
     fn the_last_error_has_its_code_and_stays_after_a_success() {
-        let refused =
+        let refusal =
             || Error::new(ErrorKind::Vendor, "copy", "no\0t today").with_code(719).with_hint("end the process");
-        assert_eq!(call("highwater_test", |_| Err(refused())), ErrorKind::Vendor.code().cast_signed());
-        assert_eq!(call("highwater_test", |_| Ok(())), OK);
+        assert_eq!(contained("highwater_test", || Err(refusal())), ErrorKind::Vendor.code().cast_signed());
+        assert_eq!(contained("highwater_test", || Ok(())), HIGHWATER_OK);
         assert!(last().contains("(vendor code 719); end the process"), "{}", last());
         assert_eq!(vendor_code(), Some(719));
         assert_eq!(of_callback("highwater_test", ErrorKind::Vendor.code().cast_signed()).code(), Some(719));

@@ -9,8 +9,10 @@ use front::{Error, ErrorKind, Result};
 
 use crate::failure::{ARGUMENT, invalid};
 
-/// A type that C has handles of.
-pub(crate) trait Kind: Send + Sync {
+/// A kind of handle. C sees it as an incomplete struct: a pointer to it is one to a [`Handle`] of the object.
+pub(crate) trait Kind {
+    /// The object behind a handle. Any thread may use it.
+    type Object: Send + Sync;
     /// The word at the start of a live object: eight letters.
     const MAGIC: u64;
     /// The name in C.
@@ -30,21 +32,16 @@ pub(crate) struct Handle<T> {
     value: T,
 }
 
-/// Declares the kinds of handles.
+/// States what is behind kinds of handles.
 macro_rules! kinds {
-    ($($(#[doc = $doc:literal])+ $name:ident($type:ty) = $magic:literal;)+) => {
+    ($($name:ident: $object:ty = $magic:literal;)+) => {
         $(
-            #[doc = concat!("The handle `", stringify!($name), "`.")]
-            pub(crate) type $name = crate::handle::Handle<$type>;
-
-            impl crate::handle::Kind for $type {
+            impl crate::handle::Kind for $name {
+                type Object = $object;
                 const MAGIC: u64 = u64::from_ne_bytes(*$magic);
                 const NAME: &'static str = stringify!($name);
             }
         )+
-
-        #[cfg(test)]
-        pub(crate) const KINDS: &[(&str, &[&str])] = &[$((stringify!($name), &[$($doc),+])),+];
     };
 }
 pub(crate) use kinds;
@@ -53,27 +50,28 @@ fn null(name: &str, expected: &str) -> Error {
     invalid(format!("the {name} is null, expected {expected}"), "check the status of the call that makes it")
 }
 
-fn stale<T: Kind>(found: u64) -> Error {
+fn stale<K: Kind>(found: u64) -> Error {
     let found = match found {
         RELEASED => "a released handle".to_owned(),
         _ => "a pointer that is no such handle".to_owned(),
     };
-    let name = T::NAME;
+    let name = K::NAME;
     Error::new(ErrorKind::InvalidHandle, ARGUMENT, format!("{found}, expected a live {name}"))
         .with_hint(format!("pass a {name} that was made and not released, of this library"))
 }
 
-fn checked<'a, T: Kind>(handle: *mut Handle<T>) -> Result<&'a Handle<T>> {
+fn checked<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
+    let handle = handle.cast::<Handle<K::Object>>();
     if handle.is_null() {
-        return Err(null(T::NAME, "a live handle"));
+        return Err(null(K::NAME, "a live handle"));
     }
     if !handle.is_aligned() {
-        return Err(stale::<T>(0));
+        return Err(stale::<K>(0));
     }
     // SAFETY: The caller of the header's function passes a handle. Every kind begins with its word.
     let magic = unsafe { &*handle.cast::<AtomicU64>() }.load(Ordering::Relaxed);
-    if magic != T::MAGIC {
-        return Err(stale::<T>(magic));
+    if magic != K::MAGIC {
+        return Err(stale::<K>(magic));
     }
     // SAFETY: The word names this type, and the caller releases no handle during a call on it.
     Ok(unsafe { &*handle })
@@ -84,7 +82,7 @@ fn checked<'a, T: Kind>(handle: *mut Handle<T>) -> Result<&'a Handle<T>> {
 /// # Safety
 /// The caller must pass a pointer as the header describes it, and end the borrow with the call.
 #[inline]
-pub(crate) unsafe fn get<'a, T: Kind>(handle: *mut Handle<T>) -> Result<&'a T> {
+pub(crate) unsafe fn get<'a, K: Kind>(handle: *mut K) -> Result<&'a K::Object> {
     let object = checked(handle)?;
     // A child must not reach a lock that a thread of the parent may hold.
     if object.generation.is_current() { Ok(&object.value) } else { Err(Generation::error(ARGUMENT)) }
@@ -114,12 +112,12 @@ pub(crate) unsafe fn put<T>(place: *mut T, value: T) {
 ///
 /// # Safety
 /// The caller must pass a place as the header describes it.
-pub(crate) unsafe fn make<T: Kind>(slot: *mut *mut Handle<T>, make: impl FnOnce() -> Result<T>) -> Result<()> {
-    place(slot, T::NAME)?;
+pub(crate) unsafe fn make<K: Kind>(slot: *mut *mut K, make: impl FnOnce() -> Result<K::Object>) -> Result<()> {
+    place(slot, K::NAME)?;
     let generation = Generation::current();
-    let handle = Handle { magic: AtomicU64::new(T::MAGIC), generation, value: make()? };
+    let handle = Handle { magic: AtomicU64::new(K::MAGIC), generation, value: make()? };
     // SAFETY: The place was checked, and the caller promises that it is one.
-    unsafe { put(slot, Box::into_raw(Box::new(handle))) };
+    unsafe { put(slot, Box::into_raw(Box::new(handle)).cast()) };
     Ok(())
 }
 
@@ -127,21 +125,21 @@ pub(crate) unsafe fn make<T: Kind>(slot: *mut *mut Handle<T>, make: impl FnOnce(
 ///
 /// # Safety
 /// The caller must pass a place as the header describes it.
-pub(crate) unsafe fn take<T: Kind>(slot: *mut *mut Handle<T>) -> Result<Option<T>> {
-    place(slot, T::NAME)?;
+pub(crate) unsafe fn take<K: Kind>(slot: *mut *mut K) -> Result<Option<K::Object>> {
+    place(slot, K::NAME)?;
     // SAFETY: The place was checked, and the caller promises that it is one.
     let handle = unsafe { slot.read() };
     if handle.is_null() {
         return Ok(None);
     }
     let object = checked(handle)?;
-    if let Err(found) = object.magic.compare_exchange(T::MAGIC, RELEASED, Ordering::AcqRel, Ordering::Relaxed) {
-        return Err(stale::<T>(found));
+    if let Err(found) = object.magic.compare_exchange(K::MAGIC, RELEASED, Ordering::AcqRel, Ordering::Relaxed) {
+        return Err(stale::<K>(found));
     }
     // SAFETY: `make` made the pointer from a box, and the exchange gave it to this call alone.
     let object = unsafe {
         put(slot, std::ptr::null_mut());
-        Box::from_raw(handle)
+        Box::from_raw(handle.cast::<Handle<K::Object>>())
     };
     Ok(Some(object.value))
 }
@@ -150,7 +148,7 @@ pub(crate) unsafe fn take<T: Kind>(slot: *mut *mut Handle<T>) -> Result<Option<T
 ///
 /// # Safety
 /// As for [`take`].
-pub(crate) unsafe fn release<T: Kind>(slot: *mut *mut Handle<T>) -> Result<()> {
+pub(crate) unsafe fn release<K: Kind>(slot: *mut *mut K) -> Result<()> {
     // SAFETY: As the caller promises. In a forked child, drops return at once.
     unsafe { take(slot) }.map(drop)
 }

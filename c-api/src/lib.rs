@@ -1,23 +1,27 @@
-//! Highwater as a C library. `include/highwater/highwater.h` is made from this code: see `header.rs`.
+//! Highwater as a C library. cbindgen makes `include/highwater/highwater.h` from this code: see `cbindgen.toml` and `tests/header.rs`.
 //!
-//! [`api!`](declare::api) declares functions, and [`structs!`](declare::structs) structs with their size first. Each function checks
-//! its handles and arguments, contains panics, and keeps the error of the thread.
+//! The body of each function is in [`failure::call!`], which contains panics and keeps the error of the thread. Handles are in `handle`.
+//! A struct of options begins with its size, so that it can grow.
 
 #![allow(non_camel_case_types, reason = "types have the names that C sees")]
 #![allow(clippy::missing_safety_doc, reason = "the header states the rules of all functions")]
 
-mod blas;
-mod capture;
-mod declare;
-mod device;
+// In the order of the header. A blank line keeps rustfmt from sorting.
+pub mod numbers;
+pub mod texts;
+
+pub mod opening;
+
+pub mod device;
+pub mod stream;
+
+pub mod memory;
+
+pub mod blas;
+pub mod capture;
+pub mod sharing;
+pub mod standing;
+
 mod failure;
 mod handle;
-#[cfg(test)]
-mod header;
 mod json;
-mod memory;
-mod opening;
-mod sharing;
-mod standing;
-mod stream;
-mod texts;

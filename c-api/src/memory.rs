@@ -6,23 +6,32 @@ use std::ops::Range;
 use front::hal::DevicePtr;
 use front::{Access, DeviceBuffer, PinnedBuffer, Result};
 
-use crate::declare::api;
 use crate::device::highwater_device;
-use crate::failure::invalid;
+use crate::failure::{call, invalid};
 use crate::handle::{self, get, make, place, put, release};
+use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
 
+/// Memory of a device.
+#[derive(Debug)]
+pub enum highwater_buffer {}
+
+/// Page-locked memory of the host.
+#[derive(Debug)]
+pub enum highwater_pinned {}
+
 handle::kinds! {
-    /// Memory of a device.
-    highwater_buffer(DeviceBuffer<u8>) = b"hw-devbf";
-    /// Page-locked memory of the host.
-    highwater_pinned(PinnedBuffer<u8>) = b"hw-pinbf";
+    highwater_buffer: DeviceBuffer<u8> = b"hw-devbf";
+    highwater_pinned: PinnedBuffer<u8> = b"hw-pinbf";
 }
+
+/// Ends the caller's object that keeps adopted memory.
+pub type highwater_end_callback = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
 /// The caller's object that keeps adopted memory.
 struct KeepAlive {
-    release: Option<unsafe extern "C" fn(*mut c_void)>,
+    release: highwater_end_callback,
     user: *mut c_void,
 }
 
@@ -49,168 +58,250 @@ fn access(writes: bool) -> Access {
     if writes { Access::Write } else { Access::Read }
 }
 
-api! {
-    /// Allocates device memory. Its contents are unspecified.
-    fn highwater_device_allocate(device: *mut highwater_device, bytes: usize, buffer: *mut *mut highwater_buffer) {
+/// Allocates device memory. Its contents are unspecified.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_device_allocate(
+    device: *mut highwater_device,
+    bytes: usize,
+    buffer: *mut *mut highwater_buffer,
+) -> highwater_status {
+    call!(highwater_device_allocate, {
         let device = get(device)?;
         make(buffer, || device.allocate::<u8>(bytes))
-    }
+    })
+}
 
-    /// Allocates device memory that other processes can open.
-    fn highwater_device_allocate_shared(device: *mut highwater_device, bytes: usize, buffer: *mut *mut highwater_buffer) {
+/// Allocates device memory that other processes can open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_device_allocate_shared(
+    device: *mut highwater_device,
+    bytes: usize,
+    buffer: *mut *mut highwater_buffer,
+) -> highwater_status {
+    call!(highwater_device_allocate_shared, {
         let device = get(device)?;
         make(buffer, || device.allocate_shared::<u8>(bytes))
-    }
+    })
+}
 
-    /// Allocates device memory from the stream's pool, in the order of its work. The cheapest way for scratch memory.
-    fn highwater_stream_allocate(stream: *mut highwater_stream, bytes: usize, buffer: *mut *mut highwater_buffer) {
+/// Allocates device memory from the stream's pool, in the order of its work. The cheapest way for scratch memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_stream_allocate(
+    stream: *mut highwater_stream,
+    bytes: usize,
+    buffer: *mut *mut highwater_buffer,
+) -> highwater_status {
+    call!(highwater_stream_allocate, {
         let stream = get(stream)?;
         make(buffer, || stream.allocate::<u8>(bytes))
-    }
+    })
+}
 
-    /// Makes a buffer over device memory that other code allocated. Once the last use has ended, after the release, `keep_alive_end`
-    /// is called with `user` in any thread; it may be null. Until then the caller must keep the memory. If this function fails,
-    /// it calls it at once. It must not throw.
-    fn highwater_device_adopt(
-        device: *mut highwater_device,
-        address: u64,
-        bytes: usize,
-        keep_alive_end: highwater_end_callback,
-        user: *mut c_void,
-        buffer: *mut *mut highwater_buffer,
-    ) {
+/// Makes a buffer over device memory that other code allocated. Once the last use has ended, after the release, `keep_alive_end`
+/// is called with `user` in any thread; it may be null. Until then the caller must keep the memory. If this function fails,
+/// it calls it at once. It must not throw.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_device_adopt(
+    device: *mut highwater_device,
+    address: u64,
+    bytes: usize,
+    keep_alive_end: highwater_end_callback,
+    user: *mut c_void,
+    buffer: *mut *mut highwater_buffer,
+) -> highwater_status {
+    call!(highwater_device_adopt, {
         let keep = KeepAlive { release: keep_alive_end, user };
         let device = get(device)?;
         make(buffer, || device.adopt::<u8>(DevicePtr::new(address), bytes, keep))
-    }
+    })
+}
 
-    /// Writes the address of the memory on its device.
-    fn highwater_buffer_address(buffer: *mut highwater_buffer, address: *mut u64) {
+/// Writes the address of the memory on its device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_buffer_address(
+    buffer: *mut highwater_buffer,
+    address: *mut u64,
+) -> highwater_status {
+    call!(highwater_buffer_address, {
         let buffer = get(buffer)?;
         place(address, "address")?;
         put(address, buffer.ptr().get());
         Ok(())
-    }
+    })
+}
 
-    /// Writes the number of bytes.
-    fn highwater_buffer_bytes(buffer: *mut highwater_buffer, bytes: *mut usize) {
+/// Writes the number of bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_buffer_bytes(buffer: *mut highwater_buffer, bytes: *mut usize) -> highwater_status {
+    call!(highwater_buffer_bytes, {
         let buffer = get(buffer)?;
         place(bytes, "bytes")?;
         put(bytes, buffer.len());
         Ok(())
-    }
+    })
+}
 
-    /// Notes that work which other code enqueues on the stream uses the memory. Call it before the work is enqueued. One note covers
-    /// all work on the stream until the buffer is released. The memory is freed or reused only after that work.
-    fn highwater_buffer_used_on(buffer: *mut highwater_buffer, stream: *mut highwater_stream) {
+/// Notes that work which other code enqueues on the stream uses the memory. Call it before the work is enqueued. One note covers
+/// all work on the stream until the buffer is released. The memory is freed or reused only after that work.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_buffer_used_on(
+    buffer: *mut highwater_buffer,
+    stream: *mut highwater_stream,
+) -> highwater_status {
+    call!(highwater_buffer_used_on, {
         let buffer = get(buffer)?;
         get(stream)?.note_device_use(buffer, Access::Write)
-    }
+    })
+}
 
-    /// Releases the handle. The memory is freed or reused after the last work that uses it.
-    fn highwater_buffer_release(buffer: *mut *mut highwater_buffer) {
-        release(buffer)
-    }
+/// Releases the handle. The memory is freed or reused after the last work that uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_buffer_release(buffer: *mut *mut highwater_buffer) -> highwater_status {
+    call!(highwater_buffer_release, { release(buffer) })
+}
 
-    /// Returns page-locked memory from the pool. Its contents are unspecified.
-    fn highwater_pinned_allocate(runtime: *mut highwater_runtime, bytes: usize, pinned: *mut *mut highwater_pinned) {
+/// Returns page-locked memory from the pool. Its contents are unspecified.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_allocate(
+    runtime: *mut highwater_runtime,
+    bytes: usize,
+    pinned: *mut *mut highwater_pinned,
+) -> highwater_status {
+    call!(highwater_pinned_allocate, {
         let runtime = get(runtime)?;
         make(pinned, || runtime.pinned::<u8>(bytes))
-    }
+    })
+}
 
-    /// As highwater_pinned_allocate, on the NUMA node of the device.
-    fn highwater_device_pinned_allocate(device: *mut highwater_device, bytes: usize, pinned: *mut *mut highwater_pinned) {
+/// As highwater_pinned_allocate, on the NUMA node of the device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_device_pinned_allocate(
+    device: *mut highwater_device,
+    bytes: usize,
+    pinned: *mut *mut highwater_pinned,
+) -> highwater_status {
+    call!(highwater_device_pinned_allocate, {
         let device = get(device)?;
         make(pinned, || device.pinned::<u8>(bytes))
-    }
+    })
+}
 
-    /// Writes the address of the memory. Before the CPU accesses memory that a stream has used, call highwater_pinned_wait.
-    fn highwater_pinned_data(pinned: *mut highwater_pinned, data: *mut *mut c_void) {
+/// Writes the address of the memory. Before the CPU accesses memory that a stream has used, call highwater_pinned_wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_data(
+    pinned: *mut highwater_pinned,
+    data: *mut *mut c_void,
+) -> highwater_status {
+    call!(highwater_pinned_data, {
         let pinned = get(pinned)?;
         place(data, "address")?;
         put(data, pinned.ptr().as_ptr().cast());
         Ok(())
-    }
+    })
+}
 
-    /// Writes the number of bytes.
-    fn highwater_pinned_bytes(pinned: *mut highwater_pinned, bytes: *mut usize) {
+/// Writes the number of bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_bytes(pinned: *mut highwater_pinned, bytes: *mut usize) -> highwater_status {
+    call!(highwater_pinned_bytes, {
         let pinned = get(pinned)?;
         place(bytes, "bytes")?;
         put(bytes, pinned.len());
         Ok(())
-    }
+    })
+}
 
-    /// Waits until the CPU can access the memory without a race: to read it, until every stream that writes it is done; to write it,
-    /// until every stream that uses it is done. An error of a copy into the memory appears here.
-    fn highwater_pinned_wait(pinned: *mut highwater_pinned, to_write: bool) {
-        get(pinned)?.wait_for(access(to_write))
-    }
+/// Waits until the CPU can access the memory without a race: to read it, until every stream that writes it is done; to write it,
+/// until every stream that uses it is done. An error of a copy into the memory appears here.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_wait(pinned: *mut highwater_pinned, to_write: bool) -> highwater_status {
+    call!(highwater_pinned_wait, { get(pinned)?.wait_for(access(to_write)) })
+}
 
-    /// Notes that work which other code has enqueued on the stream so far uses the memory. Call it after the work is enqueued, and
-    /// before the memory is accessed, copied or released. The memory is reused only after that work.
-    fn highwater_pinned_used_on(pinned: *mut highwater_pinned, stream: *mut highwater_stream, writes: bool) {
+/// Notes that work which other code has enqueued on the stream so far uses the memory. Call it after the work is enqueued, and
+/// before the memory is accessed, copied or released. The memory is reused only after that work.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_used_on(
+    pinned: *mut highwater_pinned,
+    stream: *mut highwater_stream,
+    writes: bool,
+) -> highwater_status {
+    call!(highwater_pinned_used_on, {
         let pinned = get(pinned)?;
         get(stream)?.note_pinned_use(pinned, access(writes))
-    }
+    })
+}
 
-    /// Releases the handle. The memory is reused after the last work that uses it.
-    fn highwater_pinned_release(pinned: *mut *mut highwater_pinned) {
-        release(pinned)
-    }
+/// Releases the handle. The memory is reused after the last work that uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_pinned_release(pinned: *mut *mut highwater_pinned) -> highwater_status {
+    call!(highwater_pinned_release, { release(pinned) })
+}
 
-    /// Enqueues a copy of pinned memory to a device. Returns at once.
-    fn highwater_copy_to_device(
-        stream: *mut highwater_stream,
-        source: *mut highwater_pinned,
-        source_offset: usize,
-        destination: *mut highwater_buffer,
-        destination_offset: usize,
-        bytes: usize,
-    ) {
+/// Enqueues a copy of pinned memory to a device. Returns at once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy_to_device(
+    stream: *mut highwater_stream,
+    source: *mut highwater_pinned,
+    source_offset: usize,
+    destination: *mut highwater_buffer,
+    destination_offset: usize,
+    bytes: usize,
+) -> highwater_status {
+    call!(highwater_copy_to_device, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         stream.copy_to_device(source, destination.slice(range(destination_offset, bytes)?)?)
-    }
+    })
+}
 
-    /// Enqueues a copy of device memory to pinned memory. Returns at once; highwater_pinned_wait waits for the bytes.
-    fn highwater_copy_to_host(
-        stream: *mut highwater_stream,
-        source: *mut highwater_buffer,
-        source_offset: usize,
-        destination: *mut highwater_pinned,
-        destination_offset: usize,
-        bytes: usize,
-    ) {
+/// Enqueues a copy of device memory to pinned memory. Returns at once; highwater_pinned_wait waits for the bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy_to_host(
+    stream: *mut highwater_stream,
+    source: *mut highwater_buffer,
+    source_offset: usize,
+    destination: *mut highwater_pinned,
+    destination_offset: usize,
+    bytes: usize,
+) -> highwater_status {
+    call!(highwater_copy_to_host, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         // No slice of this memory exists: C gets its address alone.
         let destination = destination.slice_mut_shared(range(destination_offset, bytes)?)?;
         stream.copy_to_host(source, destination)
-    }
+    })
+}
 
-    /// Enqueues a copy between buffers, also of two devices.
-    fn highwater_copy(
-        stream: *mut highwater_stream,
-        source: *mut highwater_buffer,
-        source_offset: usize,
-        destination: *mut highwater_buffer,
-        destination_offset: usize,
-        bytes: usize,
-    ) {
+/// Enqueues a copy between buffers, also of two devices.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy(
+    stream: *mut highwater_stream,
+    source: *mut highwater_buffer,
+    source_offset: usize,
+    destination: *mut highwater_buffer,
+    destination_offset: usize,
+    bytes: usize,
+) -> highwater_status {
+    call!(highwater_copy, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         stream.copy(source, destination.slice(range(destination_offset, bytes)?)?)
-    }
+    })
+}
 
-    /// Copies any memory of the host to a device, staged through pinned memory. The caller may change or free the source after the
-    /// call. The copy to the device is enqueued.
-    fn highwater_write(
-        stream: *mut highwater_stream,
-        source: *const c_void,
-        destination: *mut highwater_buffer,
-        destination_offset: usize,
-        bytes: usize,
-    ) {
+/// Copies any memory of the host to a device, staged through pinned memory. The caller may change or free the source after the
+/// call. The copy to the device is enqueued.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_write(
+    stream: *mut highwater_stream,
+    source: *const c_void,
+    destination: *mut highwater_buffer,
+    destination_offset: usize,
+    bytes: usize,
+) -> highwater_status {
+    call!(highwater_write, {
         let (stream, destination) = (get(stream)?, get(destination)?);
         let destination = destination.slice(range(destination_offset, bytes)?)?;
         memory_of_caller(source, bytes, "source")?;
@@ -218,16 +309,19 @@ api! {
             return Ok(());
         }
         stream.write(std::slice::from_raw_parts(source.cast::<u8>(), bytes), destination)
-    }
+    })
+}
 
-    /// Copies device memory to any memory of the host. Waits for the copy.
-    fn highwater_read(
-        stream: *mut highwater_stream,
-        source: *mut highwater_buffer,
-        source_offset: usize,
-        destination: *mut c_void,
-        bytes: usize,
-    ) {
+/// Copies device memory to any memory of the host. Waits for the copy.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_read(
+    stream: *mut highwater_stream,
+    source: *mut highwater_buffer,
+    source_offset: usize,
+    destination: *mut c_void,
+    bytes: usize,
+) -> highwater_status {
+    call!(highwater_read, {
         let (stream, source) = (get(stream)?, get(source)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         memory_of_caller(destination, bytes, "destination")?;
@@ -238,13 +332,22 @@ api! {
         let values = stream.download(source)?;
         std::ptr::copy_nonoverlapping(values.as_ptr(), destination.cast::<u8>(), bytes);
         Ok(())
-    }
+    })
+}
 
-    /// Enqueues a fill of bytes with one value.
-    fn highwater_fill(stream: *mut highwater_stream, buffer: *mut highwater_buffer, offset: usize, bytes: usize, value: u8) {
+/// Enqueues a fill of bytes with one value.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_fill(
+    stream: *mut highwater_stream,
+    buffer: *mut highwater_buffer,
+    offset: usize,
+    bytes: usize,
+    value: u8,
+) -> highwater_status {
+    call!(highwater_fill, {
         let (stream, buffer) = (get(stream)?, get(buffer)?);
         stream.fill(buffer.slice(range(offset, bytes)?)?, value)
-    }
+    })
 }
 
 fn memory_of_caller(address: *const c_void, bytes: usize, name: &str) -> Result<()> {
@@ -254,6 +357,3 @@ fn memory_of_caller(address: *const c_void, bytes: usize, name: &str) -> Result<
     }
     Ok(())
 }
-
-/// The end of adopted memory.
-pub(crate) type highwater_end_callback = Option<unsafe extern "C" fn(user: *mut c_void)>;

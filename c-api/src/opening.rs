@@ -4,41 +4,47 @@ use std::ffi::c_char;
 
 use front::{Fallback, OpenOptions, Runtime, RuntimeOptions};
 
-use crate::declare::{api, structs};
+use crate::failure::call;
 use crate::handle::{self, Options, get, place, put, release, take};
+use crate::numbers::highwater_status;
 use crate::{json, texts};
 
+/// A backend, its devices, and the pools of both.
+#[derive(Debug)]
+pub enum highwater_runtime {}
+
 handle::kinds! {
-    /// A backend, its devices, and the pools of both.
-    highwater_runtime(Runtime) = b"hw-runtm";
+    highwater_runtime: Runtime = b"hw-runtm";
 }
 
-structs! {
-    /// Options of highwater_open. Zero is the default of each.
-    struct highwater_open_options {
-        /// If not 0, the mock is opened if no real device works. Has no effect with a backend's name.
-        fallback_to_mock: u32,
-        /// If not 0, no folder is searched for plugins.
-        no_plugins: u32,
-        /// A plugin's library or manifest, which is opened and no other.
-        plugin_path: *const c_char,
-        /// One more folder that is searched for plugins: an absolute path.
-        plugin_folder: *const c_char,
-        /// Most bytes of pinned memory that the runtime holds; 0 is unlimited.
-        pinned_cap_bytes: u64,
-        /// Most bytes of pinned memory that no buffer owns; 0 is unlimited.
-        pinned_idle_cap_bytes: u64,
-        /// Most bytes of memory of each device that streams hold; 0 is unlimited.
-        device_cap_bytes: u64,
-        /// Bytes of BLAS workspace of each stream; 0 is the backend's choice.
-        blas_workspace_bytes: u64,
-        /// BLAS handles of device 0 that are made in the background.
-        warm_handles: u32,
-        /// If not 0, 32-bit products may use TF32.
-        allow_tf32: u32,
-        /// If not 0, products may differ from run to run.
-        allow_nondeterminism: u32,
-    }
+/// Options of highwater_open. Zero is the default of each.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct highwater_open_options {
+    /// sizeof(highwater_open_options).
+    pub size: usize,
+    /// If not 0, the mock is opened if no real device works. Has no effect with a backend's name.
+    pub fallback_to_mock: u32,
+    /// If not 0, no folder is searched for plugins.
+    pub no_plugins: u32,
+    /// A plugin's library or manifest, which is opened and no other.
+    pub plugin_path: *const c_char,
+    /// One more folder that is searched for plugins: an absolute path.
+    pub plugin_folder: *const c_char,
+    /// Most bytes of pinned memory that the runtime holds; 0 is unlimited.
+    pub pinned_cap_bytes: u64,
+    /// Most bytes of pinned memory that no buffer owns; 0 is unlimited.
+    pub pinned_idle_cap_bytes: u64,
+    /// Most bytes of memory of each device that streams hold; 0 is unlimited.
+    pub device_cap_bytes: u64,
+    /// Bytes of BLAS workspace of each stream; 0 is the backend's choice.
+    pub blas_workspace_bytes: u64,
+    /// BLAS handles of device 0 that are made in the background.
+    pub warm_handles: u32,
+    /// If not 0, 32-bit products may use TF32.
+    pub allow_tf32: u32,
+    /// If not 0, products may differ from run to run.
+    pub allow_nondeterminism: u32,
 }
 
 // SAFETY: It begins with its size, and zeros are null pointers and numbers.
@@ -94,18 +100,19 @@ unsafe fn options(
     Ok((open, runtime.with_warm_handles(given.warm_handles as usize)))
 }
 
-api! {
-    /// Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
-    /// opened or none. With null, the variable HIGHWATER_BACKEND chooses, else the best real device. `options` may be null.
-    ///
-    /// If `report` is not null, it receives a JSON text with every backend and the reason it was or was not taken, also after an
-    /// error of the search. Release it with highwater_text_release.
-    fn highwater_open(
-        backend: *const c_char,
-        options: *const highwater_open_options,
-        runtime: *mut *mut highwater_runtime,
-        report: *mut *mut c_char,
-    ) {
+/// Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
+/// opened or none. With null, the variable HIGHWATER_BACKEND chooses, else the best real device. `options` may be null.
+///
+/// If `report` is not null, it receives a JSON text with every backend and the reason it was or was not taken, also after an
+/// error of the search. Release it with highwater_text_release.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_open(
+    backend: *const c_char,
+    options: *const highwater_open_options,
+    runtime: *mut *mut highwater_runtime,
+    report: *mut *mut c_char,
+) -> highwater_status {
+    call!(highwater_open, {
         if !report.is_null() {
             place(report, "report")?;
             put(report, std::ptr::null_mut());
@@ -121,40 +128,56 @@ api! {
             }
             Runtime::with_options(opened?, &options)
         })
-    }
+    })
+}
 
-    /// Tries every backend and plugin, and opens none. Writes the report of highwater_open.
-    fn highwater_survey(report: *mut *mut c_char) {
+/// Tries every backend and plugin, and opens none. Writes the report of highwater_open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_survey(report: *mut *mut c_char) -> highwater_status {
+    call!(highwater_survey, {
         place(report, "report")?;
         texts::give(report, &json::report(&front::opening::survey()));
         Ok(())
-    }
+    })
+}
 
-    /// Writes the number of devices.
-    fn highwater_device_count(runtime: *mut highwater_runtime, count: *mut u32) {
+/// Writes the number of devices.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_device_count(runtime: *mut highwater_runtime, count: *mut u32) -> highwater_status {
+    call!(highwater_device_count, {
         let runtime = get(runtime)?;
         place(count, "count")?;
         put(count, runtime.device_count());
         Ok(())
-    }
+    })
+}
 
-    /// Writes the state and the history of the pools as a JSON text. Release it with highwater_text_release.
-    fn highwater_statistics(runtime: *mut highwater_runtime, statistics: *mut *mut c_char) {
+/// Writes the state and the history of the pools as a JSON text. Release it with highwater_text_release.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_statistics(
+    runtime: *mut highwater_runtime,
+    statistics: *mut *mut c_char,
+) -> highwater_status {
+    call!(highwater_statistics, {
         let runtime = get(runtime)?;
         place(statistics, "statistics")?;
         texts::give(statistics, &json::statistics(&runtime.statistics()).to_string());
         Ok(())
-    }
+    })
+}
 
-    /// Frees what the pools keep and nothing uses.
-    fn highwater_trim(runtime: *mut highwater_runtime) {
-        get(runtime)?.trim()
-    }
+/// Frees what the pools keep and nothing uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_trim(runtime: *mut highwater_runtime) -> highwater_status {
+    call!(highwater_trim, { get(runtime)?.trim() })
+}
 
-    /// Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
-    /// `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
-    /// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. It then ends with the last of them.
-    fn highwater_close(runtime: *mut *mut highwater_runtime, live: *mut u64) {
+/// Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
+/// `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
+/// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. It then ends with the last of them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_close(runtime: *mut *mut highwater_runtime, live: *mut u64) -> highwater_status {
+    call!(highwater_close, {
         if !live.is_null() {
             place(live, "number of live objects")?;
         }
@@ -165,10 +188,11 @@ api! {
             }
         }
         Ok(())
-    }
+    })
+}
 
-    /// Releases the handle. The runtime ends with the last object that uses it.
-    fn highwater_runtime_release(runtime: *mut *mut highwater_runtime) {
-        release(runtime)
-    }
+/// Releases the handle. The runtime ends with the last object that uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_runtime_release(runtime: *mut *mut highwater_runtime) -> highwater_status {
+    call!(highwater_runtime_release, { release(runtime) })
 }

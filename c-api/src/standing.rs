@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use front::hal::fork::Generation;
 use front::{Access, DeviceBuffer, Error, ErrorKind, Fallback, PinnedBuffer, Result, Runtime, Stream};
 
-use crate::failure::{ARGUMENT, call, invalid, naming};
+use crate::failure::{ARGUMENT, contained, invalid};
 
 /// The runtime of these functions. It lives as long as the process.
 struct Standing {
@@ -72,98 +72,92 @@ fn unknown(address: *const c_void) -> Error {
         .with_hint("pass an address that the matching function returned, once")
 }
 
-/// Allocates device memory on a stream, for PyTorch's pluggable allocator.
+/// For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream. A
+/// per-thread default stream is refused. Every other stream must live as long as the process, as PyTorch's do. Returns null for 0 bytes and
+/// after an error.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_torch_alloc(bytes: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+pub unsafe extern "C" fn highwater_torch_alloc(bytes: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     let mut address = std::ptr::null_mut();
-    call("highwater_torch_alloc", |operation| {
-        naming(operation, || {
-            let expected = |name, value: &dyn std::fmt::Display| {
-                invalid(format!("the {name} is {value}, expected 0 or more"), "pass what PyTorch passed")
-            };
-            let device = u32::try_from(device).map_err(|_| expected("device", &device))?;
-            let bytes = usize::try_from(bytes).map_err(|_| expected("number of bytes", &bytes))?;
-            if bytes == 0 {
-                return Ok(());
-            }
-            let standing = Standing::get()?;
-            // SAFETY: PyTorch's streams live as long as the process.
-            let stream = unsafe { standing.stream(device, stream as u64) }?;
-            let buffer = stream.allocate::<u8>(bytes)?;
-            // Covers all kernels of this stream until the free.
-            stream.note_device_use(&buffer, Access::Write)?;
-            let number = buffer.ptr().get();
-            lock(&standing.on_devices).insert(number, Arc::new(buffer));
-            address = number as *mut c_void;
-            Ok(())
-        })
+    contained("highwater_torch_alloc", || {
+        let expected = |name, value: &dyn std::fmt::Display| {
+            invalid(format!("the {name} is {value}, expected 0 or more"), "pass what PyTorch passed")
+        };
+        let device = u32::try_from(device).map_err(|_| expected("device", &device))?;
+        let bytes = usize::try_from(bytes).map_err(|_| expected("number of bytes", &bytes))?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let standing = Standing::get()?;
+        // SAFETY: PyTorch's streams live as long as the process.
+        let stream = unsafe { standing.stream(device, stream as u64) }?;
+        let buffer = stream.allocate::<u8>(bytes)?;
+        // Covers all kernels of this stream until the free.
+        stream.note_device_use(&buffer, Access::Write)?;
+        let number = buffer.ptr().get();
+        lock(&standing.on_devices).insert(number, Arc::new(buffer));
+        address = number as *mut c_void;
+        Ok(())
     });
     address
 }
 
-/// Frees device memory after the work of its streams, for PyTorch's pluggable allocator.
+/// Frees memory of highwater_torch_alloc. Does not wait: it is reused after the work of its streams. Does nothing with null.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_torch_free(
+#[expect(unused_variables, reason = "PyTorch passes them")]
+pub unsafe extern "C" fn highwater_torch_free(
     address: *mut c_void,
-    _bytes: isize,
-    _device: c_int,
-    _stream: *mut c_void,
+    bytes: isize,
+    device: c_int,
+    stream: *mut c_void,
 ) {
     if address.is_null() {
         return;
     }
-    call("highwater_torch_free", |operation| {
-        naming(operation, || {
-            let freed = lock(&Standing::get()?.on_devices).remove(&(address as u64));
-            freed.map(drop).ok_or_else(|| unknown(address))
-        })
+    contained("highwater_torch_free", || {
+        let freed = lock(&Standing::get()?.on_devices).remove(&(address as u64));
+        freed.map(drop).ok_or_else(|| unknown(address))
     });
 }
 
-/// Notes that another stream uses device memory, for PyTorch's pluggable allocator.
+/// Notes that a stream other than the first uses the memory, before the work is enqueued. PyTorch's set_record_stream_fn takes it.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_torch_record_stream(address: *mut c_void, stream: *mut c_void) {
-    call("highwater_torch_record_stream", |operation| {
-        naming(operation, || {
-            let standing = Standing::get()?;
-            let buffer = lock(&standing.on_devices).get(&(address as u64)).cloned().ok_or_else(|| unknown(address))?;
-            // SAFETY: PyTorch's streams live as long as the process.
-            let stream = unsafe { standing.stream(buffer.device(), stream as u64) };
-            stream?.note_device_use(&*buffer, Access::Write)
-        })
+pub unsafe extern "C" fn highwater_torch_record_stream(address: *mut c_void, stream: *mut c_void) {
+    contained("highwater_torch_record_stream", || {
+        let standing = Standing::get()?;
+        let buffer = lock(&standing.on_devices).get(&(address as u64)).cloned().ok_or_else(|| unknown(address))?;
+        // SAFETY: PyTorch's streams live as long as the process.
+        let stream = unsafe { standing.stream(buffer.device(), stream as u64) };
+        stream?.note_device_use(&*buffer, Access::Write)
     });
 }
 
-/// Allocates page-locked memory.
+/// Allocates page-locked memory in one registration, aligned to 256 bytes. Returns null for 0 bytes and after an error.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_pinned_malloc(bytes: usize) -> *mut c_void {
+pub unsafe extern "C" fn highwater_pinned_malloc(bytes: usize) -> *mut c_void {
     let mut address = std::ptr::null_mut();
-    call("highwater_pinned_malloc", |operation| {
-        naming(operation, || {
-            if bytes == 0 {
-                return Ok(());
-            }
-            let standing = Standing::get()?;
-            let buffer = standing.runtime.pinned_undivided::<u8>(bytes)?;
-            let start = buffer.ptr();
-            lock(&standing.pinned).insert(start.address(), buffer);
-            address = start.as_ptr().cast();
-            Ok(())
-        })
+    contained("highwater_pinned_malloc", || {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let standing = Standing::get()?;
+        let buffer = standing.runtime.pinned_undivided::<u8>(bytes)?;
+        let start = buffer.ptr();
+        lock(&standing.pinned).insert(start.address(), buffer);
+        address = start.as_ptr().cast();
+        Ok(())
     });
     address
 }
 
-/// Frees page-locked memory.
+/// Frees memory of highwater_pinned_malloc. No work may use it any more: Highwater does not see copies that other code enqueues. Does
+/// nothing with null.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_pinned_free(address: *mut c_void) {
+pub unsafe extern "C" fn highwater_pinned_free(address: *mut c_void) {
     if address.is_null() {
         return;
     }
-    call("highwater_pinned_free", |operation| {
-        naming(operation, || {
-            let freed = lock(&Standing::get()?.pinned).remove(&(address as usize));
-            freed.map(drop).ok_or_else(|| unknown(address))
-        })
+    contained("highwater_pinned_free", || {
+        let freed = lock(&Standing::get()?.pinned).remove(&(address as usize));
+        freed.map(drop).ok_or_else(|| unknown(address))
     });
 }

@@ -6,6 +6,7 @@ use front::ErrorKind;
 use front::hal::numbers::Coded as _;
 
 use crate::failure;
+use crate::numbers::{HIGHWATER_OK, HIGHWATER_PANICKED, highwater_status};
 
 /// Hands a text to the caller.
 ///
@@ -16,18 +17,18 @@ pub(crate) unsafe fn give(place: *mut *mut c_char, text: &str) {
     unsafe { place.write(failure::c_text(text).into_raw()) }
 }
 
-/// Returns the version of the library, such as `0.1.0`.
+/// Returns the version of the library, such as "0.1.0".
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn highwater_version() -> *const c_char {
+pub extern "C" fn highwater_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Returns the words of a status, such as `out of memory`.
+/// Returns the words of a status, such as "out of memory".
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn highwater_status_text(status: i32) -> *const c_char {
+pub extern "C" fn highwater_status_text(status: highwater_status) -> *const c_char {
     let words = match (status, u32::try_from(status).ok().and_then(ErrorKind::of)) {
-        (failure::OK, _) => c"success",
-        (failure::PANICKED, _) => c"panic",
+        (HIGHWATER_OK, _) => c"success",
+        (HIGHWATER_PANICKED, _) => c"panic",
         (_, Some(kind)) => words_of(kind),
         _ => c"unknown status",
     };
@@ -41,21 +42,22 @@ fn words_of(kind: ErrorKind) -> &'static std::ffi::CStr {
     words.iter().find(|(known, _)| *known == kind).map_or(c"unknown status", |(_, text)| text)
 }
 
-/// Returns the whole message of the last error of this thread.
+/// Returns the whole message of the last error of this thread: the function, the fault, the expected value and the remedy. It is valid
+/// until the next error of this thread, and empty before the first.
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn highwater_last_error() -> *const c_char {
+pub extern "C" fn highwater_last_error() -> *const c_char {
     failure::message()
 }
 
-/// Returns the remedy of the last error of this thread.
+/// Returns the remedy of the last error of this thread. May be empty.
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn highwater_last_hint() -> *const c_char {
+pub extern "C" fn highwater_last_hint() -> *const c_char {
     failure::hint()
 }
 
-/// Writes the vendor's code of the last error of this thread.
+/// Writes the vendor's code of the last error of this thread, and returns true. Returns false if there is none.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_last_vendor_code(code: *mut i64) -> bool {
+pub unsafe extern "C" fn highwater_last_vendor_code(code: *mut i64) -> bool {
     let known = failure::vendor_code();
     if let Some(known) = known
         && !code.is_null()
@@ -66,9 +68,9 @@ pub(crate) unsafe extern "C" fn highwater_last_vendor_code(code: *mut i64) -> bo
     known.is_some()
 }
 
-/// Frees a text.
+/// Frees a text of this library, and sets it to null. Does nothing with null.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn highwater_text_release(text: *mut *mut c_char) {
+pub unsafe extern "C" fn highwater_text_release(text: *mut *mut c_char) {
     if text.is_null() {
         return;
     }
