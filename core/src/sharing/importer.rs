@@ -8,7 +8,7 @@ mod succession;
 
 pub(super) use succession::CountedAt;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -70,7 +70,7 @@ impl Limits {
     /// Returns the time that an open may wait for the exporter of a ticket, over all its requests and connections. The time is
     /// short for an exporter that did not answer the last open. Otherwise repeated opens of its tickets would block for too long.
     fn patience(&self, state: &State, ticket: &Ticket) -> Patience {
-        let was_silent = state.silent.contains(&ticket.incarnation);
+        let was_silent = state.silent.contains_key(&ticket.incarnation);
         Patience::new(if was_silent { self.answer_again } else { self.answer })
     }
 }
@@ -112,8 +112,8 @@ struct State {
     by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
     /// Imports of dead exporters that are still open, after their tickets were opened again at an heir.
     former_imports: Vec<Arc<Import>>,
-    /// Exporters that did not answer the last request.
-    silent: HashSet<[u8; 16]>,
+    /// Exporters that did not answer the last request: when the request failed, and why.
+    silent: HashMap<[u8; 16], (Instant, Error)>,
     lost_links: u64,
 }
 
@@ -168,6 +168,8 @@ pub(crate) struct Link {
     socket: OwnedFd,
     /// Number of the last request. The lock is held from a request to its answer.
     channel: Mutex<u32>,
+    /// How often a thread found the exporter stopped.
+    stops: AtomicU64,
     /// The line on which the exporter rings.
     pub(crate) line: OwnedFd,
     /// True if the exporter still holds the other end of the line.
@@ -495,6 +497,7 @@ impl Link {
             process: Arc::new(process),
             socket,
             channel: Mutex::new(0),
+            stops: AtomicU64::new(0),
             line,
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
@@ -655,15 +658,30 @@ impl Link {
         Ok(handles)
     }
 
-    /// Locks the connection for requests, once no other thread waits for an answer.
+    /// Locks the connection for requests, once no other thread waits for an answer. If another thread finds the exporter stopped
+    /// meanwhile, this one does not ask again.
     fn channel(&self, mapper: &dyn Mapper, patience: Patience) -> Result<MutexGuard<'_, u32>> {
+        if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {
+            return Ok(channel);
+        }
+        // Relaxed: the lock orders the count.
+        let stops = self.stops.load(Ordering::Relaxed);
+        let mut look = Instant::now() + STOPPED_AFTER;
         loop {
-            if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {
-                return Ok(channel);
-            }
             mapper.check()?;
             if patience.is_over() {
                 return Err(patience.lost_with(&format!("the exporter ({})", self.process)));
+            }
+            let channel = self.channel.try_lock_for(LOCK_LOOKS_EVERY);
+            let is_due = Instant::now() >= look;
+            if is_due {
+                look += STOPPED_AFTER;
+            }
+            if is_due || self.stops.load(Ordering::Relaxed) != stops {
+                self.check_running()?;
+            }
+            if let Some(channel) = channel {
+                return Ok(channel);
             }
         }
     }
@@ -811,12 +829,15 @@ impl Link {
     /// Returns an error if the exporter is stopped.
     fn check_running(&self) -> Result<()> {
         match self.process.pid() {
-            Some(pid) if self.process.is_stopped() => Err(Error::new(
-                ErrorKind::InvalidState,
-                OPERATION,
-                format!("the exporter (process {pid}) is stopped and does not answer"),
-            )
-            .with_hint(format!("continue it (`kill -CONT {pid}`, or in its debugger), then open the ticket again"))),
+            Some(pid) if self.process.is_stopped() => {
+                self.stops.fetch_add(1, Ordering::Relaxed);
+                Err(Error::new(
+                    ErrorKind::InvalidState,
+                    OPERATION,
+                    format!("the exporter (process {pid}) is stopped and does not answer"),
+                )
+                .with_hint(format!("continue it (`kill -CONT {pid}`, or in its debugger), then open the ticket again")))
+            }
             _ => Ok(()),
         }
     }
@@ -973,17 +994,25 @@ impl Importer {
         patience: &mut Option<Patience>,
     ) -> Result<Found<'_, K, V>> {
         let mut state = self.state.lock();
+        let mut began = None;
         loop {
             match table(&mut state).get(&key) {
                 Some(Some(value)) => return Ok(Found::There(value.clone())),
                 Some(None) => {
                     let patience = *patience.get_or_insert_with(|| self.limits.patience(&state, ticket));
+                    began.get_or_insert_with(Instant::now);
                     if patience.is_over() {
                         return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid)));
                     }
                     self.changed.wait_until(&mut state, patience.until);
                 }
                 None => {
+                    // The thread that had the right got no answer meanwhile. This one would wait as long again.
+                    if let (Some(began), Some((failed, error))) = (began, state.silent.get(&ticket.incarnation))
+                        && began <= *failed
+                    {
+                        return Err(error.clone());
+                    }
                     table(&mut state).insert(key, None);
                     return Ok(Found::Mine(Place { importer: self, table, key, filled: false }));
                 }
@@ -993,12 +1022,12 @@ impl Importer {
 
     /// Notes whether the exporter of a ticket answered a request.
     fn note_answer<T>(&self, ticket: &Ticket, answer: &Result<T>) {
+        let silent = answer.as_ref().err().filter(|error| error.kind() == ErrorKind::InvalidState);
         let mut state = self.state.lock();
-        let _ = if answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidState) {
-            state.silent.insert(ticket.incarnation)
-        } else {
-            state.silent.remove(&ticket.incarnation)
-        };
+        match silent {
+            Some(error) => drop(state.silent.insert(ticket.incarnation, (Instant::now(), error.clone()))),
+            None => drop(state.silent.remove(&ticket.incarnation)),
+        }
     }
 
     /// Returns the connection to the exporter of a ticket.
@@ -1777,7 +1806,8 @@ mod tests {
         });
         let importer = Importer::default();
         // So that the limit is the short one.
-        importer.state.lock().silent.insert(incarnation);
+        let silent = (Instant::now(), Error::new(ErrorKind::InvalidState, OPERATION, "no answer"));
+        importer.state.lock().silent.insert(incarnation, silent);
         let started = Instant::now();
         let mapper = NoMapper::new();
         let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();

@@ -266,6 +266,38 @@ fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
     importer.end();
 }
 
+/// Failed before: each open waited for the time limits of those before it.
+#[test]
+fn opens_of_many_threads_at_a_stopped_exporter_wait_together() {
+    // On an open connection, in the handshake, and of one ticket.
+    let (importer, fresh, same) = (Exporter::new(), Exporter::new(), Exporter::new());
+    let mut peer = Peer::start();
+    let tickets: Vec<Ticket> = (0..8).map(|n| peer.tell(&format!("make b{n} 10 {n}")).parse().unwrap()).collect();
+    drop(importer.runtime.open_shared::<u32>(&tickets[0]).unwrap());
+    peer.signal(rustix::process::Signal::STOP);
+    let started = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for runtime in [&importer, &fresh, &same].map(|importer| importer.runtime.clone()) {
+            let is_same = std::ptr::eq(runtime.backend(), same.runtime.backend());
+            for ticket in tickets[1..].iter().map(|ticket| if is_same { &tickets[1] } else { ticket }) {
+                let runtime = runtime.clone();
+                scope.spawn(move || {
+                    let error = runtime.open_shared::<u32>(ticket).map(drop).unwrap_err();
+                    assert!(error.message().contains("is stopped") && error.hint().contains("kill -CONT"), "{error}");
+                });
+            }
+        }
+    });
+    assert!(started.elapsed() < std::time::Duration::from_millis(1900), "{:?}", started.elapsed());
+    peer.signal(rustix::process::Signal::CONT);
+    // They ask again once it runs.
+    for importer in [&importer, &fresh, &same] {
+        drop(importer.runtime.open_shared::<u32>(&tickets[2]).unwrap());
+    }
+    peer.quit();
+    [importer, fresh, same].into_iter().for_each(Exporter::end);
+}
+
 #[test]
 fn an_exporter_that_is_stopped_before_its_shared_work_is_done_delays_no_importer() {
     let importer = Exporter::new();
