@@ -223,7 +223,7 @@ class _State:
     def look(self) -> None:
         """Releases storages that no process needs. Sleeps while no storage is shared. Never returns."""
         wait: float | None = None
-        next_sweep = 0.0
+        next_sweep = took = 0.0
         while True:
             try:
                 with self.lock:
@@ -232,19 +232,20 @@ class _State:
                         wait = None
                 tokens = self.receipts.take(None if wait is None else max(next_sweep - time.monotonic(), 0.0))
                 arrived = self.land(tokens)
-                if tokens or wait is None:
-                    wait = FIRST_LOOK_SECONDS
                 begin = time.monotonic()
+                # The search of all storages takes at most 5 % of a core, however many receipts arrive.
+                if wait is None or tokens:
+                    wait = FIRST_LOOK_SECONDS
+                    next_sweep = min(next_sweep, begin + max(wait, 20 * took))
                 if begin < next_sweep:
-                    # Receipts do not make the search of all storages more frequent.
                     self.release(arrived)
                     continue
                 arrived.clear()
                 self.sweep()
-                wait = min(wait * 2, LAST_LOOK_SECONDS)
                 end = time.monotonic()
-                # Many storages take at most 5 % of a core.
-                next_sweep = end + max(wait, 20 * (end - begin))
+                took = end - begin
+                next_sweep = end + max(wait, 20 * took)
+                wait = min(wait * 2, LAST_LOOK_SECONDS)
             except Exception:
                 # The thread must continue, because nothing else releases the memory.
                 _log.exception("the search for tensors that no process needs has failed")
