@@ -191,6 +191,8 @@ class _Handed:
 FIRST_LOOK_SECONDS = 0.02
 LAST_LOOK_SECONDS = 0.5
 UNOPENED_SECONDS = 60.0
+# The most storages of a `TicketBatch`. Further tensors of a message have tickets of their own.
+MOST_STORAGES = 1 << 16
 
 
 class _State:
@@ -511,7 +513,8 @@ class _Outgoing:
         if number is not None:
             return number
         state = _current()
-        if storage.nbytes() == 0 or state.forwarded(storage) is not None:
+        is_full = len(self.exports) >= MOST_STORAGES
+        if is_full or storage.nbytes() == 0 or state.forwarded(storage) is not None:
             return None
         device = tensor.device.index
         export = state.export_of(storage, device)
