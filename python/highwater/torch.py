@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import array
 import atexit
+import ctypes
 import dataclasses
+import hashlib
 import importlib
 import io
 import itertools
 import logging
 import os
+import pathlib
 import pickle
+import shutil
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -28,7 +34,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from . import _highwater
-from ._errors import Expired, Forked, InvalidArgument, InvalidState, Unsupported
+from ._errors import Expired, Forked, InvalidArgument, InvalidState, OperatingSystem, Unsupported
 from ._highwater import Buffer, Runtime, Stream, Ticket, TicketBatch
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "TensorBatch",
     "TensorTicket",
     "collect",
+    "install_host_allocator",
     "install_reducers",
     "kept_bytes",
     "last_allocation_failure",
@@ -184,6 +191,8 @@ class _Handed:
 FIRST_LOOK_SECONDS = 0.02
 LAST_LOOK_SECONDS = 0.5
 UNOPENED_SECONDS = 60.0
+# The most storages of a `TicketBatch`. Further tensors of a message have tickets of their own.
+MOST_STORAGES = 1 << 16
 
 
 class _State:
@@ -216,7 +225,7 @@ class _State:
     def look(self) -> None:
         """Releases storages that no process needs. Sleeps while no storage is shared. Never returns."""
         wait: float | None = None
-        next_sweep = 0.0
+        next_sweep = took = 0.0
         while True:
             try:
                 with self.lock:
@@ -225,19 +234,20 @@ class _State:
                         wait = None
                 tokens = self.receipts.take(None if wait is None else max(next_sweep - time.monotonic(), 0.0))
                 arrived = self.land(tokens)
-                if tokens or wait is None:
-                    wait = FIRST_LOOK_SECONDS
                 begin = time.monotonic()
+                # The search of all storages takes at most 5 % of a core, however many receipts arrive.
+                if wait is None or tokens:
+                    wait = FIRST_LOOK_SECONDS
+                    next_sweep = min(next_sweep, begin + max(wait, 20 * took))
                 if begin < next_sweep:
-                    # Receipts do not make the search of all storages more frequent.
                     self.release(arrived)
                     continue
                 arrived.clear()
                 self.sweep()
-                wait = min(wait * 2, LAST_LOOK_SECONDS)
                 end = time.monotonic()
-                # Many storages take at most 5 % of a core.
-                next_sweep = end + max(wait, 20 * (end - begin))
+                took = end - begin
+                next_sweep = end + max(wait, 20 * took)
+                wait = min(wait * 2, LAST_LOOK_SECONDS)
             except Exception:
                 # The thread must continue, because nothing else releases the memory.
                 _log.exception("the search for tensors that no process needs has failed")
@@ -503,7 +513,8 @@ class _Outgoing:
         if number is not None:
             return number
         state = _current()
-        if storage.nbytes() == 0 or state.forwarded(storage) is not None:
+        is_full = len(self.exports) >= MOST_STORAGES
+        if is_full or storage.nbytes() == 0 or state.forwarded(storage) is not None:
             return None
         device = tensor.device.index
         export = state.export_of(storage, device)
@@ -840,5 +851,70 @@ def MemPool() -> Any:
 
 
 def last_allocation_failure() -> str | None:
-    """Returns the text of the last failed allocation for a `MemPool` of this process. `None` if none failed."""
+    """Returns the text of the last failed allocation for a `MemPool` or a page-locked tensor of this process. `None` if none failed."""
     return _highwater.last_failure()
+
+
+_HOST_SOURCE = pathlib.Path(__file__).with_name("_torch_host.cpp")
+_host_library: Any = None
+
+
+def install_host_allocator() -> None:
+    """Puts Highwater's pool of page-locked memory behind `torch.empty(.., pin_memory=True)`, `Tensor.pin_memory` and `DataLoader`.
+
+    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. A tensor of more than a
+    registration of the device, which is 64 MiB with CUDA, gets PyTorch's too. The first call on a machine compiles
+    a small C++ file for the installed PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17
+    compiler: `c++`, or the one that the variable `CXX` names. Call it before other threads allocate page-locked memory.
+
+    `torch.cuda.host_memory_stats` then has the pool's counts. Memory that a CUDA graph of PyTorch copies from or to is not reused before
+    the process ends.
+
+    Raises `Unsupported` for another PyTorch than 2.11 and without a compiler, `OperatingSystem` if the compiler fails, and the
+    errors of `runtime`.
+    """
+    global _host_library
+    with _install_lock:
+        if _host_library is not None:
+            return
+        version = str(torch.__version__)
+        if version.split(".")[:2] != ["2", "11"]:
+            message = f"PyTorch {version} has another interface of host allocators"
+            raise Unsupported("Unsupported", "install_host_allocator", message, None, "use PyTorch 2.11, or its own allocator")
+        _highwater.standing_runtime(_backend())
+        library = ctypes.CDLL(str(_compiled(_HOST_SOURCE)))
+        functions = (ctypes.c_void_p * 7)(*_highwater.host_functions())
+        library.highwater_install_host_allocator.restype = ctypes.c_bool
+        if not library.highwater_install_host_allocator(functions):
+            message = f"PyTorch {version} was built without CUDA and ROCm"
+            raise Unsupported("Unsupported", "install_host_allocator", message, None, "use a PyTorch for CUDA or ROCm")
+        _host_library = library
+
+
+def _compiled(source: pathlib.Path) -> pathlib.Path:
+    """Compiles a C++ file against the installed PyTorch. Returns the library, which later processes find."""
+    root = pathlib.Path(torch.__file__).parent
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    options += ["-isystem", str(root / "include"), "-L", str(root / "lib"), "-ltorch_cpu", "-lc10"]
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        message = f"there is no C++ compiler {os.environ.get('CXX', 'c++')!r}"
+        raise Unsupported("Unsupported", "install_host_allocator", message, None, "install g++ or clang, or set CXX")
+    made_of = "\0".join([torch.__version__, compiler, *options]).encode() + source.read_bytes()
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "highwater"
+    library = folder / f"{source.stem}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = pathlib.Path(scratch) / library.name
+        # The libraries come after the source that needs them.
+        done = subprocess.run([compiler, str(source), *options, "-o", str(made)], capture_output=True, text=True)
+        if done.returncode != 0:
+            message = f"{compiler} cannot compile {source.name} for PyTorch {torch.__version__}: {done.stderr.strip()[-1000:]}"
+            hint = "use a compiler with C++17, and the headers that PyTorch's wheel has"
+            raise OperatingSystem("OperatingSystem", "install_host_allocator", message, done.returncode, hint)
+        # Another process may do the same.
+        made.replace(library)
+    return library

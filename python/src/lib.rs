@@ -45,6 +45,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ticket::Owner>()?;
     module.add_class::<torch::Receipts>()?;
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
     module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
     module.add_function(wrap_pyfunction!(listing::processes, module)?)?;

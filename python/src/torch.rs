@@ -1,15 +1,18 @@
 //! The parts of `highwater/torch.py` in Rust: one runtime of the process, receipts of tensors that other processes opened, and the
-//! functions of PyTorch's pluggable allocator.
+//! functions of PyTorch's allocators of device memory and of page-locked memory.
 
-use std::collections::{HashMap, VecDeque};
-use std::ffi::{c_int, c_void};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ffi::{c_char, c_int, c_void};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use highwater::hal::HostPtr;
 use highwater::hal::fork::Generation;
-use highwater::{Access, DeviceBuffer, Error, ErrorKind, Result, Stream};
+use highwater::{Access, DeviceBuffer, Error, ErrorKind, PinnedBuffer, Result, Stream};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -165,6 +168,144 @@ pub(crate) unsafe extern "C" fn highwater_torch_free(
                 .with_hint("pass an address that `highwater_torch_alloc` returned, once")
         })
     });
+}
+
+/// A block of page-locked memory that PyTorch has.
+struct HostBlock(PinnedBuffer<u8>);
+
+/// The first bytes of blocks whose last use is unknown. They are never reused.
+static RETIRED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+static HAS_RETIRED: AtomicBool = AtomicBool::new(false);
+
+/// Returns the most bytes that [`host_allocate`] takes.
+extern "C" fn host_largest() -> usize {
+    let largest = allocating(|| {
+        let runtime = &Standing::get("torch_host_largest")?.runtime;
+        let pieces = (0..runtime.device_count()).map(|device| {
+            let device = runtime.device(device)?;
+            let can = device.capabilities();
+            // Memory that the backend allocates has no border.
+            let has_borders = can.host_register && can.register_piece_bytes > 0;
+            Ok(if has_borders { can.register_piece_bytes } else { usize::MAX })
+        });
+        pieces.collect::<Result<Vec<_>>>()
+    });
+    largest.into_iter().flatten().min().unwrap_or_default()
+}
+
+/// Allocates page-locked memory for PyTorch's tensors, and writes its address. Returns the block, or null after an error.
+///
+/// # Safety
+/// The caller must pass a place for an address.
+unsafe extern "C" fn host_allocate(bytes: usize, address: *mut *mut c_void) -> *mut c_void {
+    const OPERATION: &str = "torch_host_allocate";
+    let block = allocating(|| {
+        let standing = Standing::get(OPERATION)?;
+        let buffer = standing.runtime.pinned_undivided::<u8>(bytes)?;
+        // SAFETY: As the caller promises.
+        unsafe { *address = buffer.ptr().as_ptr().cast() };
+        Ok(Box::into_raw(Box::new(HostBlock(buffer))))
+    });
+    block.map_or(std::ptr::null_mut(), <*mut HostBlock>::cast)
+}
+
+/// Frees a block after the uses that were noted.
+///
+/// # Safety
+/// The caller must pass a block of [`host_allocate`], once, and not use its memory afterwards.
+unsafe extern "C" fn host_release(block: *mut c_void) {
+    if block.is_null() {
+        return;
+    }
+    allocating(|| {
+        // SAFETY: As the caller promises.
+        let block = unsafe { Box::from_raw(block.cast::<HostBlock>()) };
+        if !STANDING.get().is_some_and(|standing| standing.generation.is_current()) {
+            // A child frees nothing, and a thread of the parent may hold the lock below.
+            std::mem::forget(block);
+            return Ok(());
+        }
+        if HAS_RETIRED.load(Ordering::Acquire) && lock(&RETIRED).remove(&(block.0.ptr().as_ptr() as usize)) {
+            std::mem::forget(block);
+        }
+        Ok(())
+    });
+}
+
+/// Notes that the work of a stream so far uses page-locked memory. Returns 1, 0 for memory of other code, or -1 after an error. After an
+/// error, the memory is never reused.
+///
+/// # Safety
+/// The caller must pass a stream of the device that lives as long as the process.
+unsafe extern "C" fn host_used(address: *mut c_void, device: i32, stream: *mut c_void) -> i32 {
+    const OPERATION: &str = "torch_host_used";
+    let noted = allocating(|| {
+        let Some(standing) = STANDING.get() else { return Ok(0) };
+        let Some(address) = NonNull::new(address.cast::<u8>()).map(HostPtr::new) else { return Ok(0) };
+        // `None` in a forked child, too.
+        let Some(block) = standing.runtime.pinned_block_of(address) else { return Ok(0) };
+        let note = || {
+            let device = u32::try_from(device).map_err(|_| {
+                let message = format!("the device is {device}, expected 0 or more");
+                Error::new(ErrorKind::InvalidArgument, OPERATION, message).with_hint("pass what PyTorch passed")
+            })?;
+            // SAFETY: As the caller promises.
+            let stream = unsafe { standing.stream(device, stream as u64) }?;
+            stream.note_host_use(address, Access::Write)
+        };
+        note().map(|()| 1).inspect_err(|_| {
+            HAS_RETIRED.store(true, Ordering::Release);
+            lock(&RETIRED).insert(block.base.as_ptr() as usize);
+        })
+    });
+    noted.unwrap_or(-1)
+}
+
+/// Frees idle page-locked memory. Returns 0, or -1 after an error.
+extern "C" fn host_trim() -> i32 {
+    allocating(|| Standing::get("torch_host_trim")?.runtime.trim_pinned_memory()).map_or(-1, |()| 0)
+}
+
+/// Writes the blocks in use and their bytes, the pieces held and their bytes, and the most bytes held so far.
+///
+/// # Safety
+/// The caller must pass a place for five numbers.
+unsafe extern "C" fn host_statistics(five: *mut [u64; 5]) {
+    allocating(|| {
+        let host = Standing::get("torch_host_statistics")?.runtime.statistics().host;
+        let found = [host.live_blocks, host.live_bytes, host.pieces, host.held_bytes, host.peak_held_bytes];
+        // SAFETY: As the caller promises.
+        unsafe { *five = found };
+        Ok(())
+    });
+}
+
+/// Writes the text of the last error, with a 0 at its end.
+///
+/// # Safety
+/// The caller must pass a place for `length` bytes, at least one.
+unsafe extern "C" fn host_failure(text: *mut c_char, length: usize) {
+    let failure = last_failure().unwrap_or_default();
+    let bytes = failure.len().min(length.saturating_sub(1));
+    // SAFETY: As the caller promises. The text has no fewer bytes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(failure.as_ptr(), text.cast(), bytes);
+        *text.add(bytes) = 0;
+    }
+}
+
+/// Returns the addresses of the functions of `_torch_host.cpp`, in the order of its structure.
+#[pyfunction]
+pub(crate) fn host_functions() -> [usize; 7] {
+    [
+        host_largest as *const () as usize,
+        host_allocate as *const () as usize,
+        host_release as *const () as usize,
+        host_used as *const () as usize,
+        host_trim as *const () as usize,
+        host_statistics as *const () as usize,
+        host_failure as *const () as usize,
+    ]
 }
 
 /// The most receipts that wait for `take`. Further receipts are lost, like those of a killed process.

@@ -441,6 +441,15 @@ def test_a_message_is_read_again_while_the_producer_has_its_tensors(workers: lis
         ForkingPickler.loads(pickled)
 
 
+def test_a_message_has_more_storages_than_a_batch(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hwt, "MOST_STORAGES", 2)
+    tensors = [cuda([value]) for value in range(5)]
+    pickled = bytes(ForkingPickler.dumps([*tensors, tensors[0], tensors[4]]))
+    assert len(hwt._state.flights) == 4  # The batch, and a ticket for each of the others.
+    assert workers[0].ask("read_values", pickled) == [[0], [1], [2], [3], [4], [0], [4]]
+    until(lambda: not hwt._state.flights)
+
+
 class Nested:
     """Pickles a message of its own while it is pickled."""
 

@@ -211,6 +211,28 @@ impl Runtime {
         self.inner.workspaces.trim(false)
     }
 
+    /// Frees the page-locked memory that no buffer, graph or stream uses, and nothing else.
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// drop(runtime.pinned::<u8>(1 << 20)?);
+    /// assert!(runtime.statistics().host.held_bytes > 0, "kept for the next request");
+    /// runtime.trim_pinned_memory()?;
+    /// assert_eq!(runtime.statistics().host.held_bytes, 0);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Runtime::trim`].
+    pub fn trim_pinned_memory(&self) -> Result<()> {
+        self.inner.check("trim_pinned_memory")?;
+        refuse_in_capture("trim_pinned_memory")?;
+        self.inner.pinned.trim()
+    }
+
     /// Refuses a call in the same states as every method that calls the backend. A crate that calls the backend of a runtime
     /// itself begins with this method.
     ///
