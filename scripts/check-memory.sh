@@ -25,7 +25,7 @@ sanitize -p highwater-mock
 if command -v valgrind >/dev/null; then
   printf '=== valgrind: the C library\n'
   programs=$(realpath "$build")/c-examples
-  # Left out is `share`: valgrind does not emulate pidfd_open.
+  # Left out are `share` and `hand_over`: valgrind does not emulate pidfd_open.
   for example in gemm threads graph load_weights; do
     make -s -C examples/c BUILD="$programs" "$programs/$example"
     HIGHWATER_BACKEND=mock valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \

@@ -168,7 +168,24 @@ pub unsafe extern "C" fn highwater_blas_lend(
     })
 }
 
-/// As highwater_blas_lend, for an Lt handle. The callback passes the workspace to each call.
+/// As highwater_blas_lend, for code that only enqueues, such as cublasSgemm. Restores nothing afterward, so a repetition makes no call of
+/// the vendor. The handle is bound to the stream's own workspace, and the workspace of the callback is 0.
+///
+/// The callback must not change a setting of the handle, and must not destroy or keep it. It must enqueue its work on this stream only, and
+/// call no function of this library with this stream: that would block forever. It must not throw or jump.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_blas_enqueue(
+    stream: *mut highwater_stream,
+    callback: highwater_blas_callback,
+    user: *mut c_void,
+) -> highwater_status {
+    call!(highwater_blas_enqueue, {
+        let stream = get(stream)?;
+        lend(callback, user, |foreign| stream.blas()?.enqueue_raw(|handle| foreign(handle, None)))
+    })
+}
+
+/// As highwater_blas_lend, for an Lt handle: cublasLtHandle_t or hipblasLtHandle_t as a number. The callback passes the workspace to each call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_blas_lt_lend(
     stream: *mut highwater_stream,

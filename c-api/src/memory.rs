@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use front::hal::DevicePtr;
-use front::{Access, DeviceBuffer, PinnedBuffer, Result};
+use front::{Access, DeviceBuffer, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result, SharedPinnedBuffer};
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
@@ -23,16 +23,79 @@ pub enum highwater_pinned {}
 
 handle::kinds! {
     highwater_buffer: DeviceBuffer<u8> = b"hw-devbf";
-    highwater_pinned: PinnedBuffer<u8> = b"hw-pinbf";
+    highwater_pinned: Pinned = b"hw-pinbf";
 }
 
-/// Ends the caller's object that keeps adopted memory.
+/// Page-locked memory, of the pool or of several processes.
+pub(crate) enum Pinned {
+    Pooled(PinnedBuffer<u8>),
+    Shared(SharedPinnedBuffer<u8>),
+}
+
+impl Pinned {
+    fn data(&self) -> *mut c_void {
+        let start = match self {
+            Self::Pooled(buffer) => buffer.ptr(),
+            Self::Shared(buffer) => buffer.ptr(),
+        };
+        start.as_ptr().cast()
+    }
+
+    fn bytes(&self) -> usize {
+        PinnedSlice::from(self).len()
+    }
+
+    fn slice(&self, range: Range<usize>) -> Result<PinnedSlice<'_, u8>> {
+        match self {
+            Self::Pooled(buffer) => buffer.slice(range),
+            Self::Shared(buffer) => buffer.slice(range),
+        }
+    }
+
+    /// Returns a view to copy to.
+    ///
+    /// # Safety
+    /// The caller must ensure that no slice of the values exists until the copy has ended, and that no call shares the memory meanwhile.
+    unsafe fn slice_mut(&self, range: Range<usize>) -> Result<PinnedSliceMut<'_, u8>> {
+        match self {
+            // SAFETY: As the caller promises.
+            Self::Pooled(buffer) => unsafe { buffer.slice_mut_shared(range) },
+            // SAFETY: As the caller promises.
+            Self::Shared(buffer) => unsafe { buffer.slice_mut_shared(range) },
+        }
+    }
+
+    fn wait_for(&self, access: Access) -> Result<()> {
+        match self {
+            Self::Pooled(buffer) => buffer.wait_for(access),
+            Self::Shared(buffer) => buffer.wait_for(access),
+        }
+    }
+
+    pub(crate) fn owner(&self) -> Option<Owner> {
+        match self {
+            Self::Pooled(_) => None,
+            Self::Shared(buffer) => buffer.owner(),
+        }
+    }
+}
+
+impl<'b> From<&'b Pinned> for PinnedSlice<'b, u8> {
+    fn from(pinned: &'b Pinned) -> Self {
+        match pinned {
+            Pinned::Pooled(buffer) => buffer.into(),
+            Pinned::Shared(buffer) => buffer.into(),
+        }
+    }
+}
+
+/// Ends the caller's object that keeps adopted memory, or that a callback uses.
 pub type highwater_end_callback = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
-/// The caller's object that keeps adopted memory.
-struct KeepAlive {
-    release: highwater_end_callback,
-    user: *mut c_void,
+/// The caller's object. Its end is called in the drop.
+pub(crate) struct KeepAlive {
+    pub(crate) release: highwater_end_callback,
+    pub(crate) user: *mut c_void,
 }
 
 // SAFETY: The header says that any thread may call the function.
@@ -169,7 +232,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate(
 ) -> highwater_status {
     call!(highwater_pinned_allocate, {
         let runtime = get(runtime)?;
-        make(pinned, || runtime.pinned::<u8>(bytes))
+        make(pinned, || runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -182,7 +245,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate(
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate, {
         let device = get(device)?;
-        make(pinned, || device.pinned::<u8>(bytes))
+        make(pinned, || device.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -195,7 +258,7 @@ pub unsafe extern "C" fn highwater_pinned_data(
     call!(highwater_pinned_data, {
         let pinned = get(pinned)?;
         place(data, "address")?;
-        put(data, pinned.ptr().as_ptr().cast());
+        put(data, pinned.data());
         Ok(())
     })
 }
@@ -206,7 +269,7 @@ pub unsafe extern "C" fn highwater_pinned_bytes(pinned: *mut highwater_pinned, b
     call!(highwater_pinned_bytes, {
         let pinned = get(pinned)?;
         place(bytes, "bytes")?;
-        put(bytes, pinned.len());
+        put(bytes, pinned.bytes());
         Ok(())
     })
 }
@@ -269,7 +332,7 @@ pub unsafe extern "C" fn highwater_copy_to_host(
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         // No slice of this memory exists: C gets its address alone.
-        let destination = destination.slice_mut_shared(range(destination_offset, bytes)?)?;
+        let destination = destination.slice_mut(range(destination_offset, bytes)?)?;
         stream.copy_to_host(source, destination)
     })
 }

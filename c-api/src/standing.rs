@@ -104,12 +104,7 @@ pub unsafe extern "C" fn highwater_torch_alloc(bytes: isize, device: c_int, stre
 /// Frees memory of highwater_torch_alloc. Does not wait: it is reused after the work of its streams. Does nothing with null.
 #[unsafe(no_mangle)]
 #[expect(unused_variables, reason = "PyTorch passes them")]
-pub unsafe extern "C" fn highwater_torch_free(
-    address: *mut c_void,
-    bytes: isize,
-    device: c_int,
-    stream: *mut c_void,
-) {
+pub unsafe extern "C" fn highwater_torch_free(address: *mut c_void, bytes: isize, device: c_int, stream: *mut c_void) {
     if address.is_null() {
         return;
     }

@@ -134,8 +134,13 @@ fn the_rules_hold_over_the_simulated_cuda() {
 }
 
 /// What each example prints last.
-const PRINTED: [&str; 4] =
-    ["[58, 64, 139, 154]", "2 and 9", "the first process reads what the other wrote", "3 tensors are on the device"];
+const PRINTED: [&str; 5] = [
+    "[58, 64, 139, 154]",
+    "2 and 9",
+    "the first process reads what the other wrote",
+    "its weights are here, and its ticket still opens",
+    "3 tensors are on the device",
+];
 
 #[test]
 fn the_examples_run_on_the_mock_and_over_the_simulated_cuda() {
@@ -193,6 +198,7 @@ fn the_blocks_of_the_page_compile_and_the_programs_among_them_run() {
     assert!(!programs.is_empty() && parts.len() > 5, "{} and {}", programs.len(), parts.len());
     // A part is the body of a function, with the objects that the text of the page has by then.
     let mut all = "#include <highwater/highwater.h>\n#include <stdio.h>\n".to_owned();
+    all += "void died(void *user);\n";
     all += "void multiply(void *user, uint64_t handle, uint64_t workspace, size_t workspace_bytes);\n";
     for (index, part) in parts.iter().enumerate() {
         let objects = ["runtime", "device", "stream", "buffer", "pinned"];

@@ -2,7 +2,9 @@
 #define _GNU_SOURCE
 #include <highwater/highwater.h>
 
+#include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -196,6 +198,15 @@ static void streams(void) {
     OK(highwater_stream_release(&wrapped));
 }
 
+static uint64_t lent_handle;
+
+static void enqueues(void *user, uint64_t handle, uint64_t workspace, size_t workspace_bytes) {
+    EXPECT(handle != 0 && workspace == 0 && workspace_bytes == 0);
+    EXPECT(lent_handle == 0 || handle == lent_handle); /* The pool gives the same one again. */
+    lent_handle = handle;
+    ++*(int *)user;
+}
+
 static void lent(void *user, uint64_t handle, uint64_t workspace, size_t workspace_bytes) {
     EXPECT(handle != 0 && workspace != 0 && workspace_bytes > 0);
     ++*(int *)user;
@@ -267,7 +278,14 @@ static void products(void) {
     }
     OK(highwater_blas_lend(stream, lent, &lends));
     EXPECT(lends == 1);
+    OK(highwater_blas_lt_lend(stream, lent, &lends));
+    EXPECT(lends == 2);
+    OK(highwater_blas_enqueue(stream, enqueues, &lends));
+    OK(highwater_blas_enqueue(stream, enqueues, &lends));
+    EXPECT(lends == 4);
     REFUSED(highwater_blas_lend(stream, NULL, NULL), INVALID_ARGUMENT, "the callback is null");
+    REFUSED(highwater_blas_lt_lend(stream, NULL, NULL), INVALID_ARGUMENT, "the callback is null");
+    REFUSED(highwater_blas_enqueue(stream, NULL, NULL), INVALID_ARGUMENT, "the callback is null");
     OK(highwater_device_warm(device, 1));
     OK(highwater_buffer_release(&a));
     OK(highwater_buffer_release(&b));
@@ -291,7 +309,7 @@ static void graphs(void) {
 static void tickets(void) {
     highwater_buffer *buffer = NULL, *opened = NULL;
     char *ticket = NULL;
-    bool answer = false;
+    highwater_owner *owner = NULL;
     OK(highwater_device_allocate(device, 8, &buffer));
     REFUSED(highwater_buffer_share(buffer, &ticket), INVALID_ARGUMENT, "");
     OK(highwater_buffer_release(&buffer));
@@ -301,13 +319,154 @@ static void tickets(void) {
     REFUSED(highwater_ticket_open(runtime, "nonsense", 0, &opened), INVALID_ARGUMENT, "");
     REFUSED(highwater_ticket_open(runtime, ticket, 3, &opened), INVALID_ARGUMENT, "owner_death is 3");
     OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &opened));
-    REFUSED(highwater_buffer_owner_is_alive(opened, &answer), INVALID_ARGUMENT, "no other owner");
+    REFUSED(highwater_buffer_owner(opened, &owner), INVALID_ARGUMENT, "this process owns the memory");
+    REFUSED(highwater_buffer_owner(opened, NULL), INVALID_ARGUMENT, "the place for the highwater_owner");
+    EXPECT(owner == NULL);
     OK(highwater_buffer_release(&opened));
     OK(highwater_buffer_release(&buffer));
     highwater_text_release(&ticket);
 }
 
-/* The exporter ends by a signal, and the importer learns of it and keeps the bytes. */
+/* Page-locked memory of two runtimes: one copy, written before its first share alone. */
+static void shared_pinned(void) {
+    highwater_pinned *made = NULL, *opened = NULL, *pooled = NULL;
+    highwater_buffer *buffer = NULL;
+    highwater_owner *owner = NULL;
+    char *ticket = NULL;
+    void *data = NULL, *seen = NULL;
+    size_t count = 0;
+    unsigned char found[2] = {0};
+    OK(highwater_pinned_allocate(runtime, 8, &pooled));
+    REFUSED(highwater_pinned_share(pooled, false, &ticket), INVALID_ARGUMENT, "the memory is from the pool");
+    OK(highwater_pinned_release(&pooled));
+    REFUSED(highwater_pinned_allocate_shared(runtime, SIZE_MAX, &made), INVALID_ARGUMENT, "");
+    OK(highwater_pinned_allocate_shared(runtime, 8, &made));
+    OK(highwater_pinned_bytes(made, &count));
+    OK(highwater_pinned_data(made, &data));
+    EXPECT(count == 8 && ((unsigned char *)data)[7] == 0);
+    OK(highwater_device_allocate(device, 8, &buffer));
+    OK(highwater_fill(stream, buffer, 0, 8, 4));
+    OK(highwater_copy_to_host(stream, buffer, 0, made, 4, 4));
+    OK(highwater_pinned_wait(made, true));
+    ((unsigned char *)data)[0] = 9;
+    REFUSED(highwater_pinned_share(made, false, NULL), INVALID_ARGUMENT, "the place for the ticket");
+    OK(highwater_pinned_share(made, false, &ticket));
+    REFUSED(highwater_pinned_wait(made, true), INVALID_STATE, "read-only");
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "read-only");
+    char *writable = NULL;
+    REFUSED(highwater_pinned_share(made, true, &writable), INVALID_STATE, "");
+    REFUSED(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer), INVALID_ARGUMENT, "page-locked");
+
+    highwater_runtime *other = NULL;
+    highwater_device *other_device = NULL;
+    highwater_stream *other_stream = NULL;
+    highwater_buffer *copy = NULL;
+    OK(highwater_open(getenv("HIGHWATER_BACKEND"), NULL, &other, NULL));
+    OK(highwater_device_get(other, 0, &other_device));
+    OK(highwater_stream_create(other_device, &other_stream));
+    REFUSED(highwater_pinned_open(other, NULL, HIGHWATER_OWNER_DEATH_KEEP, &opened), INVALID_ARGUMENT, "highwater_pinned_share");
+    REFUSED(highwater_pinned_open(other, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &opened), UNSUPPORTED, "");
+    REFUSED(highwater_pinned_open(other, ticket, 7, &opened), INVALID_ARGUMENT, "owner_death is 7");
+    OK(highwater_pinned_open(other, ticket, HIGHWATER_OWNER_DEATH_KEEP, &opened));
+    OK(highwater_pinned_wait(opened, false));
+    OK(highwater_pinned_data(opened, &seen));
+    EXPECT(((unsigned char *)seen)[0] == 9 && ((unsigned char *)seen)[7] == 4);
+    OK(highwater_device_allocate(other_device, 2, &copy));
+    OK(highwater_copy_to_device(other_stream, opened, 6, copy, 0, 2));
+    OK(highwater_pinned_used_on(opened, other_stream, false));
+    OK(highwater_read(other_stream, copy, 0, found, 2));
+    EXPECT(found[0] == 4 && found[1] == 4);
+    REFUSED(highwater_pinned_used_on(opened, stream, false), INVALID_POINTER, "another runtime");
+    REFUSED(highwater_pinned_owner(made, &owner), INVALID_ARGUMENT, "this process owns the memory");
+    OK(highwater_pinned_release(&opened));
+    OK(highwater_pinned_release(&made));
+    OK(highwater_device_pinned_allocate_shared(device, 8, &made));
+    OK(highwater_pinned_share(made, true, &writable));
+    OK(highwater_pinned_data(made, &data));
+    OK(highwater_pinned_open(other, writable, HIGHWATER_OWNER_DEATH_KEEP, &opened));
+    OK(highwater_pinned_data(opened, &seen));
+    OK(highwater_pinned_wait(opened, true));
+    ((unsigned char *)seen)[3] = 5;
+    EXPECT(((unsigned char *)data)[3] == 5);
+    OK(highwater_pinned_release(&opened));
+    OK(highwater_pinned_release(&made));
+    highwater_text_release(&ticket);
+    highwater_text_release(&writable);
+    OK(highwater_buffer_release(&copy));
+    OK(highwater_buffer_release(&buffer));
+    OK(highwater_stream_release(&other_stream));
+    OK(highwater_device_release(&other_device));
+    uint64_t live = 1;
+    OK(highwater_close(&other, &live));
+    EXPECT(live == 0);
+}
+
+/* A runtime gives its memory to another one, which answers the ticket from then on. */
+static void hand_over(void) {
+    const char *backend = getenv("HIGHWATER_BACKEND");
+    highwater_runtime *old = NULL, *heir = NULL;
+    highwater_device *old_device = NULL, *heir_device = NULL;
+    highwater_stream *work = NULL;
+    highwater_buffer *made = NULL, *kept = NULL, *opened = NULL;
+    char *ticket = NULL;
+    unsigned char found = 0;
+    OK(highwater_open(backend, NULL, &old, NULL));
+    OK(highwater_open(backend, NULL, &heir, NULL));
+    OK(highwater_device_get(old, 0, &old_device));
+    OK(highwater_device_get(heir, 0, &heir_device));
+    REFUSED(highwater_hand_over(NULL, 0), INVALID_ARGUMENT, "the highwater_runtime is null");
+    REFUSED(highwater_hand_over(old, 1), INVALID_STATE, "shares no memory");
+    OK(highwater_device_allocate_shared(old_device, 8, &made));
+    OK(highwater_stream_create(old_device, &work));
+    OK(highwater_fill(work, made, 0, 8, 6));
+    OK(highwater_stream_release(&work));
+    OK(highwater_buffer_share(made, &ticket));
+    REFUSED(highwater_hand_over(old, 1), INVALID_STATE, "");
+    OK(highwater_ticket_open(heir, ticket, HIGHWATER_OWNER_DEATH_INHERIT, &kept));
+    OK(highwater_hand_over(old, 60000));
+    OK(highwater_buffer_release(&made));
+    OK(highwater_device_release(&old_device));
+    OK(highwater_close(&old, NULL));
+    OK(highwater_ticket_open(heir, ticket, HIGHWATER_OWNER_DEATH_KEEP, &opened));
+    OK(highwater_stream_create(heir_device, &work));
+    OK(highwater_read(work, opened, 7, &found, 1));
+    EXPECT(found == 6);
+    OK(highwater_stream_release(&work));
+    OK(highwater_buffer_release(&opened));
+    OK(highwater_buffer_release(&kept));
+    OK(highwater_device_release(&heir_device));
+    OK(highwater_close(&heir, NULL));
+    highwater_text_release(&ticket);
+}
+
+struct death {
+    sem_t called, ended;
+    int calls;
+};
+
+static void called(void *user) {
+    struct death *death = user;
+    death->calls++;
+    sem_post(&death->called);
+}
+
+static void ended(void *user) {
+    sem_post(&((struct death *)user)->ended);
+}
+
+static int count_of(sem_t *semaphore) {
+    int count = -1;
+    EXPECT(sem_getvalue(semaphore, &count) == 0);
+    return count;
+}
+
+static void wait_on(sem_t *semaphore) {
+    while (sem_wait(semaphore) != 0) {
+        /* A signal came. */
+    }
+}
+
+/* The exporter ends by a signal, and the importer learns of it in each way and keeps the bytes. */
 static void owner_dies(const char *program) {
     int ticket_pipe[2];
     EXPECT(pipe(ticket_pipe) == 0);
@@ -319,34 +478,89 @@ static void owner_dies(const char *program) {
     }
     close(ticket_pipe[1]);
     FILE *tickets = fdopen(ticket_pipe[0], "r");
-    char ticket[4096];
-    EXPECT(fgets(ticket, sizeof ticket, tickets) != NULL);
-    highwater_buffer *kept = NULL;
+    char ticket[4096], pinned_ticket[4096];
+    EXPECT(fgets(ticket, sizeof ticket, tickets) != NULL && fgets(pinned_ticket, sizeof pinned_ticket, tickets) != NULL);
+    highwater_buffer *kept = NULL, *revoked = NULL;
+    highwater_pinned *pinned = NULL;
+    highwater_owner *owner = NULL, *of_pinned = NULL;
+    highwater_death_watch *watch = NULL, *cancelled = NULL, *late = NULL;
+    struct death death = {.calls = 0}, other = {.calls = 0};
     bool alive = false, dead = true;
     unsigned char found = 0;
+    uint32_t pid = 0;
+    int descriptor = -1;
+    void *data = NULL;
+    EXPECT(sem_init(&death.called, 0, 0) == 0 && sem_init(&death.ended, 0, 0) == 0);
+    EXPECT(sem_init(&other.called, 0, 0) == 0 && sem_init(&other.ended, 0, 0) == 0);
     OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &kept));
-    OK(highwater_buffer_owner_is_alive(kept, &alive));
-    OK(highwater_buffer_owner_wait(kept, 0, &dead));
+    OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &revoked));
+    OK(highwater_pinned_open(runtime, pinned_ticket, HIGHWATER_OWNER_DEATH_KEEP, &pinned));
+    OK(highwater_buffer_owner(kept, &owner));
+    OK(highwater_pinned_owner(pinned, &of_pinned));
+    OK(highwater_owner_pid(owner, &pid));
+    EXPECT(pid == (uint32_t)child);
+    OK(highwater_owner_pid(of_pinned, &pid));
+    EXPECT(pid == (uint32_t)child);
+    OK(highwater_owner_is_alive(owner, &alive));
+    OK(highwater_owner_wait(owner, 0, &dead));
     EXPECT(alive && !dead);
+    REFUSED(highwater_owner_wait(owner, 0, NULL), INVALID_ARGUMENT, "the place for the answer");
+    REFUSED(highwater_owner_descriptor(owner, NULL), INVALID_ARGUMENT, "the place for the descriptor");
+    REFUSED(highwater_owner_is_alive((highwater_owner *)kept, &alive), INVALID_HANDLE, "expected a live highwater_owner");
+    OK(highwater_owner_descriptor(owner, &descriptor));
+    struct pollfd end = {.fd = descriptor, .events = POLLIN};
+    EXPECT(poll(&end, 1, 0) == 0);
+    OK(highwater_owner_on_death(owner, called, &death, ended, &watch));
+    OK(highwater_owner_on_death(owner, called, &other, ended, &cancelled));
+    OK(highwater_death_watch_release(&cancelled));
+    EXPECT(count_of(&other.ended) == 1);
+    REFUSED(highwater_owner_on_death(owner, NULL, &other, ended, &cancelled), INVALID_ARGUMENT, "the callback is null");
+    EXPECT(count_of(&other.ended) == 2);
+    REFUSED(highwater_owner_on_death(owner, called, &other, ended, NULL), INVALID_ARGUMENT, "the place for the highwater_death_watch");
+    EXPECT(count_of(&other.ended) == 3 && other.calls == 0 && death.calls == 0);
+
     EXPECT(kill(child, SIGKILL) == 0);
-    OK(highwater_buffer_owner_wait(kept, 60000, &dead));
+    wait_on(&death.called);
+    REFUSED(highwater_fill(stream, revoked, 0, 8, 1), EXPIRED, "");
+    EXPECT(poll(&end, 1, 60000) == 1);
+    wait_on(&death.ended);
+    EXPECT(death.calls == 1);
+    OK(highwater_owner_wait(owner, 60000, &dead));
     EXPECT(dead);
-    OK(highwater_buffer_owner_is_alive(kept, &alive));
+    OK(highwater_owner_is_alive(of_pinned, &alive));
     EXPECT(!alive);
+    /* A watch of a dead owner is called, too. */
+    OK(highwater_owner_on_death(of_pinned, called, &death, NULL, &late));
+    wait_on(&death.called);
+    EXPECT(count_of(&death.ended) == 0 && other.calls == 0);
     OK(highwater_read(stream, kept, 7, &found, 1));
-    EXPECT(found == 3);
+    OK(highwater_pinned_data(pinned, &data));
+    EXPECT(found == 3 && ((unsigned char *)data)[7] == 8);
+    OK(highwater_death_watch_release(&late));
+    OK(highwater_death_watch_release(&watch));
     OK(highwater_buffer_release(&kept));
+    OK(highwater_buffer_release(&revoked));
+    OK(highwater_pinned_release(&pinned));
+    OK(highwater_owner_release(&owner));
+    OK(highwater_owner_release(&of_pinned));
+    EXPECT(close(descriptor) == 0);
     EXPECT(waitpid(child, NULL, 0) == child);
     fclose(tickets);
 }
 
 static int own(void) {
     highwater_buffer *buffer = NULL;
-    char *ticket = NULL;
+    highwater_pinned *pinned = NULL;
+    char *ticket = NULL, *pinned_ticket = NULL;
+    void *data = NULL;
     OK(highwater_device_allocate_shared(device, 8, &buffer));
     OK(highwater_fill(stream, buffer, 0, 8, 3));
     OK(highwater_buffer_share(buffer, &ticket));
-    puts(ticket);
+    OK(highwater_pinned_allocate_shared(runtime, 8, &pinned));
+    OK(highwater_pinned_data(pinned, &data));
+    memset(data, 8, 8);
+    OK(highwater_pinned_share(pinned, false, &pinned_ticket));
+    printf("%s\n%s\n", ticket, pinned_ticket);
     fflush(stdout);
     pause();
     return 1;
@@ -474,6 +688,8 @@ int main(int count, char **arguments) {
     products();
     graphs();
     tickets();
+    shared_pinned();
+    hand_over();
     owner_dies(arguments[0]);
     standing();
     forked();

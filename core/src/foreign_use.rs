@@ -4,9 +4,10 @@ use std::sync::atomic::Ordering;
 
 use crate::buffer::DeviceSlice;
 use crate::ledger::HostBlockInfo;
-use crate::pinned::PinnedBuffer;
+use crate::pinned::{PinnedBuffer, PinnedSlice};
 use crate::pool::block::OwnedBlock;
 use crate::runtime::Runtime;
+use crate::shared_pinned::SharedPinnedBuffer;
 use crate::stream::Stream;
 use highwater_hal::{Element, Error, ErrorKind, HostPtr, Result};
 
@@ -61,6 +62,37 @@ impl<T: Element> PinnedBuffer<T> {
     }
 }
 
+impl<T: Element> SharedPinnedBuffer<T> {
+    /// As [`PinnedBuffer::wait_for`], for the devices of this process. For [`Access::Write`], the CPU writes by
+    /// [`SharedPinnedBuffer::ptr`] before the first share, and by [`SharedPinnedBuffer::as_mut_ptr`] after it.
+    ///
+    /// ```
+    /// use highwater_core::{Access, ErrorKind, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let weights = runtime.pinned_shared::<u8>(4)?;
+    /// weights.wait_for(Access::Write)?;
+    /// // SAFETY: no stream uses the memory, and no ticket exists.
+    /// unsafe { weights.ptr().as_ptr().cast::<u8>().write(1) };
+    /// let ticket = weights.share()?;
+    /// assert_eq!(weights.wait_for(Access::Write).unwrap_err().kind(), ErrorKind::InvalidState);
+    /// weights.wait_for(Access::Read)?;
+    /// # let _ = ticket;
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidState` for [`Access::Write`] if the memory is read-only. Otherwise as [`PinnedBuffer::wait_for`].
+    pub fn wait_for(&self, access: Access) -> Result<()> {
+        let writes = access == Access::Write;
+        if writes {
+            self.check_writable()?;
+        }
+        self.pool().access(self.block(), writes).map(drop)
+    }
+}
+
 impl Stream {
     /// Notes that work enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that contains `ptr`. It is
     /// for copies and kernels that other code enqueues itself. `access` states whether they write the memory.
@@ -112,7 +144,7 @@ impl Stream {
     }
 
     /// As [`Stream::note_host_use`], for a buffer instead of an address in it. This is faster, because the pool does not search
-    /// for the buffer.
+    /// for the buffer. Also takes a [`SharedPinnedBuffer`].
     ///
     /// ```
     /// # use highwater_core::{Access, Runtime};
@@ -128,8 +160,9 @@ impl Stream {
     ///
     /// # Errors
     /// As [`Stream::note_host_use`]. `InvalidPointer` means that the buffer belongs to another runtime.
-    pub fn note_pinned_use<T: Element>(&self, buffer: &PinnedBuffer<T>, access: Access) -> Result<()> {
+    pub fn note_pinned_use<'h, T: Element>(&self, buffer: impl Into<PinnedSlice<'h, T>>, access: Access) -> Result<()> {
         const OPERATION: &str = "note_pinned_use";
+        let buffer = buffer.into();
         let inner = &self.runtime().inner;
         inner.check(OPERATION)?;
         if !buffer.is_of(&inner.pinned) {

@@ -250,11 +250,6 @@ impl<T: Element> PinnedBuffer<T> {
         device_address_of(self.pool, self.block(), 0..self.len * size_of::<T>(), device)
     }
 
-    /// Returns whether the memory belongs to one of the pools of a runtime.
-    pub(crate) fn is_of(&self, pools: &PinnedPools) -> bool {
-        pools.contain(self.pool)
-    }
-
     pub(crate) fn pool(&self) -> &PinnedPool {
         self.pool.get()
     }

@@ -243,7 +243,7 @@ impl<T: Element> SharedPinnedBuffer<T> {
         matches!(self.origin.access(), FileAccess::Private | FileAccess::Writable)
     }
 
-    fn check_writable(&self) -> Result<()> {
+    pub(crate) fn check_writable(&self) -> Result<()> {
         if self.is_writable() {
             return Ok(());
         }
@@ -291,6 +291,21 @@ impl<T: Element> SharedPinnedBuffer<T> {
     /// # Errors
     /// `InvalidState` if the memory is read-only; `InvalidArgument` if the range is not inside the buffer.
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
+        self.check_writable()?;
+        self.slice(range).map(PinnedSliceMut)
+    }
+
+    /// As [`SharedPinnedBuffer::slice_mut`], without an exclusive borrow. It is for bindings to other languages.
+    ///
+    /// # Errors
+    /// As [`SharedPinnedBuffer::slice_mut`].
+    ///
+    /// # Safety
+    /// The caller must ensure that no slice of the values exists from the copy's call until the copy has ended:
+    /// [`SharedPinnedBuffer::read`], [`SharedPinnedBuffer::write`], and the arguments of the closures of
+    /// [`SharedPinnedBuffer::read_with`] and [`SharedPinnedBuffer::write_with`]. The caller must not share the buffer for the first time
+    /// between this call and that of the copy.
+    pub unsafe fn slice_mut_shared(&self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
         self.check_writable()?;
         self.slice(range).map(PinnedSliceMut)
     }

@@ -12,11 +12,14 @@ extern char **environ;
 /* Opens the other process's buffer and writes to it. */
 static void add(highwater_runtime *runtime, highwater_stream *stream, const char *ticket) {
     highwater_buffer *buffer = NULL;
+    highwater_owner *owner = NULL;
     bool alive = false;
     unsigned char first = 0;
     CHECK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer));
-    CHECK(highwater_buffer_owner_is_alive(buffer, &alive));
+    CHECK(highwater_buffer_owner(buffer, &owner));
+    CHECK(highwater_owner_is_alive(owner, &alive));
     EXPECT(alive);
+    CHECK(highwater_owner_release(&owner));
     CHECK(highwater_read(stream, buffer, 0, &first, 1));
     EXPECT(first == 1);
     CHECK(highwater_fill(stream, buffer, 0, BYTES, 2));

@@ -21,7 +21,8 @@
  * Fork. In a forked child, every call with a handle of the parent returns HIGHWATER_ERROR_FORKED, and a release does nothing. Open no
  * runtime in the child; call exec first.
  *
- * Callbacks. No exception and no longjmp may leave a callback.
+ * Callbacks. No exception and no longjmp may leave a callback. A callback runs in the thread of the call that has it as an argument, if its
+ * comment names no other. A highwater_end_callback may run in any thread, and calls no function of this library.
  *
  * Allocators. highwater_torch_... and highwater_pinned_malloc and _free have no runtime among their arguments. They use one that the
  * first call opens, and that lives as long as the process: the backend that HIGHWATER_BACKEND names, else the best real device. After an
@@ -201,6 +202,11 @@
 typedef struct highwater_buffer highwater_buffer;
 
 /**
+ * A callback that waits for the death of a process.
+ */
+typedef struct highwater_death_watch highwater_death_watch;
+
+/**
  * A device of a runtime.
  */
 typedef struct highwater_device highwater_device;
@@ -214,6 +220,11 @@ typedef struct highwater_event highwater_event;
  * Work that was recorded, to launch.
  */
 typedef struct highwater_graph highwater_graph;
+
+/**
+ * The process that owns opened memory. It keeps no memory, and outlives the buffer.
+ */
+typedef struct highwater_owner highwater_owner;
 
 /**
  * Page-locked memory of the host.
@@ -290,7 +301,7 @@ typedef struct highwater_open_options {
 } highwater_open_options;
 
 /**
- * Ends the caller's object that keeps adopted memory.
+ * Ends the caller's object that keeps adopted memory, or that a callback uses.
  */
 typedef void (*highwater_end_callback)(void *user);
 
@@ -402,6 +413,11 @@ typedef void (*highwater_blas_callback)(void *user, uint64_t handle, uint64_t wo
  * Enqueues the work that is recorded.
  */
 typedef highwater_status (*highwater_capture_callback)(void *user);
+
+/**
+ * Signals another thread that the owner of memory has died.
+ */
+typedef void (*highwater_death_callback)(void *user);
 
 #ifdef __cplusplus
 extern "C" {
@@ -781,9 +797,22 @@ highwater_status highwater_blas_lend(struct highwater_stream *stream,
                                      void *user);
 
 /**
- * As highwater_blas_lend, for an Lt handle. The callback passes the workspace to each call.
+ * As highwater_blas_lend, for code that only enqueues, such as cublasSgemm. Restores nothing afterward, so a repetition makes no call of
+ * the vendor. The handle is bound to the stream's own workspace, and the workspace of the callback is 0.
+ *
+ * The callback must not change a setting of the handle, and must not destroy or keep it. It must enqueue its work on this stream only, and
+ * call no function of this library with this stream: that would block forever. It must not throw or jump.
  */
-highwater_status highwater_blas_lt_lend(struct highwater_stream *stream, highwater_blas_callback callback, void *user);
+highwater_status highwater_blas_enqueue(struct highwater_stream *stream,
+                                        highwater_blas_callback callback,
+                                        void *user);
+
+/**
+ * As highwater_blas_lend, for an Lt handle: cublasLtHandle_t or hipblasLtHandle_t as a number. The callback passes the workspace to each call.
+ */
+highwater_status highwater_blas_lt_lend(struct highwater_stream *stream,
+                                        highwater_blas_callback callback,
+                                        void *user);
 
 /**
  * Records the work that the callback enqueues on the stream, without executing it. `mode` is HIGHWATER_CAPTURE_... The callback
@@ -816,6 +845,7 @@ highwater_status highwater_buffer_share(struct highwater_buffer *buffer,
 /**
  * Opens the buffer of a ticket. The memory stays until every process has released it. `owner_death` is
  * HIGHWATER_OWNER_DEATH_KEEP, _RELEASE or _INHERIT: what happens to the memory when its owner dies.
+ * HIGHWATER_ERROR_EXPIRED: the owner has ended, or has released the buffer.
  */
 highwater_status highwater_ticket_open(struct highwater_runtime *runtime,
                                        const char *ticket,
@@ -823,17 +853,117 @@ highwater_status highwater_ticket_open(struct highwater_runtime *runtime,
                                        struct highwater_buffer **buffer);
 
 /**
- * Writes whether the process that owns the memory of an opened buffer is alive.
+ * Makes page-locked memory that other processes can open, as one copy for all of them. The bytes are zeros. It is not from the pool:
+ * each call makes a file in memory, and registers it.
  */
-highwater_status highwater_buffer_owner_is_alive(struct highwater_buffer *buffer, bool *alive);
+highwater_status highwater_pinned_allocate_shared(struct highwater_runtime *runtime,
+                                                  size_t bytes,
+                                                  struct highwater_pinned **pinned);
 
 /**
- * Waits for the death of the process that owns the memory of an opened buffer, for at most some milliseconds. Writes whether it
- * is dead.
+ * As highwater_pinned_allocate_shared, on the NUMA node of the device.
  */
-highwater_status highwater_buffer_owner_wait(struct highwater_buffer *buffer,
-                                             uint64_t milliseconds,
-                                             bool *dead);
+highwater_status highwater_device_pinned_allocate_shared(struct highwater_device *device,
+                                                         size_t bytes,
+                                                         struct highwater_pinned **pinned);
+
+/**
+ * Makes a ticket for highwater_pinned_open: a text without line breaks. Release it with highwater_text_release. Device work that was
+ * enqueued on the memory before is done when other processes have opened it. `pinned` is of highwater_pinned_allocate_shared. No other
+ * thread may copy to it during the call.
+ *
+ * If `writable` is false, the memory is read-only from this call on, here and in every process, and the CPU must not write it.
+ * Otherwise every process may write it. The program must then order the accesses of all processes and devices.
+ * HIGHWATER_ERROR_INVALID_STATE: `writable` is true, and the memory was shared as read-only.
+ */
+highwater_status highwater_pinned_share(struct highwater_pinned *pinned,
+                                        bool writable,
+                                        char **ticket);
+
+/**
+ * Opens the page-locked memory of a ticket of highwater_pinned_share, without a copy. The memory stays until every process has released
+ * it or has ended. `owner_death` is HIGHWATER_OWNER_DEATH_KEEP or _INHERIT.
+ * HIGHWATER_ERROR_EXPIRED: the owner has ended, or has released the memory. HIGHWATER_ERROR_UNSUPPORTED: HIGHWATER_OWNER_DEATH_RELEASE,
+ * because the CPU may read the memory at any time.
+ */
+highwater_status highwater_pinned_open(struct highwater_runtime *runtime,
+                                       const char *ticket,
+                                       uint32_t owner_death,
+                                       struct highwater_pinned **pinned);
+
+/**
+ * Makes a handle of the process that owns the memory of an opened buffer. HIGHWATER_ERROR_INVALID_ARGUMENT: this process owns it.
+ */
+highwater_status highwater_buffer_owner(struct highwater_buffer *buffer,
+                                        struct highwater_owner **owner);
+
+/**
+ * As highwater_buffer_owner, for page-locked memory.
+ */
+highwater_status highwater_pinned_owner(struct highwater_pinned *pinned, struct highwater_owner **owner);
+
+/**
+ * Writes the process id of the owner, as this process sees it. Writes 0 for a process of another PID namespace. After the death, the id may
+ * name another process.
+ */
+highwater_status highwater_owner_pid(struct highwater_owner *owner,
+                                     uint32_t *pid);
+
+/**
+ * Writes whether the owner is alive. A stopped process is alive.
+ */
+highwater_status highwater_owner_is_alive(struct highwater_owner *owner, bool *alive);
+
+/**
+ * Waits for the death of the owner, for at most some milliseconds. Writes whether it is dead.
+ */
+highwater_status highwater_owner_wait(struct highwater_owner *owner, uint64_t milliseconds, bool *dead);
+
+/**
+ * Writes a descriptor that becomes readable when the owner dies, for poll and epoll: a pidfd. The caller must close it. It may outlive
+ * the handle and the runtime.
+ */
+highwater_status highwater_owner_descriptor(struct highwater_owner *owner,
+                                            int *descriptor);
+
+/**
+ * Calls `callback` with `user` once when the owner dies, or soon if it is dead. By then, calls on buffers that were opened with
+ * HIGHWATER_OWNER_DEATH_RELEASE are refused.
+ *
+ * The sharing thread of the runtime makes the call. Until the callback returns, that thread answers no other process and releases no
+ * memory. So the callback should only signal another thread. It may release buffers. It must not throw or jump.
+ *
+ * The release of the watch cancels a call that has not begun, and does not wait for one that has. `user_end`, if not null, is called with
+ * `user` exactly once, in any thread: after the callback has returned, or when it will not be called any more. It is also called if this
+ * function fails, or if the runtime ends before the owner. The caller may free what belongs to `user` from then on.
+ */
+highwater_status highwater_owner_on_death(struct highwater_owner *owner,
+                                          highwater_death_callback callback,
+                                          void *user,
+                                          highwater_end_callback user_end,
+                                          struct highwater_death_watch **watch);
+
+/**
+ * Releases the handle, and cancels the call if it has not begun. Does not wait.
+ */
+highwater_status highwater_death_watch_release(struct highwater_death_watch **watch);
+
+/**
+ * Releases the handle. Watches stay.
+ */
+highwater_status highwater_owner_release(struct highwater_owner **owner);
+
+/**
+ * Hands all shared memory of the runtime over to an heir: a process that has opened each of its tickets with
+ * HIGHWATER_OWNER_DEATH_INHERIT. Nothing is copied, and no open is refused meanwhile. The heir answers the tickets from then on. This
+ * process may then end, or use its buffers further. It cannot share memory that it has not shared before.
+ *
+ * The call waits for the device work of this process, and then for an heir, for at most some milliseconds. After an error, this process
+ * still owns the memory. HIGHWATER_ERROR_INVALID_STATE: no heir took all of it in time, or nothing is shared.
+ * HIGHWATER_ERROR_UNSUPPORTED: some memory is adopted or has no descriptor.
+ */
+highwater_status highwater_hand_over(struct highwater_runtime *runtime,
+                                     uint64_t milliseconds);
 
 /**
  * For torch.cuda.memory.CUDAPluggableAllocator: allocates device memory from the pool of a stream. Null is the legacy default stream. A

@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::counts::{Acquired, Slot};
-use super::heir::Kept;
+use super::heir::{Kept, Pause};
 use super::held::HeldMemory;
 use super::identity::Process;
 use super::listing::{Listed, ListedImport};
@@ -148,6 +148,16 @@ impl State {
             self.former.push(Arc::clone(link));
         }
     }
+}
+
+/// The cause of a connection that came to nothing.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// The other end has closed the connection.
+    Cut,
+    /// The process that listened on the socket has ended, and the socket is still there.
+    OwnerEnded,
+    Other,
 }
 
 /// An allocation as opened for one device.
@@ -455,25 +465,40 @@ impl Link {
         let _ = send(self.socket.as_fd(), &Message::Ring.encode(), &[]);
     }
 
-    /// Connects to the exporter of a ticket.
-    pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
-        let mut first_error = None;
-        for _ in 0..CONNECTIONS {
-            let mut is_cut = false;
-            match Self::connect_once(ticket, mapper, patience, &mut is_cut) {
-                Ok(link) if link.names_another() => {}
+    /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket: an heir that
+    /// does not listen yet, or a child of the exporter. Then the call tries again for the time of `heir`.
+    pub(super) fn connect_or_wait(
+        ticket: &Ticket,
+        mapper: &dyn Mapper,
+        patience: Patience,
+        heir: Patience,
+    ) -> Result<Self> {
+        let (mut first_error, mut connections, mut pause) = (None, 0, Pause::new());
+        while connections < CONNECTIONS {
+            let mut fault = Fault::Other;
+            match Self::connect_once(ticket, mapper, patience, &mut fault) {
+                Ok(link) if link.names_another() => connections += 1,
                 Ok(link) => return Ok(link),
-                Err(error) => {
-                    let error = first_error.unwrap_or(error);
-                    // The exporter may have handed over while the connection waited for it.
-                    if !is_cut {
-                        return Err(error);
+                Err(error) => match fault {
+                    Fault::OwnerEnded if !heir.is_over() => {
+                        mapper.check()?;
+                        std::thread::sleep(pause.next().min(heir.left()));
                     }
-                    first_error = Some(error);
-                }
+                    Fault::OwnerEnded | Fault::Other => return Err(first_error.unwrap_or(error)),
+                    // The exporter may have handed over while the connection waited for it.
+                    Fault::Cut => {
+                        first_error.get_or_insert(error);
+                        connections += 1;
+                    }
+                },
             }
         }
         Err(first_error.unwrap_or_else(|| expired("the exporter and its heir have closed the connections".to_owned())))
+    }
+
+    /// As [`connect_or_wait`](Self::connect_or_wait), without a wait for an heir.
+    pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
+        Self::connect_or_wait(ticket, mapper, patience, Patience::new(Duration::ZERO))
     }
 
     /// Returns whether the kernel names another process than the one that answers. The connection is then older than a hand-over.
@@ -482,11 +507,15 @@ impl Link {
         stated.is_some_and(|stated| self.process.own_number().is_some_and(|number| number != stated))
     }
 
-    /// `is_cut` becomes true if the other end has closed the connection.
-    fn connect_once(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience, is_cut: &mut bool) -> Result<Self> {
+    /// An error sets `fault` if another attempt may succeed.
+    fn connect_once(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience, fault: &mut Fault) -> Result<Self> {
         let (meeting, who) = (mapper.meeting(), format!("process {}", ticket.pid));
         let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
-        let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers)?;
+        let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers).inspect_err(|error| {
+            if error.kind() == ErrorKind::Expired {
+                *fault = Fault::OwnerEnded;
+            }
+        })?;
         // After the exporter has ended, any process of this user can take its name. An heir says that it is one.
         let is_other = process.own_number().is_some_and(|number| number != ticket.pid);
         let hello = Message::hello();
@@ -519,7 +548,11 @@ impl Link {
         };
         let patience_for_other = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
         let heard = link.hear(mapper, if is_other { patience_for_other } else { patience });
-        *is_cut = link.is_cut();
+        if link.is_cut() {
+            *fault = Fault::Cut;
+        } else if link.process.has_ended() {
+            *fault = Fault::OwnerEnded;
+        }
         let (answer, descriptors) = match (said, heard) {
             (_, Err(_)) if is_other => {
                 // The process may be an heir that does not answer.
@@ -1036,10 +1069,12 @@ impl Importer {
             match self.find(ticket.incarnation, |state| &mut state.links, ticket, &mut Some(patience))? {
                 // Its heir has the name.
                 Found::There(link) if link.is_handed_over() => self.state.lock().retire(&link),
-                Found::There(link) if link.is_dead() => return Err(link.ended()),
+                Found::There(link) if link.is_dead() && !link.may_have_heir => return Err(link.ended()),
+                Found::There(link) if link.is_dead() => self.state.lock().retire(&link),
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
-                    let link = Link::connect(ticket, mapper, patience);
+                    let heir = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
+                    let link = Link::connect_or_wait(ticket, mapper, patience, heir);
                     self.note_answer(ticket, &link);
                     let link = Arc::new(link?);
                     place.fill(Arc::clone(&link));

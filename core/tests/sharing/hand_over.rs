@@ -69,6 +69,25 @@ fn every_open_during_a_hand_over_succeeds_and_the_former_owner_leaves_nothing() 
     third.end();
 }
 
+/// The socket then has the name of a process that has ended, until the heir listens on it.
+#[test]
+fn an_owner_that_ends_at_once_after_a_hand_over_leaves_no_moment_at_which_an_open_is_refused() {
+    let (heir, third) = (Exporter::new(), Exporter::new());
+    for value in 0..20 {
+        let (mut owner, ticket) = owner(value);
+        let kept = heir.open_as_heir(&ticket).unwrap();
+        owner.tell("hand-over 60000");
+        owner.kill();
+        let opener = if value % 2 == 0 { &heir } else { &third };
+        let opened = opener.runtime.open_shared::<u32>(&ticket).unwrap();
+        opener.assert_value(&opened, value);
+        drop((opened, kept));
+    }
+    until("it is released", || heir.exports() == (0, 0, 0));
+    heir.end();
+    third.end();
+}
+
 #[test]
 fn the_heir_answers_after_the_queued_work_of_the_owner() {
     let (heir, third) = (Exporter::new(), Exporter::new());
