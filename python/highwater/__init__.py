@@ -47,6 +47,7 @@ from ._highwater import (
     survey,
 )
 from ._statistics import (
+    BufferStatistics,
     DeviceMemoryStatistics,
     GraphStatistics,
     HandlePoolStatistics,
@@ -59,6 +60,7 @@ from ._statistics import (
 
 __all__ = [
     "Buffer",
+    "BufferStatistics",
     "Capture",
     "Device",
     "DeviceLost",
