@@ -138,8 +138,8 @@ pub mod sharing {
 /// The counts that [`Runtime::statistics`](highwater_core::Runtime::statistics) returns, and what is known of a block.
 pub mod statistics {
     pub use highwater_core::{
-        DeviceBlockInfo, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostBlockInfo,
-        HostCacheStatistics, Limits, SharingStatistics, Statistics,
+        BufferStatistics, DeviceBlockInfo, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics,
+        HostBlockInfo, HostCacheStatistics, Limits, SharingStatistics, Statistics,
     };
     pub use highwater_hal::{LiveObjects, MemoryInfo};
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::Duration;
 
 use highwater_hal::{Backend, LiveObjects, Result};
 
@@ -81,6 +82,14 @@ impl Runtime {
     /// describes what a refusal leaves.
     pub fn close(self) -> Result<LiveObjects> {
         self.0.close()
+    }
+
+    /// As [`Runtime::close`], and returns within `limit`. It first waits until the other objects of the runtime are dropped.
+    ///
+    /// # Errors
+    /// The errors of [`highwater_core::Runtime::close_within`]: `InvalidState` with what is still held at the limit.
+    pub fn close_within(self, limit: Duration) -> Result<LiveObjects> {
+        self.0.close_within(limit)
     }
 
     fn over(Opened { backend, report }: Opened) -> Result<Self, OpenError> {

@@ -82,6 +82,7 @@ pub(crate) fn statistics(all: &Statistics) -> Value {
         idle_time_frees exhaustion_frees failed_growth_frees)
         .into(),
     );
+    object.insert("buffers".to_owned(), fields!(all.buffers; blocks bytes).into());
     object.insert(
         "device_memory".to_owned(),
         fields!(all.device_memory; held_bytes peak_held_bytes parts live_blocks live_bytes

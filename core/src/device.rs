@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::buffer::DeviceBuffer;
 use crate::capture::thread::refuse_in_capture;
+use crate::ledger::BufferStatistics;
 use crate::runtime::Runtime;
 use crate::services::lacks_transport;
 use crate::stream::Stream;
@@ -81,6 +82,14 @@ impl Device {
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.runtime.inner.check("memory_info")?;
         self.runtime.inner.backend.memory_info(self.ordinal)
+    }
+
+    /// Returns the memory on this device of buffers that no stream allocated: those of [`Device::allocate`] and
+    /// [`Device::allocate_shared`]. [`Statistics::buffers`](crate::Statistics::buffers) is the sum over the devices.
+    #[must_use]
+    pub fn buffers(&self) -> BufferStatistics {
+        let inner = &self.runtime.inner;
+        if inner.generation.is_current() { inner.ledger.buffers(self.ordinal) } else { BufferStatistics::default() }
     }
 
     /// Makes BLAS handles and workspaces until `count` of each are idle, so that this many threads or streams find them: before

@@ -33,6 +33,18 @@ pub struct HostBlockInfo {
     pub bytes: usize,
 }
 
+/// The device memory of live buffers that have a block of their own: those of [`Device::allocate`](crate::Device::allocate) and
+/// [`Device::allocate_shared`](crate::Device::allocate_shared). Buffers that streams allocate are parts of a pool:
+/// [`Statistics::device_memory`](crate::Statistics::device_memory).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct BufferStatistics {
+    /// Blocks that buffers own.
+    pub blocks: u64,
+    /// Bytes of those blocks.
+    pub bytes: u64,
+}
+
 /// A block of device memory, and whether it has an owner.
 #[derive(Debug, Clone, Copy)]
 struct DeviceBlock {
@@ -137,11 +149,12 @@ impl Ledger {
     /// Returns the bytes of the blocks on `device` that no pool divides.
     pub(crate) fn held_bytes(&self, device: u32) -> Held {
         let blocks = self.device.lock();
-        let of = |owned: bool| {
-            let own = |block: &&DeviceBlock| block.info.device == device && !block.divided && block.owned == owned;
-            blocks.values().filter(own).map(|block| block.info.bytes as u64).sum()
-        };
-        Held { buffers: of(true), others: of(false) }
+        Held { buffers: sum_of(&blocks, device, true).bytes, others: sum_of(&blocks, device, false).bytes }
+    }
+
+    /// Returns the blocks on `device` that buffers own.
+    pub(crate) fn buffers(&self, device: u32) -> BufferStatistics {
+        sum_of(&self.device.lock(), device, true)
     }
 
     /// Removes the block that starts at `ptr` on `device`.
@@ -173,6 +186,18 @@ impl Ledger {
     pub(crate) fn find_device(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         find(&self.device.lock(), ptr)
     }
+}
+
+/// Sums the blocks on `device` that no pool divides, and that a buffer owns or none.
+fn sum_of(blocks: &BTreeMap<u64, DeviceBlock>, device: u32, owned: bool) -> BufferStatistics {
+    let mut sum = BufferStatistics::default();
+    for block in blocks.values() {
+        if block.info.device == device && !block.divided && block.owned == owned {
+            sum.blocks += 1;
+            sum.bytes += block.info.bytes as u64;
+        }
+    }
+    sum
 }
 
 fn find(blocks: &BTreeMap<u64, DeviceBlock>, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
@@ -250,6 +275,7 @@ mod tests {
         ledger.insert_device(block(0, 0x4000, 0x1000)).unwrap();
         assert_eq!(ledger.held_bytes(0), Held { buffers: 0x110, others: 0x1000 });
         assert_eq!(ledger.held_bytes(1), Held { buffers: 1, others: 0 });
+        assert_eq!(ledger.buffers(0), BufferStatistics { blocks: 2, bytes: 0x110 });
         ledger.set_dropped(DevicePtr::new(0x1000));
         assert_eq!(ledger.held_bytes(0), Held { buffers: 0x10, others: 0x1100 });
         ledger.remove_device(0, DevicePtr::new(0x2000)).unwrap();

@@ -60,7 +60,7 @@ pub use device::Device;
 pub use event::Event;
 pub use foreign_use::Access;
 pub use highwater_hal::*;
-pub use ledger::{DeviceBlockInfo, HostBlockInfo};
+pub use ledger::{BufferStatistics, DeviceBlockInfo, HostBlockInfo};
 pub use matmul::{Matmul, Matrix};
 pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};

@@ -382,3 +382,32 @@ fn the_race_finder_reports_work_on_freed_memory_once_another_stream_has_it() {
     drop((next, first, own, device));
     end(runtime);
 }
+
+#[test]
+fn buffers_that_no_stream_allocated_are_counted_for_each_device() {
+    let gpu = MockGpu::open(MockOptions::new().with_devices(2)).unwrap();
+    let runtime = Runtime::new(gpu).unwrap();
+    let devices = [runtime.device(0).unwrap(), runtime.device(1).unwrap()];
+    let buffers = || {
+        let of_device = |device: &Device| (device.buffers().blocks, device.buffers().bytes);
+        let sum = runtime.statistics().buffers;
+        (of_device(&devices[0]), of_device(&devices[1]), (sum.blocks, sum.bytes))
+    };
+    assert_eq!(buffers(), ((0, 0), (0, 0), (0, 0)));
+    let stream = devices[0].create_stream().unwrap();
+    let of_stream = stream.allocate::<u8>(4096).unwrap();
+    let plain = devices[0].allocate::<f32>(1024).unwrap();
+    let shared = devices[1].allocate_shared::<u8>(100).unwrap();
+    let ((blocks, bytes), (far_blocks, far_bytes), sum) = buffers();
+    assert_eq!((blocks, bytes, far_blocks), (1, 4096, 1), "without memory of streams");
+    assert!(far_bytes >= 100, "{far_bytes}");
+    assert_eq!(sum, (2, bytes + far_bytes));
+    let text = runtime.statistics().to_string();
+    assert!(text.contains("device memory of buffers: 2 blocks (4."), "{text}");
+    // A buffer that was dropped is live no longer, even if its memory waits for a stream.
+    stream.fill(&plain, 1.0_f32).unwrap();
+    drop((plain, shared));
+    assert_eq!(buffers(), ((0, 0), (0, 0), (0, 0)));
+    drop((stream, of_stream, devices));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

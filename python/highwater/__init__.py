@@ -48,6 +48,7 @@ from ._highwater import (
     survey,
 )
 from ._statistics import (
+    BufferStatistics,
     DeviceMemoryStatistics,
     GraphStatistics,
     HandlePoolStatistics,
@@ -60,6 +61,7 @@ from ._statistics import (
 
 __all__ = [
     "Buffer",
+    "BufferStatistics",
     "Capture",
     "Device",
     "DeviceLost",

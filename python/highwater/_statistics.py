@@ -124,6 +124,17 @@ class HostCacheStatistics:
 
 
 @dataclass(frozen=True)
+class BufferStatistics:
+    """The device memory of live buffers that have a block of their own: those of `Device.allocate` and
+    `Device.allocate_shared`. Buffers that streams allocate are parts of a pool: `Statistics.device_memory`."""
+
+    blocks: int
+    """Blocks that buffers own."""
+    bytes: int
+    """Bytes of those blocks."""
+
+
+@dataclass(frozen=True)
 class DeviceMemoryStatistics:
     """The state and the history of the device memory that streams allocate."""
 
@@ -273,6 +284,8 @@ class Statistics:
     """The idle events among them, kept for reuse. `Runtime.trim` destroys them."""
     host: HostCacheStatistics
     """The cache of page-locked host memory."""
+    buffers: BufferStatistics
+    """The device memory of buffers that no stream allocated, over all devices."""
     device_memory: DeviceMemoryStatistics
     """The device memory that streams allocate, over all devices."""
     sharing: SharingStatistics

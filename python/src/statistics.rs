@@ -1,7 +1,7 @@
 //! The statistics of a runtime, as the dataclasses of `highwater/_statistics.py`.
 
 use highwater::statistics::{
-    DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostCacheStatistics, Limits, SharingStatistics,
+    BufferStatistics, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostCacheStatistics, Limits, SharingStatistics,
     Statistics,
 };
 use pyo3::prelude::*;
@@ -91,6 +91,10 @@ dataclasses! {
         exhaustion_frees,
         failed_growth_frees,
     }
+    BufferStatistics {
+        blocks,
+        bytes,
+    }
     DeviceMemoryStatistics {
         held_bytes,
         peak_held_bytes,
@@ -159,6 +163,7 @@ dataclasses! {
         events,
         idle_events,
         host,
+        buffers,
         device_memory,
         sharing,
         graphs,

@@ -8,11 +8,13 @@
 //! Work that is added to [`Work`] has all cells. An axis gets a value by one line in [`Cell::values`].
 
 use std::fmt;
+use std::ops::Range;
 
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
-    Backend, BlasKind, CaptureMode, Completion, DataType, DeviceMemoryKind, DevicePtr, Epilogue, FillPattern, Gemm,
-    GemmShape, PlanId, PlanOptions, Result, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport,
+    Backend, BlasKind, CaptureMode, Completion, CopyShape, DataType, DeviceMemoryKind, DevicePtr, Epilogue,
+    FillPattern, Gemm, GemmShape, PlanId, PlanOptions, Result, StreamId, StreamOptions, StreamPriority, StridedBatch,
+    Transport,
 };
 
 use crate::case::{Case, CaseResult, Failure, all_capabilities, cases, check};
@@ -31,6 +33,8 @@ cases! {
         "event.synchronize", "devices.synchronize"] => in_cells(Work::ToHost);
     copies_on_a_device: ["copy.exact", "copy.ordered", "stream.order", "event.wait-orders", "capture.replay", "capture.joins"]
         => in_cells(Work::OnDevice);
+    rows_on_a_device: ["copy-2d.exact", "copy-2d.ordered", "stream.order", "event.wait-orders", "capture.replay", "capture.joins"]
+        => in_cells(Work::Rows);
     copies_to_another_device: ["copy.exact", "copy.ordered", "event.wait-orders"]
         needs [TWO_DEVICES, has::peer_copy] => in_cells(Work::ToOther);
     copies_from_another_device: ["copy.exact", "copy.ordered", "event.wait-orders"]
@@ -54,6 +58,8 @@ enum Work {
     ToDevice,
     ToHost,
     OnDevice,
+    /// Two copies of every second row.
+    Rows,
     ToOther,
     FromOther,
     Gemm,
@@ -68,6 +74,7 @@ impl Work {
         Self::ToDevice,
         Self::ToHost,
         Self::OnDevice,
+        Self::Rows,
         Self::ToOther,
         Self::FromOther,
         Self::Gemm,
@@ -472,9 +479,13 @@ enum Place<'b> {
 
 impl<'b> Place<'b> {
     fn first(&self, bytes: usize) -> Span<'_> {
+        self.span(0..bytes)
+    }
+
+    fn span(&self, range: Range<usize>) -> Span<'_> {
         match self {
-            Self::Device(block) => block.span(0..bytes),
-            Self::Host(pinned) => pinned.span(0..bytes),
+            Self::Device(block) => block.span(range),
+            Self::Host(pinned) => pinned.span(range),
         }
     }
 
@@ -652,6 +663,13 @@ impl<'b> Made<'b> {
         let Some(handle) = handle else {
             match self.work {
                 Work::Fill => stream.fill(self.output.first(self.cell.bytes()), FillPattern::U32(FILLED.to_bits()))?,
+                Work::Rows => {
+                    let bytes = self.cell.bytes();
+                    let shape = CopyShape::new(bytes / 4, 2).with_src_pitch(bytes / 2).with_dst_pitch(bytes / 2);
+                    for rows in [0..bytes, bytes / 4..bytes] {
+                        stream.copy_rows(self.output.span(rows.clone()), self.input.span(rows), shape)?;
+                    }
+                }
                 _ => stream.copy(self.output.first(self.cell.bytes()), self.input.first(self.cell.bytes()))?,
             }
             return Ok(());

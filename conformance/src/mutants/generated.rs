@@ -146,6 +146,12 @@ const OPERATIONS: &[Generated] = &[
         clauses: &["stream.order", "capture.replay", "capture.not-executed", "event.wait-orders", "capture.joins"],
     },
     Generated {
+        operation: "copy_2d",
+        mistakes: &[Drop, Repeat, Delay, Swap, Neighbor, Early],
+        conditions: ON_RECORDED,
+        clauses: &["stream.order", "capture.replay", "capture.not-executed", "event.wait-orders", "capture.joins"],
+    },
+    Generated {
         operation: "fill",
         mistakes: &[Drop, Repeat, Delay, Swap, Neighbor, Early],
         conditions: ON_RECORDED,
@@ -224,7 +230,9 @@ const BOUND: &[&str] = &["blas.stream-bound", "blas.unbound"];
 /// Returns why no case can notice a mutant, in one sentence, if so.
 fn equivalent(operation: &str, mistake: Mistake, condition: Condition) -> Option<&'static str> {
     match (operation, mistake, condition) {
-        ("copy" | "fill", Repeat, _) => Some("the second time writes the bytes that the first time has written"),
+        ("copy" | "copy_2d" | "fill", Repeat, _) => {
+            Some("the second time writes the bytes that the first time has written")
+        }
         ("record_event", Repeat, _) => Some("nothing is enqueued between the two records"),
         ("stream_wait_event", Repeat, _) => Some("the second wait is for the record that the first has waited for"),
         ("synchronize_stream" | "synchronize_device" | "synchronize_event", Repeat, _) => {
@@ -356,7 +364,8 @@ impl fmt::Debug for Applied {
 }
 
 /// The calls that enqueue work.
-const ENQUEUE: [&str; 7] = ["copy", "fill", "record_event", "stream_wait_event", "launch_graph", "gemm", "run_plan"];
+const ENQUEUE: [&str; 8] =
+    ["copy", "copy_2d", "fill", "record_event", "stream_wait_event", "launch_graph", "gemm", "run_plan"];
 
 impl Applied {
     pub(super) fn new(mutation: Mutation, is_real: bool) -> Self {
@@ -652,7 +661,8 @@ by_reference! {
     MemoryCopy: |copy| Probe { is_unusual: false, is_large: copy.bytes > LARGE_BYTES };
     MemoryCopy2d: |copy| Probe {
         is_unusual: copy.shape.src_pitch != copy.shape.dst_pitch,
-        is_large: copy.shape.src_bytes().is_none_or(|bytes| bytes > LARGE_BYTES),
+        // The cells copy every second row of a large operand.
+        is_large: copy.shape.src_bytes().is_none_or(|bytes| bytes > LARGE_BYTES / 2),
     };
     MemoryFill: |fill| Probe { is_unusual: false, is_large: fill.count * fill.pattern.bytes() > LARGE_BYTES };
     Gemm: |gemm| {

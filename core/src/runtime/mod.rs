@@ -8,7 +8,9 @@ mod warm_up;
 
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
 
 pub use options::RuntimeOptions;
 pub use statistics::{Limits, Statistics};
@@ -18,6 +20,7 @@ pub(crate) use inner::{RuntimeInner, Users};
 use crate::capture::thread::refuse_in_capture;
 use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
+use crate::own_thread;
 use crate::pool::completion_events::EventPool;
 use crate::pool::recorder::Recorder;
 use crate::pool::{HostMemoryOptions, Nodes};
@@ -32,6 +35,26 @@ use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects,
 /// devices and frees everything. [`Runtime::close`] does so and reports the result. Waiting for a device would invalidate
 /// captures on it. So the end of a runtime first waits until no runtime of the process captures there. A runtime that is
 /// dropped inside a capture ends right after that capture, in the same thread.
+///
+/// Code that must not keep the runtime alive, such as a page of metrics, needs no weak reference of the library. Keep the runtime in an
+/// `Arc`, and give that code a `Weak`:
+///
+/// ```
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// use std::sync::Arc;
+///
+/// let runtime = Arc::new(Runtime::new(MockGpu::open(MockOptions::new())?)?);
+/// let weak = Arc::downgrade(&runtime);
+/// let live_bytes = move || Some(weak.upgrade()?.statistics().host.live_bytes); // `None` after the end.
+///
+/// assert_eq!(live_bytes(), Some(0));
+/// // `None` while another thread is inside `live_bytes`. The runtime then ends where that call returns.
+/// let runtime = Arc::into_inner(runtime).expect("no other thread uses it");
+/// assert_eq!(runtime.close()?.total(), 0);
+/// assert_eq!(live_bytes(), None);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
 ///
 /// # Fork
 /// A child of `fork` cannot use the runtimes of its parent: their calls return `Forked`, and their destructors return at once.
@@ -279,16 +302,9 @@ impl Runtime {
             // The sharing thread refers to the runtime from time to time.
             sharing.stop();
             sharing.trim();
-            let (blocks, bytes) = sharing.limbo();
-            if blocks > 0 {
-                let holders = sharing.holders_of_limbo();
+            if let Some(error) = self.inner.open_elsewhere("close") {
                 sharing.start("close")?;
-                return Err(Error::new(
-                    ErrorKind::InvalidState,
-                    "close",
-                    format!("other processes ({holders}) have {blocks} buffers of this runtime open, {bytes} bytes"),
-                )
-                .with_hint("first let those processes drop the buffers, or end"));
+                return Err(error);
             }
         }
         self.inner.notifier.wait_for_answers();
@@ -302,13 +318,7 @@ impl Runtime {
             }
             // The remaining objects are in use elsewhere. A refusal has been counted and logged.
             let _ = shared.trim();
-            let others = match Arc::strong_count(&shared) as u64 - 1 + buffers {
-                1 => "1 other object of the runtime is alive".to_owned(),
-                others => format!("{others} other objects of the runtime are alive"),
-            };
-            let live = shared.backend.live_objects();
-            Error::new(ErrorKind::InvalidState, "close", format!("{others}; the backend counts {live}"))
-                .with_hint("drop its devices, streams, events, buffers and clones first")
+            shared.in_use("close", Arc::strong_count(&shared) as u64 - 1 + buffers)
         })?;
         let inner = Arc::clone(&users.0);
         drop(users);
@@ -319,5 +329,63 @@ impl Runtime {
         inner.give_everything_back()?;
         drop(inner);
         Ok(backend.live_objects())
+    }
+
+    /// As [`Runtime::close`], and returns within `limit`. It first waits until the other objects of the runtime are dropped, and other
+    /// processes have closed its buffers. Then it ends the runtime in a thread of its own, because a device that hangs never ends its
+    /// work.
+    ///
+    /// ```
+    /// # use highwater_core::{ErrorKind, Runtime};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// use std::time::Duration;
+    ///
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// let task = std::thread::spawn(move || drop(device));
+    /// assert_eq!(runtime.close_within(Duration::from_secs(10))?.total(), 0); // Waits for the task's device.
+    /// # task.join().unwrap();
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidState` if objects are still alive at the limit, or if the devices have not done their work. The message states which. In the
+    /// second case, the thread goes on, and the runtime ends with the devices' work or with the process. `OperatingSystem` if no thread
+    /// can be created. Otherwise as [`Runtime::close`].
+    pub fn close_within(self, limit: Duration) -> Result<LiveObjects> {
+        const OPERATION: &str = "close_within";
+        self.inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        let begun = Instant::now();
+        let left = || limit.saturating_sub(begun.elapsed());
+        let mut pause = Duration::from_micros(50);
+        // A drop wakes nobody, because that would cost each drop.
+        loop {
+            let others = Arc::strong_count(&self.inner) as u64 - 1 + self.inner.pinned.live_buffers();
+            let in_use = (others > 0).then(|| self.inner.in_use(OPERATION, others));
+            let Some(error) = in_use.or_else(|| self.inner.open_elsewhere(OPERATION)) else { break };
+            if left().is_zero() {
+                return Err(error);
+            }
+            thread::sleep(pause.min(left()));
+            pause = (2 * pause).min(Duration::from_millis(5));
+        }
+        let backend = Arc::clone(&self.inner.backend);
+        let (sender, ended) = mpsc::channel();
+        let is_caller = own_thread::is_caller();
+        let close = move || {
+            if is_caller {
+                own_thread::become_caller();
+            }
+            // Nobody receives the answer after the limit.
+            let _ = sender.send(self.close());
+        };
+        own_thread::spawn(("highwater-close", OPERATION, ", or call `Runtime::close`"), close)?;
+        ended.recv_timeout(left()).unwrap_or_else(|_| {
+            let live = backend.live_objects();
+            let message = format!("the devices have not done their work within {limit:?}; the backend counts {live}");
+            Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
+                .with_hint("end the process if a device hangs; otherwise wait longer, or for the work before"))
+        })
     }
 }

@@ -8,7 +8,7 @@ use crate::capture::thread::{in_capture, nothing_is_executed};
 use crate::capture_gate::CaptureGate;
 use crate::pool::blas_handles::PooledHandle;
 use crate::services::{DeviceState, twice};
-use highwater_hal::Result;
+use highwater_hal::{Error, ErrorKind, Result};
 
 /// Leaves handles to the end of the process.
 fn leave(handles: Vec<PooledHandle>) {
@@ -16,6 +16,31 @@ fn leave(handles: Vec<PooledHandle>) {
 }
 
 impl RuntimeInner {
+    /// Returns the error of a close while `others` objects of the runtime are alive.
+    pub(super) fn in_use(&self, operation: &'static str, others: u64) -> Error {
+        let others = match others {
+            1 => "1 other object of the runtime is alive".to_owned(),
+            others => format!("{others} other objects of the runtime are alive"),
+        };
+        let live = self.backend.live_objects();
+        Error::new(ErrorKind::InvalidState, operation, format!("{others}; the backend counts {live}"))
+            .with_hint("drop its devices, streams, events, buffers and clones first")
+    }
+
+    /// Returns the error of a close while other processes have buffers of the runtime open.
+    pub(super) fn open_elsewhere(&self, operation: &'static str) -> Option<Error> {
+        let sharing = self.sharing.get()?;
+        let (blocks, bytes) = sharing.limbo();
+        let message = || {
+            let holders = sharing.holders_of_limbo();
+            format!("other processes ({holders}) have {blocks} buffers of this runtime open, {bytes} bytes")
+        };
+        (blocks > 0).then(|| {
+            Error::new(ErrorKind::InvalidState, operation, message())
+                .with_hint("first let those processes drop the buffers, or end")
+        })
+    }
+
     /// Waits for the devices and frees everything that the runtime holds. The caller must hold the last reference to it.
     pub(super) fn give_everything_back(&mut self) -> Result<()> {
         if self.closed.swap(true, Ordering::Relaxed) {

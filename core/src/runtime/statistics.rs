@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::Runtime;
 use super::inner::RuntimeInner;
 use crate::capture::GraphStatistics;
+use crate::ledger::BufferStatistics;
 use crate::pool::{DeviceMemoryStatistics, HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
 use highwater_hal::BlasKind;
@@ -32,6 +33,9 @@ pub struct Statistics {
     pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
+    /// The device memory of buffers that no stream allocated, over all devices. [`Device::buffers`](crate::Device::buffers) has that
+    /// of one.
+    pub buffers: BufferStatistics,
     /// The device memory that streams allocate, over all devices.
     pub device_memory: DeviceMemoryStatistics,
     /// Memory shared with other processes.
@@ -91,6 +95,10 @@ impl Runtime {
             events,
             idle_events,
             host: inner.pinned.statistics(),
+            buffers: inner.devices.iter().zip(0..).fold(BufferStatistics::default(), |sum, (_, device)| {
+                let BufferStatistics { blocks, bytes } = inner.ledger.buffers(device);
+                BufferStatistics { blocks: sum.blocks + blocks, bytes: sum.bytes + bytes }
+            }),
             device_memory: inner.frees.memory.statistics(),
             sharing: sharing_of(inner),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
@@ -139,6 +147,7 @@ impl fmt::Display for Statistics {
         writeln!(f, "{} at most ({})", self.peak_workspaces, Bytes(self.peak_workspace_bytes))?;
         writeln!(f, "events: {}, {} idle", self.events, self.idle_events)?;
         writeln!(f, "page-locked memory: {}", self.host)?;
+        writeln!(f, "device memory of buffers: {} blocks ({})", self.buffers.blocks, Bytes(self.buffers.bytes))?;
         writeln!(f, "device memory of streams: {}", self.device_memory)?;
         writeln!(f, "sharing: {}", self.sharing)?;
         writeln!(f, "graphs: {}", self.graphs)?;
@@ -244,7 +253,7 @@ mod tests {
         let runtime = Runtime::new(ManualBackend::new()).unwrap();
         let _pinned = runtime.pinned::<u8>(3 << 20).unwrap();
         let text = runtime.statistics().to_string();
-        assert_eq!(text.lines().count(), 11, "{text}");
+        assert_eq!(text.lines().count(), 12, "{text}");
         assert!(text.contains("limits: unlimited of page-locked memory"), "{text}");
         assert!(text.contains("1 live (3.0 MiB, of which 3.0 MiB requested)"), "{text}");
     }

@@ -104,6 +104,9 @@ fn main() -> ExitCode {
     }
 }
 
+/// The time that the devices have for the rest of their work, once all tasks have ended.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+
 fn run(arguments: &Arguments) -> Result<()> {
     let Opened { backend, .. } = match arguments.backend.as_str() {
         "auto" => highwater::open_best(Fallback::Mock)?,
@@ -122,8 +125,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     // This drops all tasks, and so also the state of connections that outlived the stop.
     drop(executor);
     let statistics = runtime.statistics();
-    let bytes = statistics.host.live_bytes + statistics.device_memory.live_bytes;
-    let left = runtime.close()?;
+    let bytes = statistics.host.live_bytes + statistics.device_memory.live_bytes + statistics.buffers.bytes;
+    let left = runtime.close_within(CLOSE_LIMIT)?;
     let (accepted, answered) = metrics.totals();
     say(format_args!(
         "stopped: {accepted} requests accepted, {answered} answered, {bytes} bytes left, {left} left after the close"
