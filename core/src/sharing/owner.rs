@@ -30,8 +30,9 @@ pub enum OwnerDeath {
     /// released once the program has dropped the buffer.
     Release,
     /// This process becomes the owner when the owner dies. The buffer stays usable, as with `Keep`. Tickets that were issued before stay
-    /// valid: this process answers them while it has the buffer, as the owner did. If several processes chose this, one of them
-    /// answers, and the next one after its death.
+    /// valid: this process answers them while it has the buffer, as the owner did. Opens between the death and the first answer return
+    /// `Expired`, so the caller must try again for some tenths of a second. If several processes chose this, one of them answers, and
+    /// the next one after its death.
     ///
     /// The process keeps a descriptor of the memory. An open returns `Unsupported` if the transport is not
     /// [`Transport::Descriptor`](crate::Transport::Descriptor), or the rendezvous is an inherited descriptor, which has no name to take.

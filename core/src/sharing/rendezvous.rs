@@ -210,7 +210,8 @@ impl Meeting {
             (Method::Directory, Place::Directory(directory)) => {
                 let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
                 let connect = || directory.connect(&socket, &name.file());
-                let hint = "request a new ticket; between containers, mount the exporter's directory in both";
+                let hint = "open the ticket again if an heir of the exporter is about to answer; otherwise request a new one; \
+                            between containers, mount the exporter's directory in both";
                 reached(connect, who, patience, check, hint, &|errno| directory.refused(who, errno))?;
                 Ok(socket)
             }
@@ -218,8 +219,8 @@ impl Meeting {
                 let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
                 let address = SocketAddrUnix::new_abstract_name(&name.address()).map_err(failed)?;
                 let connect = || rustix::net::connect(&socket, &address);
-                let hint = "request a new ticket; between containers, share the network namespace, in which the exporter \
-                            listens, or set `rendezvous` on both sides: `HIGHWATER_SHARING`";
+                let hint = "open the ticket again if an heir of the exporter is about to answer; otherwise request a new one; \
+                            between containers, share the network namespace, in which the exporter listens, or set `rendezvous` on both sides: `HIGHWATER_SHARING`";
                 reached(connect, who, patience, check, hint, &failed)?;
                 Ok(socket)
             }
