@@ -48,7 +48,8 @@ impl Case {
     /// Returns whether a run with two devices runs the case a second time, with the devices exchanged. The tables of the other
     /// groups have an axis for the device.
     pub(crate) fn repeats_on_the_second_device(&self) -> bool {
-        const ON_BOTH: [&str; 11] = [
+        const ON_BOTH: [&str; 12] = [
+            "aftermath",
             "cells",
             "transfers",
             "kinds",

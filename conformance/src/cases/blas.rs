@@ -311,6 +311,8 @@ fn products_need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
     let product = Product::new(GemmShape::new(DataType::F32, 12, 14, 16), 1);
     let placed = product.place(backend)?;
     let before = placed.bytes_of_c()?;
+    // A fresh handle has nothing of one that was destroyed.
+    Handle::new(backend, BlasKind::Blas, &stream)?.raw_mut().destroy()?;
     let mut handle = Handle::unbound(backend, BlasKind::Blas, DEVICE)?;
     check_error!(placed.gemm(&product, &mut handle), InvalidState, "a product on a handle that is bound to no stream");
     backend.synchronize_device(DEVICE)?;
@@ -412,8 +414,20 @@ fn equal_calls_give_equal_bits_after_atomics(backend: &dyn Backend) -> CaseResul
             }
         }
     }
+    // The mode of another handle concerns that one alone.
+    let mut other = Handle::new(backend, BlasKind::Blas, &stream)?;
+    other.raw_mut().set_atomics_mode(AtomicsMode::Allowed)?;
+    for _ in 0..3 {
+        let placed = product.place(backend)?;
+        placed.gemm(&product, &mut handle)?;
+        stream.synchronize()?;
+        repeatable.push(placed.bytes_of_c()?);
+    }
     let same = repeatable.windows(2).all(|pair| pair[0] == pair[1]);
-    check!(same, "equal calls without atomics gave other bits before and after the handle was allowed atomics");
+    check!(
+        same,
+        "equal calls without atomics gave other bits before and after the handle, or another, was allowed atomics"
+    );
     Ok(())
 }
 

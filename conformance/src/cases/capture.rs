@@ -9,6 +9,7 @@ use highwater_hal::{
 };
 
 use super::blas::kinds;
+use super::concurrency::in_thread;
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{
@@ -49,6 +50,8 @@ cases! {
     replays_of_products_are_right: ["capture.replay", "gemm.value"] needs [has::capture, has::gemm_f32];
     replays_of_plans_are_right: ["capture.replay", "plan.value"] needs [has::capture, has::gemm_f32, has::lt_plans];
     replays_return_at_once: ["capture.replay", "stream.asynchronous"] needs [has::capture];
+    another_thread_uses_graphs: ["backend.concurrent", "capture.replay"] needs [has::capture];
+    several_graphs_are_apart: ["capture.replay", "capture.destroy-graph"] needs [has::capture];
     replays_run_in_the_order_of_the_stream: ["capture.replay", "stream.order"] needs [has::capture];
     replays_keep_the_order_of_streams_that_joined: ["capture.replay", "capture.joins"] needs [has::capture];
     replays_run_on_another_stream: ["capture.replay"] needs [has::capture];
@@ -676,6 +679,54 @@ fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
         stream.synchronize()?;
         Ok(Attempt::seen(outstanding))
     })
+}
+
+/// One thread records, a second makes the graph executable, a third launches it, and a fourth destroys it.
+fn another_thread_uses_graphs(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let graph = in_thread(|| {
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        stream.set(block.all(), NEW)?;
+        capture.end(&[&block])
+    })?;
+    let executable = in_thread(|| graph.instantiate())?;
+    in_thread(|| executable.launch(&stream).and_then(|()| stream.synchronize()))?;
+    check!(block.read()? == vec![NEW; BYTES], "a launch of another thread than the one that made the graph executable");
+    in_thread(|| executable.destroy().and(graph.destroy()))?;
+    Ok(())
+}
+
+/// Graphs that live at once are made executable in another order than they were recorded in, also after one was destroyed.
+fn several_graphs_are_apart(backend: &dyn Backend) -> CaseResult {
+    const GRAPHS: usize = 4;
+    let stream = Stream::new(backend)?;
+    let block = Block::filled(backend, GRAPHS, OLD)?;
+    let mut graphs = Vec::new();
+    for part in 0..GRAPHS {
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        stream.set(block.span(part..part + 1), NEW + part as u8)?;
+        graphs.push((part, capture.end(&[&block])?));
+    }
+    while !graphs.is_empty() {
+        for which in (0..graphs.len()).rev() {
+            let (part, graph) = &graphs[which];
+            stream.set(block.all(), OLD)?;
+            stream.synchronize()?;
+            graph.instantiate()?.launch(&stream)?;
+            stream.synchronize()?;
+            let mut expected = [OLD; GRAPHS];
+            expected[*part] = NEW + *part as u8;
+            check_eq!(
+                block.read()?,
+                expected,
+                "bytes after a launch of graph {part}, with {} graphs alive",
+                graphs.len()
+            );
+        }
+        graphs.remove(graphs.len() / 2);
+    }
+    Ok(())
 }
 
 fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {

@@ -2,7 +2,7 @@
 
 use highwater_hal::{Backend, BlasKind, CaptureMode, DataType, Epilogue, GemmShape, PlanOptions};
 
-use crate::case::{CaseResult, Failure, cases, check, check_error};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
 use crate::matrix::Product;
 use crate::random::Random;
@@ -14,6 +14,7 @@ cases! {
     threads_that_make_and_destroy: ["backend.concurrent", "backend.live-objects"];
     threads_that_multiply: ["backend.concurrent", "gemm.value"] needs [has::gemm_f32];
     a_thread_that_gets_errors_disturbs_nobody: ["backend.concurrent", "backend.ids-checked"];
+    counts_are_those_of_every_thread: ["backend.live-objects"];
     objects_go_from_thread_to_thread: ["backend.concurrent"];
     objects_are_destroyed_by_another_thread: ["backend.live-objects", "backend.concurrent"];
 }
@@ -193,4 +194,35 @@ fn objects_are_destroyed_by_another_thread(backend: &dyn Backend) -> CaseResult 
         );
     }
     Ok(())
+}
+
+/// Objects that other threads made count in each thread.
+fn counts_are_those_of_every_thread(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    let made = in_thread(|| {
+        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        let (block, pinned) = (Block::new(backend, 256)?, Pinned::new(backend, 256)?);
+        Ok((stream, event, block, pinned))
+    })?;
+    let mut expected = before;
+    expected.streams += 1;
+    expected.events += 1;
+    expected.allocations += 1;
+    expected.host_allocations += 1;
+    check_eq!(backend.live_objects(), expected, "live objects, of which another thread made some");
+    let seen = in_thread(|| Ok(backend.live_objects()))?;
+    check_eq!(seen, expected, "live objects, asked for in a third thread");
+    in_thread(move || {
+        drop(made);
+        Ok(())
+    })?;
+    check_eq!(backend.live_objects(), before, "live objects after another thread destroyed its own");
+    Ok(())
+}
+
+/// Runs the function in a thread of its own.
+pub(super) fn in_thread<T: Send>(run: impl FnOnce() -> highwater_hal::Result<T> + Send) -> Result<T, Failure> {
+    std::thread::scope(|scope| scope.spawn(run).join())
+        .map_err(|_| Failure::new("a thread panicked"))?
+        .map_err(Failure::from)
 }

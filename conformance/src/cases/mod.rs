@@ -1,5 +1,6 @@
 //! The cases, one file for each part of the traits.
 
+mod aftermath;
 mod arithmetic;
 mod blas;
 mod capture;
@@ -70,6 +71,7 @@ const GROUPS: &[&[Case]] = &[
     pairs::CASES,
     sharing::CASES,
     handles::CASES,
+    aftermath::CASES,
     concurrency::CASES,
     in_use::CASES,
     lacking::CASES,

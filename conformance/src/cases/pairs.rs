@@ -20,8 +20,8 @@ cases! {
     each_kind_of_event_orders_each_kind_of_stream: ["event.wait-orders", "event.query", "event.synchronize"];
     many_streams_wait_for_one_event: ["event.wait-orders"];
     one_stream_waits_for_many_events: ["event.wait-orders"];
-    many_objects_live_at_once: ["backend.live-objects", "memory.disjoint"];
-    many_handles_live_at_once: ["backend.live-objects", "gemm.value", "blas.stream-bound"] needs [has::gemm_f32];
+    many_objects_live_at_once: ["backend.live-objects", "memory.disjoint", "event.query", "backend.exiting"];
+    many_handles_live_at_once: ["backend.live-objects", "gemm.value", "blas.stream-bound", "backend.exiting"] needs [has::gemm_f32];
     many_operations_are_recorded: ["capture.replay", "stream.order"] needs [has::capture];
 }
 
@@ -245,36 +245,51 @@ fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
 /// Number of objects, more than a counter of one byte can hold.
 const CROWD: usize = 300;
 
+/// Number of events, more than pools of 1,024 have.
+const EVENTS: usize = 1100;
+
 fn many_objects_live_at_once(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let first = Event::on(backend, device)?;
         let before = backend.live_objects();
         let stream = Stream::on(backend, device)?;
-        let events = (0..CROWD).map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        let events = (0..EVENTS).map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
         let blocks = (0..CROWD).map(|_| Block::on(backend, device, 64)).collect::<Result<Vec<_>>>()?;
         let pinned = Pinned::new(backend, 64 * CROWD)?;
         let mut expected = before;
         expected.streams += 1;
-        expected.events += CROWD as u64;
+        expected.events += EVENTS as u64;
         expected.allocations += CROWD as u64;
         expected.host_allocations += 1;
-        check_eq!(backend.live_objects(), expected, "live objects with {CROWD} events and blocks");
-        for (index, (event, block)) in events.iter().zip(&blocks).enumerate() {
+        check_eq!(backend.live_objects(), expected, "live objects with {EVENTS} events and {CROWD} blocks");
+        check!(!backend.is_exiting(), "a process with many objects that does not exit is reported as exiting");
+        // Behind the load, an event that is complete before the first one has the state of another event.
+        busy.enqueue(&stream, 2)?;
+        stream.record(&first)?;
+        events.iter().try_for_each(|event| stream.record(event))?;
+        let early = events.iter().position(|event| event.query().is_ok_and(|completion| completion.is_complete()));
+        check!(
+            early.is_none() || !first.is_pending()?,
+            "event {} of {EVENTS} is complete before an event that was recorded earlier on its stream",
+            early.unwrap_or(0)
+        );
+        for (index, block) in blocks.iter().enumerate() {
             stream.set(block.all(), (index % 251) as u8)?;
-            stream.record(event)?;
         }
         for (index, block) in blocks.iter().enumerate() {
             stream.copy(pinned.span(index * 64..(index + 1) * 64), block.all())?;
         }
         stream.synchronize()?;
         for event in &events {
-            check!(event.query()?.is_complete(), "one of {CROWD} events is pending after its stream was synchronized");
+            check!(event.query()?.is_complete(), "one of {EVENTS} events is pending after its stream was synchronized");
         }
         let seen = pinned.read()?;
         for (index, bytes) in seen.chunks(64).enumerate() {
             check!(bytes.iter().all(|&byte| byte == (index % 251) as u8), "block {index} of {CROWD} has other bytes");
         }
         drop((events, blocks, pinned, stream));
-        check_eq!(backend.live_objects(), before, "live objects after {CROWD} events and blocks");
+        check_eq!(backend.live_objects(), before, "live objects after {EVENTS} events and {CROWD} blocks");
         Ok(())
     })
 }
@@ -289,6 +304,7 @@ fn many_handles_live_at_once(backend: &dyn Backend) -> CaseResult {
                 .map(|_| Handle::new(backend, kind, &stream))
                 .collect::<std::result::Result<Vec<_>, _>>()?;
             check_eq!(backend.live_objects().handles, before + HANDLES as u64, "live handles of kind {kind:?}");
+            check!(!backend.is_exiting(), "a process with {HANDLES} handles that does not exit is reported as exiting");
             if kind == BlasKind::Blas {
                 // In the order of their creation, and against it.
                 for index in (0..HANDLES).chain((0..HANDLES).rev()) {

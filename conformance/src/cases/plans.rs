@@ -6,7 +6,7 @@ use highwater_hal::{
     StridedBatch,
 };
 
-use crate::case::{CaseResult, cases, check, check_error};
+use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
 use crate::retry::{Attempt, until_conclusive};
@@ -71,6 +71,7 @@ cases! {
     run_again: ["plan.value"] needs [has::lt_plans, has::gemm_f32];
     are_stale_when_destroyed: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
     of_other_handles_are_stale: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
+    of_two_handles_are_apart: ["plan.stale"] needs [has::lt_plans, has::gemm_f32];
     need_a_bound_stream: ["blas.unbound"] needs [has::lt_plans, has::gemm_f32];
     finish_when_destroyed: ["plan.destroy-pending", "plan.value"] needs [has::lt_plans, has::gemm_f32];
     return_at_once: ["stream.asynchronous"] needs [has::lt_plans, has::gemm_f32];
@@ -361,11 +362,42 @@ fn of_other_handles_are_stale(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// The plans of one handle stay when those of another, which may have the same ids, are destroyed.
+fn of_two_handles_are_apart(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let products = [11, 12].map(|m| Product::new(GemmShape::new(DataType::F32, m, 14, 16), m as u64));
+    let mut handles = [Handle::new(backend, BlasKind::Lt, &stream)?, Handle::new(backend, BlasKind::Lt, &stream)?];
+    let mut plans = Vec::new();
+    for (handle, product) in handles.iter_mut().zip(&products) {
+        plans.push(handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?);
+    }
+    let [first, second] = &mut handles;
+    let run = |handle: &mut Handle<'_>, which: usize| -> CaseResult {
+        let (plan, product) = (plans[which], &products[which]);
+        let placed = product.place(backend)?;
+        let ran = handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None);
+        ran.map_err(|error| Failure::new(format!("the plan of handle {which} does not run: {error}")))?;
+        stream.synchronize()?;
+        placed.check(product)
+    };
+    run(first, 0)?;
+    run(second, 1)?;
+    first.raw_mut().destroy_plan(plans[0])?;
+    run(second, 1)?;
+    let placed = products[0].place(backend)?;
+    let ran = first.run_plan(plans[0], &products[0].shape, (1.0, 0.0), placed.operands(), None, None);
+    check_error!(ran, InvalidHandle, "a run of a destroyed plan, beside a plan of another handle");
+    first.raw_mut().destroy()?;
+    run(second, 1)
+}
+
 fn need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let product = Product::new(GemmShape::new(DataType::F32, 12, 14, 16), 1);
     let placed = product.place(backend)?;
     let before = placed.bytes_of_c()?;
+    // A fresh handle has nothing of one that was destroyed.
+    Handle::new(backend, BlasKind::Lt, &stream)?.raw_mut().destroy()?;
     let mut handle = Handle::unbound(backend, BlasKind::Lt, DEVICE)?;
     let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
     let run = handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None);

@@ -604,7 +604,7 @@ enum Wait {
 fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait) -> CaseResult {
     /// A wait for all work lasts as long as the work is added. A right one lasts for the loads that are enqueued.
     const LIMIT: Duration = Duration::from_secs(3);
-    const AHEAD: usize = 3;
+    const AHEAD: usize = 6;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let events: Vec<Event<'_>> = (0..AHEAD).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;

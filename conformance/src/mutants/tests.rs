@@ -75,6 +75,43 @@ fn a_wrapper_that_breaks_nothing_passes() {
     assert!(report.is_success() && report.passed() > 5, "{report}");
 }
 
+/// Failed before: such mutants counted as missed, because cases of their clause run on these backends.
+#[test]
+fn a_mutant_of_an_absent_ability_or_device_is_skipped_with_the_reason() {
+    for (name, options, expected) in [
+        ("one-uuid-for-all", MockOptions::new(), "the backend has one device"),
+        ("copies-between-devices-cut", MockOptions::new(), "the backend has one device"),
+        (
+            "plans-denied",
+            MockOptions::new().with_capabilities(|can| can.lt_plans = false),
+            "the capability `lt_plans` is false",
+        ),
+    ] {
+        let mut run = MutantOptions::new().with_filter(name);
+        run.case_limit = Duration::from_secs(60);
+        let score = run_mutants(|| Ok(mock(options.clone())), &run, &mut |_| {});
+        let verdict = score.verdicts().iter().find(|verdict| verdict.mutant.name == name).unwrap();
+        let Outcome::Skipped(reason) = &verdict.outcome else { panic!("{name}: {score}") };
+        assert_eq!(reason, expected, "{name}");
+    }
+    let mutant = Mutant::named("one-uuid-for-all").unwrap();
+    assert_eq!(mutant.unmet(&[Capabilities::none(); 2]), None);
+}
+
+/// Attempts are never in time if an event is complete too early. The failure must not blame the machine.
+#[test]
+fn a_backend_whose_events_are_complete_too_early_is_told_so() {
+    let backend =
+        wrapped(MockOptions::new(), |h| h.backend.query_event(|_, _| Ok(highwater_hal::Completion::Complete)));
+    let report = run(&backend, &Options::new().with_filter("events.waits_order_streams"));
+    let Status::Failed(message) = &report.cases()[0].status else { panic!("{report}") };
+    assert!(
+        message.contains("reports an event as complete, and a copy to the host before it has not arrived"),
+        "{message}"
+    );
+    assert!(!message.contains("busy"), "{message}");
+}
+
 /// Such a call leaves no work outstanding, and the failure must not blame the machine.
 #[test]
 fn a_backend_whose_calls_execute_the_work_is_told_so() {

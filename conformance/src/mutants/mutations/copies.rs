@@ -33,7 +33,7 @@ mutants! {
         }
         Ok(())
     });
-    "copies-between-devices-cut": "Copies 64 KiB between devices, and no more." => |h| altered(h, |copy| {
+    "copies-between-devices-cut" needs [TWO_DEVICES, has::peer_copy]: "Copies 64 KiB between devices, and no more." => |h| altered(h, |copy| {
         if Way::of(copy) == Way::BetweenDevices {
             copy.bytes = copy.bytes.min(64 << 10);
         }
@@ -62,7 +62,7 @@ mutants! {
         0 => Err(wrong(ErrorKind::InvalidArgument, "copy")),
         _ => reference.copy(copy, stream),
     });
-    "copies-of-nothing-between-devices-refused": "Refuses to copy 0 bytes between devices." =>
+    "copies-of-nothing-between-devices-refused" needs [TWO_DEVICES, has::peer_copy]: "Refuses to copy 0 bytes between devices." =>
         |h| h.backend.copy(|reference, copy, stream| match (copy.bytes, Way::of(copy)) {
             (0, Way::BetweenDevices) => Err(wrong(ErrorKind::InvalidArgument, "copy")),
             _ => reference.copy(copy, stream),

@@ -17,7 +17,7 @@ mutants! {
             true => reference.stream_wait_event(stream, event),
             false => looked_at(reference, stream, event),
         });
-    "waits-across-devices-forgotten": "Forgets waits for events of another device." =>
+    "waits-across-devices-forgotten" needs [TWO_DEVICES]: "Forgets waits for events of another device." =>
         |h| h.backend.stream_wait_event(|reference, stream, event| match stream.device() == event.device() {
             true => reference.stream_wait_event(stream, event),
             false => looked_at(reference, stream, event),
@@ -39,7 +39,7 @@ mutants! {
             _ => held.release(reference, stream),
         });
     };
-    "waits-of-default-streams-forgotten": "Forgets the waits of a thread's default stream." =>
+    "waits-of-default-streams-forgotten" needs [has::per_thread_default_stream]: "Forgets the waits of a thread's default stream." =>
         |h| h.backend.stream_wait_event(|reference, stream, event| match stream.is_per_thread_default() {
             true => looked_at(reference, stream, event),
             false => reference.stream_wait_event(stream, event),
@@ -200,7 +200,7 @@ mutants! {
         });
     };
 
-    "events-of-captures-kept": "Refuses to destroy an event while the capture that recorded it is open." => |h| {
+    "events-of-captures-kept" needs [has::capture]: "Refuses to destroy an event while the capture that recorded it is open." => |h| {
         let recorded = recorded_events(h);
         h.backend.destroy_event(move |reference, event| {
             let home = recorded.with(|recorded| recorded.get(&event).copied());

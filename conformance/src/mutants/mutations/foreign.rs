@@ -73,7 +73,7 @@ mutants! {
             let nothing = MemoryRange::new(RangeKind::Plain, ptr, 1);
             forgiven(ErrorKind::InvalidPointer, reference.describe_memory(device, ptr), nothing)
         });
-    "other-devices-unknown": "Reports memory of another device as an unknown address." =>
+    "other-devices-unknown" needs [TWO_DEVICES]: "Reports memory of another device as an unknown address." =>
         |h| h.backend.describe_memory(|reference, device, ptr| {
             let described = reference.describe_memory(device, ptr);
             renamed(ErrorKind::WrongDevice, ErrorKind::InvalidPointer, "describe_memory", described)

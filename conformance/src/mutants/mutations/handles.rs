@@ -51,7 +51,7 @@ mutants! {
             let other = handle.kind() == BlasKind::Blas && is(&made, ErrorKind::Unsupported);
             if other { Ok(PlanId::new(1)) } else { made }
         });
-    "one-kind-of-handle": "Reports the kind Blas for every handle." => |h| h.kind = Some(|_| BlasKind::Blas);
+    "one-kind-of-handle" needs [has::lt_plans]: "Reports the kind Blas for every handle." => |h| h.kind = Some(|_| BlasKind::Blas);
 
     in "blas.stream-bound":
     "bound-for-good": "Keeps a handle on the stream that was bound first." =>
@@ -75,7 +75,7 @@ mutants! {
         None if handle.kind() == BlasKind::Blas => handle.gemm_on_own_stream(gemm),
         _ => handle.gemm(gemm),
     });
-    "unbound-runs-vanish": "Accepts a run of a plan if no stream is bound, and does nothing." =>
+    "unbound-runs-vanish" needs [has::lt_plans]: "Accepts a run of a plan if no stream is bound, and does nothing." =>
         |h| h.handle.run_plan(|handle, plan, arguments| match handle.stream {
             None => handle.run_plan(plan, arguments).or(Ok(())),
             Some(_) => handle.run_plan(plan, arguments),
@@ -96,7 +96,7 @@ mutants! {
             true if handle.kind() == BlasKind::Blas => handle.gemm_on_own_stream(gemm),
             _ => handle.gemm(gemm),
         });
-    "runs-on-gone-streams-vanish": "Accepts a run of a plan on a stream that was destroyed, and does nothing." =>
+    "runs-on-gone-streams-vanish" needs [has::lt_plans]: "Accepts a run of a plan on a stream that was destroyed, and does nothing." =>
         |h| h.handle.run_plan(|handle, plan, arguments| match is_bound_to_nothing(handle) {
             true => forgiven(ErrorKind::InvalidHandle, handle.run_plan(plan, arguments), ()),
             false => handle.run_plan(plan, arguments),
@@ -129,12 +129,12 @@ mutants! {
             let workspace = handle.workspace;
             handle.set_workspace(workspace)
         });
-    "precision-lost-with-a-stream": "Turns TF32 on when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
+    "precision-lost-with-a-stream" needs [has::tf32]: "Turns TF32 on when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
         let again = handle.stream.is_some();
         handle.set_stream(stream)?;
         if again { handle.set_math_mode(MathMode::Tf32) } else { Ok(()) }
     });
-    "atomics-allowed-by-a-stream": "Allows atomics when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
+    "atomics-allowed-by-a-stream" needs [has::atomics_mode]: "Allows atomics when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
         let again = handle.stream.is_some();
         handle.set_stream(stream)?;
         if again { handle.set_atomics_mode(AtomicsMode::Allowed) } else { Ok(()) }
@@ -197,13 +197,13 @@ mutants! {
         });
 
     in "blas.deterministic":
-    "atomics-stay": "Keeps to atomics once they were allowed." => |h| h.handle.set_atomics_mode(|handle, mode| match mode {
+    "atomics-stay" needs [has::atomics_mode]: "Keeps to atomics once they were allowed." => |h| h.handle.set_atomics_mode(|handle, mode| match mode {
         AtomicsMode::Allowed => handle.set_atomics_mode(mode),
         _ => Ok(()),
     });
-    "atomics-always": "Allows atomics in every mode." =>
+    "atomics-always" needs [has::atomics_mode]: "Allows atomics in every mode." =>
         |h| h.handle.set_atomics_mode(|handle, _| handle.set_atomics_mode(AtomicsMode::Allowed));
-    "plans-with-atomics": "Makes plans that add with atomics." =>
+    "plans-with-atomics" needs [has::lt_plans]: "Makes plans that add with atomics." =>
         |h| h.handle.create_plan(|handle, options| handle.create_plan(&options.with_atomics_mode(AtomicsMode::Allowed)));
 
     in "blas.reset":

@@ -16,7 +16,7 @@ mutants! {
         // On the same pages, so that the byte is there for the CPU.
         host.allocate(if bytes % 4096 > 1 { bytes - 1 } else { bytes }, options)
     });
-    "host-memory-of-one-device": "Copies page-locked memory to the first device only." =>
+    "host-memory-of-one-device" needs [TWO_DEVICES]: "Copies page-locked memory to the first device only." =>
         |h| h.backend.copy(|reference, copy, stream| match Way::of(copy) == Way::ToDevice && stream.device() > 0 {
             true => reference.query_stream(stream).map(drop),
             false => reference.copy(copy, stream),
@@ -24,7 +24,7 @@ mutants! {
 
     in "host.aligned":
     "host-addresses-off": "Gives addresses that are no multiple of 64." => |h| shift(h, 32, HostMemoryKind::Default);
-    "write-combined-off": "Gives write-combined memory at addresses that are no multiple of 64." =>
+    "write-combined-off" needs [has::write_combined]: "Gives write-combined memory at addresses that are no multiple of 64." =>
         |h| shift(h, 16, HostMemoryKind::WriteCombined);
 
     in "host.zero":
@@ -178,7 +178,7 @@ mutants! {
     in "host.device-address":
     "device-addresses-off": "Gives the address of the next byte to devices." =>
         |h| h.host.device_address(|host, ptr, device| Ok(host.device_address(ptr, device)?.offset(1)));
-    "device-addresses-in-a-window": "Shows page-locked memory to the second device at another address." =>
+    "device-addresses-in-a-window" needs [TWO_DEVICES]: "Shows page-locked memory to the second device at another address." =>
         |h| h.host.device_address(|host, ptr, device| {
             let address = host.device_address(ptr, device)?;
             Ok(if device > 0 { address.offset(1 << 40) } else { address })

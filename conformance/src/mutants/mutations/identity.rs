@@ -121,8 +121,8 @@ mutants! {
     });
 
     in "ipc.offered":
-    "sharing-hidden": "Has a transport, and offers no sharing." => |h| h.hides_sharing = true;
-    "sharing-without-transport": "Offers sharing, and has no transport." =>
+    "sharing-hidden" needs [has::shareable_memory]: "Has a transport, and offers no sharing." => |h| h.hides_sharing = true;
+    "sharing-without-transport" needs [has::shareable_memory]: "Offers sharing, and has no transport." =>
         |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
 
     in "backend.device-checked":
@@ -148,11 +148,11 @@ mutants! {
     in "backend.live-objects":
     "events-not-counted": "Leaves events out of its counts." => |h| h.count(|live| live.events = 0);
     "blocks-counted-twice": "Counts each block of device memory twice." => |h| h.count(|live| live.allocations *= 2);
-    "executables-not-counted": "Leaves executable graphs out of its counts." => |h| {
+    "executables-not-counted" needs [has::capture]: "Leaves executable graphs out of its counts." => |h| {
         let alive = not_counted(h);
         h.count(move |live| live.graphs -= alive.get());
     };
-    "registrations-not-counted": "Leaves registered memory out of its counts." => |h| {
+    "registrations-not-counted" needs [has::host_register]: "Leaves registered memory out of its counts." => |h| {
         let alive = Shared::new(0_u64);
         let (more, less) = (alive.clone(), alive.clone());
         h.host.register(move |host, ptr, bytes, options| {
@@ -167,9 +167,9 @@ mutants! {
         });
         h.count(move |live| live.host_allocations -= alive.get());
     };
-    "mappings-not-counted" [by_two_processes]: "Leaves opened memory out of its counts." =>
+    "mappings-not-counted" [by_two_processes] needs [has::shareable_memory]: "Leaves opened memory out of its counts." =>
         |h| h.count(|live| live.mappings = 0);
-    "mappings-leaked" [by_two_processes]: "Keeps memory mapped that was closed." => |h| {
+    "mappings-leaked" [by_two_processes] needs [has::shareable_memory]: "Keeps memory mapped that was closed." => |h| {
         let opened = Shared::<HashMap<DevicePtr, u64>>::default();
         let known = opened.clone();
         h.sharing.open_memory(move |sharing, device, handle| {
@@ -192,7 +192,7 @@ mutants! {
         });
         h.count(move |live| live.events += destroyed.get());
     };
-    "descriptors-not-counted" [by_two_processes]: "Leaves descriptors out of its counts." =>
+    "descriptors-not-counted" [by_two_processes] needs [DESCRIPTORS]: "Leaves descriptors out of its counts." =>
         |h| h.count(|live| live.descriptors = 0);
 }
 

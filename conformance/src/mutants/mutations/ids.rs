@@ -58,13 +58,13 @@ mutants! {
             forge(IdParts { device: device.unwrap_or(event.device()), ..event.parts() })
         });
     };
-    "is-capturing-of-anything": "Reports that unknown streams take part in no capture." =>
+    "is-capturing-of-anything" needs [has::capture]: "Reports that unknown streams take part in no capture." =>
         |h| h.backend.is_capturing(|reference, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.is_capturing(stream), false)
         });
-    "raw-of-anything": "Returns a vendor's handle for unknown streams." =>
+    "raw-of-anything" needs [has::foreign_objects]: "Returns a vendor's handle for unknown streams." =>
         |h| h.backend.raw_stream(|reference, stream| forgiven(ErrorKind::InvalidHandle, reference.raw_stream(stream), 0));
-    "memory-on-stale-streams": "Allocates plain memory when the stream of stream-ordered memory is stale." =>
+    "memory-on-stale-streams" needs [has::stream_ordered_memory]: "Allocates plain memory when the stream of stream-ordered memory is stale." =>
         |h| h.backend.allocate(|reference, device, options| match reference.allocate(device, options) {
             Err(error) if error.kind() == ErrorKind::InvalidHandle => {
                 reference.allocate(device, &AllocateOptions::new(options.bytes).with_kind(DeviceMemoryKind::Plain))
@@ -89,11 +89,11 @@ mutants! {
         });
     "handles-take-any-stream": "Accepts an unknown stream for a handle, and keeps the old one." =>
         |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::InvalidHandle, handle.set_stream(stream), ()));
-    "launches-of-nothing": "Launches unknown executable graphs as empty graphs." =>
+    "launches-of-nothing" needs [has::capture]: "Launches unknown executable graphs as empty graphs." =>
         |h| h.backend.launch_graph(|reference, graph, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.launch_graph(graph, stream), ())
         });
-    "graphs-destroyed-twice": "Destroys graphs as often as asked." =>
+    "graphs-destroyed-twice" needs [has::capture]: "Destroys graphs as often as asked." =>
         |h| h.backend.destroy_graph(|reference, graph| forgiven(ErrorKind::InvalidHandle, reference.destroy_graph(graph), ()));
 
     in "stream.destroy-stale":
@@ -128,11 +128,11 @@ mutants! {
         });
     "child-has-modes": "Lets a forked child set the mode of a handle." =>
         |h| h.handle.set_math_mode(|handle, mode| forgiven(ErrorKind::Forked, handle.set_math_mode(mode), ()));
-    "child-captures": "Lets a forked child begin a capture." =>
+    "child-captures" needs [has::capture]: "Lets a forked child begin a capture." =>
         |h| h.backend.begin_capture(|reference, stream, mode| {
             forgiven(ErrorKind::Forked, reference.begin_capture(stream, mode), ())
         });
-    "child-closes": "Lets a forked child close memory." =>
+    "child-closes" needs [has::shareable_memory]: "Lets a forked child close memory." =>
         |h| h.sharing.close_memory(|sharing, device, ptr| forgiven(ErrorKind::Forked, sharing.close_memory(device, ptr), ()));
     "child-waits": "Makes a forked child wait for a while before it is refused." =>
         |h| h.backend.synchronize_event(|reference, event| {

@@ -235,7 +235,7 @@ mutants! {
             let mapped = reference.map_memory(device, ptr, memory);
             renamed(ErrorKind::InvalidArgument, ErrorKind::InvalidPointer, "map_memory", mapped)
         });
-    "memory-of-other-devices-accepted": "Accepts memory of another device, and maps nothing." =>
+    "memory-of-other-devices-accepted" needs [TWO_DEVICES]: "Accepts memory of another device, and maps nothing." =>
         |h| h.backend.map_memory(|reference, device, ptr, memory| {
             forgiven(ErrorKind::WrongDevice, reference.map_memory(device, ptr, memory), ())
         });

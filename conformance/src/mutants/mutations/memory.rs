@@ -69,7 +69,7 @@ mutants! {
             live.allocations += shared.with(|shared| shared.values().map(|(_, users)| users - 1).sum::<u64>())
         });
     };
-    "stream-ordered-freed-early": "Frees stream-ordered memory at once." =>
+    "stream-ordered-freed-early" needs [has::stream_ordered_memory]: "Frees stream-ordered memory at once." =>
         |h| h.backend.free(|reference, device, ptr, stream| match stream {
             None => reference.free(device, ptr, None),
             Some(stream) => {
@@ -124,7 +124,7 @@ mutants! {
             Ok(first.with(|first| *first.entry(device).or_insert(info)))
         });
     };
-    "shareable-bytes-free": "Counts shareable memory as free." => |h| {
+    "shareable-bytes-free" needs [has::shareable_memory]: "Counts shareable memory as free." => |h| {
         let shareable = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
         let (given, freed) = (shareable.clone(), shareable.clone());
         h.backend.allocate(move |reference, device, options| {
@@ -145,7 +145,7 @@ mutants! {
             Ok(info)
         });
     };
-    "reserved-bytes-free": "Counts the bytes of reserved addresses as free." => |h| {
+    "reserved-bytes-free" needs [has::mapped_memory]: "Counts the bytes of reserved addresses as free." => |h| {
         let reserved = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
         let (given, freed) = (reserved.clone(), reserved.clone());
         h.backend.reserve_addresses(move |reference, device, bytes| {
@@ -179,7 +179,7 @@ mutants! {
             Ok(info)
         });
     };
-    "physical-memory-freed-late": "Frees large physical memory at the next creation of some on its device." => |h| {
+    "physical-memory-freed-late" needs [has::mapped_memory]: "Frees large physical memory at the next creation of some on its device." => |h| {
         let live = Shared::<HashMap<PhysicalMemoryId, u64>>::default();
         let late = Shared::<HashMap<u32, u64>>::default();
         let (made, freed, counted) = (live.clone(), late.clone(), late.clone());
@@ -278,7 +278,7 @@ mutants! {
         });
         h.count(move |live| live.allocations -= kept.get());
     };
-    "stream-ordered-blocks-kept": "Keeps stream-ordered memory that is freed." => |h| {
+    "stream-ordered-blocks-kept" needs [has::stream_ordered_memory]: "Keeps stream-ordered memory that is freed." => |h| {
         let kept = Shared::new(0_u64);
         let freed = kept.clone();
         h.backend.free(move |reference, device, ptr, stream| {
@@ -289,7 +289,7 @@ mutants! {
         });
         h.count(move |live| live.allocations -= kept.get());
     };
-    "stream-ordered-blocks-kept-elsewhere": "Keeps stream-ordered memory that another stream frees." => |h| {
+    "stream-ordered-blocks-kept-elsewhere" needs [has::stream_ordered_memory]: "Keeps stream-ordered memory that another stream frees." => |h| {
         let (kept, owners) = (Shared::new(0_u64), Shared::<HashMap<(u32, DevicePtr), StreamId>>::default());
         let (freed, given) = (kept.clone(), owners.clone());
         h.backend.allocate(move |reference, device, options| {
@@ -311,7 +311,7 @@ mutants! {
         });
         h.count(move |live| live.allocations -= kept.get());
     };
-    "stream-ordered-freed-by-the-owner": "Frees stream-ordered memory in the order of the stream that allocated it." => |h| {
+    "stream-ordered-freed-by-the-owner" needs [has::stream_ordered_memory]: "Frees stream-ordered memory in the order of the stream that allocated it." => |h| {
         let owners = Shared::<HashMap<(u32, DevicePtr), StreamId>>::default();
         let given = owners.clone();
         h.backend.allocate(move |reference, device, options| {
@@ -328,7 +328,7 @@ mutants! {
             reference.free(device, ptr, stream.map(|stream| owner.unwrap_or(stream)))
         });
     };
-    "stream-ordered-frees-wait": "Waits for the stream that memory is freed on." =>
+    "stream-ordered-frees-wait" needs [has::stream_ordered_memory]: "Waits for the stream that memory is freed on." =>
         |h| h.backend.free(|reference, device, ptr, stream| {
             stream.map_or(Ok(()), |stream| reference.wait_for(stream))?;
             reference.free(device, ptr, stream)

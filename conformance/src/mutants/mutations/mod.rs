@@ -29,6 +29,7 @@ mod host;
 mod identity;
 mod ids;
 mod lacking;
+mod layers;
 mod mapped;
 mod memory;
 mod plans;
@@ -58,6 +59,7 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     threads::MUTANTS,
     sharing::MUTANTS,
     foreign::MUTANTS,
+    layers::MUTANTS,
 ];
 
 /// Returns the living streams, the oldest first.

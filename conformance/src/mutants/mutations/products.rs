@@ -25,7 +25,7 @@ mutants! {
     });
     "one-block-of-columns": "Multiplies the first 64 columns, and no more." =>
         |h| altered(h, |gemm| gemm.shape.n = gemm.shape.n.min(64));
-    "tf32-stays": "Keeps to TF32 once it was chosen." => |h| h.handle.set_math_mode(|handle, mode| match mode {
+    "tf32-stays" needs [has::tf32]: "Keeps to TF32 once it was chosen." => |h| h.handle.set_math_mode(|handle, mode| match mode {
         highwater_hal::MathMode::Tf32 => handle.set_math_mode(mode),
         _ => Ok(()),
     });
@@ -59,7 +59,7 @@ mutants! {
         }
     });
 
-    "square-b-of-a-batch-as-it-is": "Does not transpose a square B of a batch of bfloat16." => |h| altered(h, |gemm| {
+    "square-b-of-a-batch-as-it-is" needs [has::gemm_bf16]: "Does not transpose a square B of a batch of bfloat16." => |h| altered(h, |gemm| {
         if gemm.shape.batch.is_some() && gemm.shape.data_type == DataType::Bf16 && gemm.shape.n == gemm.shape.k {
             gemm.shape.transpose_b = Transpose::No;
         }

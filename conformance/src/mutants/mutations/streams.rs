@@ -14,7 +14,7 @@ use super::living_streams;
 mutants! {
     in "stream.order":
     "copies-overtake-fills": "Executes a fill after the copy that follows it." => |h| swap(h, |_| true);
-    "urgent-streams-reorder": "Executes a fill after the copy that follows it, on streams that are not of normal priority." =>
+    "urgent-streams-reorder" needs [has::stream_priority]: "Executes a fill after the copy that follows it, on streams that are not of normal priority." =>
     |h| {
         let urgent = Shared::<HashSet<StreamId>>::default();
         let made = urgent.clone();
@@ -77,7 +77,7 @@ mutants! {
         reference.fill(fill, stream)?;
         if is_idle { reference.wait_for(stream) } else { Ok(()) }
     });
-    "idle-launches-executed": "Executes a graph in the call if the stream is idle." =>
+    "idle-launches-executed" needs [has::capture]: "Executes a graph in the call if the stream is idle." =>
         |h| h.backend.launch_graph(|reference, graph, stream| {
             let is_idle = !reference.is_pending(stream);
             reference.launch_graph(graph, stream)?;
@@ -88,7 +88,7 @@ mutants! {
         handle.gemm(gemm)?;
         if is_idle { handle.wait() } else { Ok(()) }
     });
-    "idle-plans-executed": "Runs a plan in the call if the stream is idle." =>
+    "idle-plans-executed" needs [has::lt_plans]: "Runs a plan in the call if the stream is idle." =>
         |h| h.handle.run_plan(|handle, plan, arguments| {
             let is_idle = handle.stream.is_some_and(|stream| !handle.backend.is_pending(stream));
             handle.run_plan(plan, arguments)?;
@@ -149,12 +149,12 @@ mutants! {
             // The CPU cannot wait for an event of a capture.
             if !reference.is_recording(stream) { reference.synchronize_event(event) } else { Ok(()) }
         });
-    "launches-wait": "Returns from a launch when the graph was executed." =>
+    "launches-wait" needs [has::capture]: "Returns from a launch when the graph was executed." =>
         |h| h.backend.launch_graph(|reference, graph, stream| {
             reference.launch_graph(graph, stream)?;
             reference.wait_for(stream)
         });
-    "plans-wait": "Returns from the run of a plan when it is done." => |h| h.handle.run_plan(|handle, plan, arguments| {
+    "plans-wait" needs [has::lt_plans]: "Returns from the run of a plan when it is done." => |h| h.handle.run_plan(|handle, plan, arguments| {
         handle.run_plan(plan, arguments)?;
         handle.wait()
     });
@@ -183,7 +183,7 @@ mutants! {
             reference.synchronize_stream(stream)?;
             reference.synchronize_device(stream.device())
         });
-    "one-default-stream": "Has one default stream for all threads instead of one for each." =>
+    "one-default-stream" needs [has::per_thread_default_stream]: "Has one default stream for all threads instead of one for each." =>
         |h| h.stream_in(|stream| match stream.is_per_thread_default() {
             true => StreamId::legacy_default(stream.tag(), stream.device()),
             false => stream,
@@ -346,7 +346,7 @@ mutants! {
             own.into_iter().try_for_each(|stream| reference.wait_for(stream))
         });
     };
-    "the-other-device": "Waits for the first device instead of the requested one." => |h| {
+    "the-other-device" needs [TWO_DEVICES]: "Waits for the first device instead of the requested one." => |h| {
         h.settles = true;
         h.backend.synchronize_device(|reference, device| {
             reference.device_info(device)?;

@@ -53,7 +53,7 @@ mutants! {
             }
         });
     };
-    "one-capture-at-a-time": "Refuses a capture while another thread has one open." => |h| {
+    "one-capture-at-a-time" needs [has::capture]: "Refuses a capture while another thread has one open." => |h| {
         let open = Shared::<HashSet<StreamId>>::default();
         let ended = open.clone();
         h.backend.begin_capture(move |reference, stream, mode| {
@@ -116,7 +116,7 @@ mutants! {
             let filled = reference.fill(fill, stream);
             if was_alive { forgiven(ErrorKind::InvalidHandle, filled, ()) } else { filled }
         });
-    "graphs-lost-while-used": "Fails to make a graph executable if the graph is destroyed during the call." => |h| {
+    "graphs-lost-while-used" needs [has::capture]: "Fails to make a graph executable if the graph is destroyed during the call." => |h| {
         let gone = Shared::<HashSet<GraphId>>::default();
         let ends = gone.clone();
         h.backend.destroy_graph(move |reference, graph| {
