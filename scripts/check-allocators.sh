@@ -2,8 +2,8 @@
 # Compiles the memory resource of RMM and the provider of UMF (examples/rmm, examples/umf) against the libraries' own headers, and runs
 # their programs on the mock. No arguments.
 #
-# Fetches 15 MB of wheels from PyPI, by version and hash. They stay in target/allocators. Needs pip, a C++20 compiler and pkg-config. The
-# wheels are for x86-64.
+# Fetches 15 MB of wheels from PyPI, by version and hash. They stay in target/allocators. Needs Python with `venv`, a C++20 compiler and
+# pkg-config. The wheels are for x86-64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(uname -m)" = x86_64 ] || { echo "allocators: left out, because the wheels are for x86-64"; exit 0; }
@@ -13,7 +13,8 @@ mkdir -p "$work"
 fetch() { # file of requirements, folder
   cmp -s "$1" "$work/$2.fetched" && return
   rm -rf "${work:?}/$2" "$work/wheels"
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes -r "$1" -d "$work/wheels"
+  [ -x "$work/python/bin/pip" ] || python3 -m venv "$work/python"
+  "$work/python/bin/pip" download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes -r "$1" -d "$work/wheels"
   for wheel in "$work"/wheels/*.whl; do
     python3 -m zipfile -e "$wheel" "$work/$2"
   done
