@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import io
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import Error, _highwater, open, survey
@@ -78,6 +81,24 @@ def ipc_ls(as_json: bool) -> int:
     return 0
 
 
+def written(report: Callable[[], int]) -> int:
+    """Prints a report, and returns its exit status. A reader may end early. Returns 2 if the output cannot be written."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = report()
+    try:
+        print(output.getvalue(), end="", flush=True)
+    except OSError as error:
+        # The interpreter flushes the rest at its end.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: the result cannot be written: {error}; give the program an output with room", file=sys.stderr)
+            return 2
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m highwater", description="Reports GPUs and shared memory of this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -85,7 +106,7 @@ def main() -> int:
     ls = commands.add_parser("ipc", help="shared memory").add_subparsers(dest="action", required=True)
     ls.add_parser("ls", help="the processes that share memory").add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    return doctor() if arguments.command == "doctor" else ipc_ls(arguments.json)
+    return written(doctor if arguments.command == "doctor" else lambda: ipc_ls(arguments.json))
 
 
 if __name__ == "__main__":

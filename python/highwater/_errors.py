@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ._words import in_python, of_buffers
+
 
 class Error(Exception):
     """An error of Highwater. The text has all parts on one line."""
@@ -121,4 +123,6 @@ def make(kind: str, operation: str, message: str, code: int | None, hint: str, i
     """Returns the exception of an error. A kind of a later version is an `Error` itself."""
     found = globals().get(kind)
     subclass = found if isinstance(found, type) and issubclass(found, Error) else Error
-    return subclass(kind, operation, message, code, hint, is_temporary)
+    if operation in ("share_all", "open_shared_all"):
+        message = of_buffers(message)
+    return subclass(kind, operation, in_python(message), code, in_python(hint), is_temporary)

@@ -1,22 +1,83 @@
 //! Shapes, and the arrays of the host that values are copied from and to.
 
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::dtype::DType;
 use crate::error::invalid;
 
+/// Functions of NumPy. At the end of the interpreter, an import fails, and destructors still copy.
+static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Returns `numpy.asarray`.
+pub(crate) fn as_array<'py>(py: Python<'py>) -> PyResult<&'py Bound<'py, PyAny>> {
+    AS_ARRAY.import(py, "numpy", "asarray")
+}
+
+/// Returns `numpy.empty`.
+fn empty<'py>(py: Python<'py>) -> PyResult<&'py Bound<'py, PyAny>> {
+    EMPTY.import(py, "numpy", "empty")
+}
+
+/// Loads NumPy.
+pub(crate) fn prepare(py: Python<'_>) -> PyResult<()> {
+    as_array(py).and(empty(py)).map(drop)
+}
+
+/// Returns the begin of the text of an object that a caller passed.
+pub(crate) fn short(object: &Bound<'_, PyAny>) -> String {
+    const LETTERS: usize = 60;
+    // Python writes no number of more than some thousand digits.
+    let text = match object.str() {
+        Ok(text) => text.to_string(),
+        Err(_) => return format!("a value of {}", object.get_type()),
+    };
+    match text.char_indices().nth(LETTERS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
+/// Returns a whole number. Raises `InvalidArgument` for one that its type does not hold, and `TypeError` for other objects.
+pub(crate) fn whole<'py, T>(operation: &'static str, name: &str, value: &Bound<'py, PyAny>) -> PyResult<T>
+where
+    T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
+{
+    value.extract::<T>().map_err(|error| {
+        let text = short(value);
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            let message = format!("{name} is {text}, which is out of range");
+            return invalid(operation, message, "pass a whole number of at least 0 that exists");
+        }
+        PyTypeError::new_err(format!("{operation}: {name} is `{text}`, expected a whole number"))
+    })
+}
+
 /// Returns the lengths of the dimensions, from one number or a sequence.
 pub(crate) fn shape_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let lengths = match object.extract::<isize>() {
         Ok(length) => vec![length],
-        Err(_) => object.extract::<Vec<isize>>()?,
+        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => return Err(too_long(object)),
+        Err(_) => object.extract::<Vec<isize>>().map_err(|error| {
+            if error.is_instance_of::<PyOverflowError>(object.py()) {
+                return too_long(object);
+            }
+            let found = short(object);
+            PyTypeError::new_err(format!("shape is `{found}`, expected a whole number or a sequence of whole numbers"))
+        })?,
     };
     let checked = lengths.iter().map(|&length| usize::try_from(length));
     checked.collect::<Result<_, _>>().map_err(|_| {
         let message = format!("the shape {lengths:?} has a negative length");
         invalid("shape", message, "pass lengths of at least 0")
     })
+}
+
+fn too_long(shape: &Bound<'_, PyAny>) -> PyErr {
+    invalid("shape", format!("the shape {} exceeds the address space", short(shape)), "pass a smaller shape")
 }
 
 /// Returns the number of values, if their bytes fit the address space.
@@ -41,7 +102,6 @@ pub(crate) struct HostArray<'py> {
 impl<'py> HostArray<'py> {
     /// Returns the values of an object as a contiguous array. Copies them if they are not one.
     pub(crate) fn of(values: &Bound<'py, PyAny>, dtype: Option<DType>) -> PyResult<Self> {
-        let numpy = values.py().import("numpy")?;
         let named = PyDict::new(values.py());
         named.set_item("order", "C")?;
         let has_bits_of = match dtype {
@@ -53,8 +113,8 @@ impl<'py> HostArray<'py> {
             }
             None => None,
         };
-        let object = numpy.call_method("asarray", (values,), Some(&named))?;
-        let array = Self::contiguous(object)?;
+        let object = as_array(values.py())?.call((values,), Some(&named))?;
+        let array = Self::contiguous(object, None)?;
         match has_bits_of {
             Some(_) if matches!(array.dtype, DType::UInt16 | DType::BFloat16) => {
                 Ok(Self { dtype: DType::BFloat16, ..array })
@@ -70,17 +130,17 @@ impl<'py> HostArray<'py> {
     /// Returns a new array.
     pub(crate) fn empty(py: Python<'py>, shape: &[usize], dtype: DType) -> PyResult<Self> {
         let arguments = (PyTuple::new(py, shape)?, dtype.numpy_name());
-        let array = Self::contiguous(py.import("numpy")?.call_method1("empty", arguments)?)?;
-        Ok(Self { dtype, ..array })
+        Self::contiguous(empty(py)?.call1(arguments)?, Some(dtype))
     }
 
-    fn contiguous(object: Bound<'py, PyAny>) -> PyResult<Self> {
+    /// Makes one of an array, whose type is looked up if it is not known. NumPy imports a module to tell the name of a type.
+    fn contiguous(object: Bound<'py, PyAny>, known: Option<DType>) -> PyResult<Self> {
         let numpys = object.getattr("dtype")?;
-        let dtype = DType::of(&numpys)?;
         if !numpys.getattr("isnative")?.is_truthy()? {
-            let message = format!("the array has {} values of the other byte order", dtype.name());
+            let message = format!("the array has {numpys} values of the other byte order");
             return Err(invalid("upload", message, "convert it with `array.astype(array.dtype.newbyteorder(\"=\"))`"));
         }
+        let dtype = known.map_or_else(|| DType::of(&numpys), Ok)?;
         let (address, _): (usize, bool) = object.getattr("__array_interface__")?.get_item("data")?.extract()?;
         let (bytes, shape) = (object.getattr("nbytes")?.extract()?, object.getattr("shape")?.extract()?);
         Ok(Self { object, dtype, shape, address, bytes })

@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use highwater::Access;
 use highwater::hal::{DevicePtr, RangeKind};
+use highwater::{Access, ErrorKind};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -354,7 +354,13 @@ pub(crate) fn import(tensor: &Bound<'_, PyAny>, stream: &Arc<Queue>, device: &hi
     let py = tensor.py();
     let kind = kind_of_backend(device)?;
     let expected = (kind, if kind == CPU { 0 } else { device.ordinal() as i32 });
-    let found: (i32, i32) = tensor.call_method0("__dlpack_device__")?.extract()?;
+    let Some(of_tensor) = tensor.getattr_opt("__dlpack_device__")? else {
+        let found = tensor.get_type().name()?;
+        let message =
+            format!("tensor is of the type {found}, expected an object with `__dlpack__` and `__dlpack_device__`");
+        return Err(PyTypeError::new_err(message));
+    };
+    let found: (i32, i32) = of_tensor.call0()?.extract()?;
     if found != expected {
         let message = format!("the tensor is on the device {found:?} of DLPack, the stream on {expected:?}");
         return Err(invalid(
@@ -404,11 +410,21 @@ pub(crate) fn import(tensor: &Bound<'_, PyAny>, stream: &Arc<Queue>, device: &hi
         }
         stride = stride.saturating_mul(lengths[dimension]);
     }
+    if values == 0 {
+        // Its address means nothing.
+        drop(taken);
+        let made = py.detach(|| make_values!(dtype, device.allocate(0)));
+        return Ok(Memory::new(made.map_err(raised)?, device.clone(), dtype, shape));
+    }
     let address = DevicePtr::new(found.data as u64).offset(usize::try_from(found.byte_offset).unwrap_or(usize::MAX));
     let bytes = values * dtype.bytes();
     // SAFETY: The producer keeps the memory until the deleter is called, which the drop of `taken` does. The producer made the
     // stream wait for its work. Any thread may call the deleter.
     let made = py.detach(|| unsafe { make_values!(dtype, device.adopt(address, bytes, taken)) });
+    let made = made.map_err(|error| match error.kind() {
+        ErrorKind::InvalidPointer if kind == CPU => error.with_hint("copy values of NumPy with `Stream.upload`"),
+        _ => error,
+    });
     let memory = Memory::new(made.map_err(raised)?, device.clone(), dtype, shape);
     memory.note(py, stream);
     Ok(memory)

@@ -2,8 +2,9 @@
 
 use highwater::half::{bf16, f16};
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyComplex, PyComplexMethods, PyString};
 
+use crate::arrays::short;
 use crate::error::invalid;
 
 macro_rules! types {
@@ -59,9 +60,13 @@ impl DType {
             "int" => "int64",
             name => name,
         };
+        if object.getattr_opt("isnative")?.is_some_and(|native| native.is_truthy().is_ok_and(|is_native| !is_native)) {
+            let message = format!("the type {} has the other byte order", short(object));
+            return Err(invalid("dtype", message, "pass the type `dtype.newbyteorder(\"=\")`"));
+        }
         Self::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| {
             let names: Vec<_> = Self::ALL.iter().map(|dtype| dtype.name()).collect();
-            let message = format!("`{text}` is no type of elements; expected one of {}", names.join(", "));
+            let message = format!("`{}` is no type of elements; expected one of {}", short(object), names.join(", "));
             invalid("dtype", message, "pass a name such as \"float32\", or a type of NumPy or PyTorch")
         })
     }
@@ -76,20 +81,51 @@ impl DType {
         if self == Self::BFloat16 { "uint16" } else { self.name() }
     }
 
-    /// Returns the bytes of a number as this type.
+    /// Returns the bytes of a number as this type. Raises `InvalidArgument` for a number that the type does not hold.
     pub(crate) fn bytes_of(self, value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        let refused = || {
+            let message = format!("{} is no {}", short(value), self.name());
+            let hint = match self {
+                Self::Bool => "pass True or False",
+                Self::Float16 | Self::BFloat16 | Self::Float32 | Self::Float64 => {
+                    "pass a number in the range of the type"
+                }
+                Self::Complex64 | Self::Complex128 => "pass a number in the range of the type's parts",
+                _ => "pass a whole number in the range of the buffer's type",
+            };
+            invalid("fill", message, hint)
+        };
         macro_rules! whole {
-            ($type:ty) => {{
-                let refused = |_| {
-                    let message = format!("{value} is no {}", self.name());
-                    invalid("fill", message, "pass a whole number in the range of the buffer's type")
-                };
-                value.extract::<$type>().map_err(refused)?.to_ne_bytes().to_vec()
+            ($type:ty) => {
+                value.extract::<$type>().map_err(|_| refused())?.to_ne_bytes().to_vec()
+            };
+        }
+        macro_rules! rounded {
+            ($number:expr, $round:expr) => {{
+                let number: f64 = $number;
+                let rounded = $round(number);
+                // The range ends where finite numbers round to infinity.
+                if number.is_finite() && !rounded.is_finite() {
+                    return Err(refused());
+                }
+                rounded.to_ne_bytes()
             }};
         }
-        let real = || value.extract::<f64>();
+        let real = || value.extract::<f64>().map_err(|_| refused());
+        let parts = || match value.cast::<PyComplex>() {
+            Ok(number) => Ok((number.real(), number.imag())),
+            Err(_) => real().map(|real| (real, 0.0)),
+        };
+        let single = |number: f64| number as f32;
         Ok(match self {
-            Self::Bool => vec![u8::from(value.is_truthy()?)],
+            Self::Bool => {
+                let is = |other: u8| value.eq(other).unwrap_or(false);
+                match (is(0), is(1)) {
+                    (true, _) => vec![0],
+                    (_, true) => vec![1],
+                    _ => return Err(refused()),
+                }
+            }
             Self::Int8 => whole!(i8),
             Self::Int16 => whole!(i16),
             Self::Int32 => whole!(i32),
@@ -98,12 +134,18 @@ impl DType {
             Self::UInt16 => whole!(u16),
             Self::UInt32 => whole!(u32),
             Self::UInt64 => whole!(u64),
-            Self::Float16 => f16::from_f64(real()?).to_ne_bytes().to_vec(),
-            Self::BFloat16 => bf16::from_f64(real()?).to_ne_bytes().to_vec(),
-            Self::Float32 => (real()? as f32).to_ne_bytes().to_vec(),
+            Self::Float16 => rounded!(real()?, f16::from_f64).to_vec(),
+            Self::BFloat16 => rounded!(real()?, bf16::from_f64).to_vec(),
+            Self::Float32 => rounded!(real()?, single).to_vec(),
             Self::Float64 => real()?.to_ne_bytes().to_vec(),
-            Self::Complex64 => [(real()? as f32).to_ne_bytes(), 0_f32.to_ne_bytes()].concat(),
-            Self::Complex128 => [real()?.to_ne_bytes(), 0_f64.to_ne_bytes()].concat(),
+            Self::Complex64 => {
+                let (real, imaginary) = parts()?;
+                [rounded!(real, single), rounded!(imaginary, single)].concat()
+            }
+            Self::Complex128 => {
+                let (real, imaginary) = parts()?;
+                [real.to_ne_bytes(), imaginary.to_ne_bytes()].concat()
+            }
         })
     }
 }

@@ -2,6 +2,15 @@
 
 use highwater::{Error, ErrorKind, OpenError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+/// `highwater._errors.make`. At the end of the interpreter, an import fails, and destructors still get exceptions.
+static MAKE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Loads what [`raised`] needs.
+pub(crate) fn prepare(py: Python<'_>) -> PyResult<()> {
+    MAKE.import(py, "highwater._errors", "make").map(drop)
+}
 
 /// Returns the exception of an error: the subclass of `highwater.Error` that has the name of its kind.
 pub(crate) fn raised(error: Error) -> PyErr {
@@ -10,7 +19,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
             let kind = format!("{:?}", error.kind());
             let arguments =
                 (kind, error.operation(), error.message(), error.code(), error.hint(), error.is_temporary());
-            py.import("highwater._errors")?.getattr("make")?.call1(arguments)
+            MAKE.import(py, "highwater._errors", "make")?.call1(arguments)
         };
         make().map_or_else(|failed| failed, PyErr::from_value)
     })

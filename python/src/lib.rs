@@ -27,10 +27,27 @@ mod ticket;
 mod torch;
 mod waits;
 
+use pyo3::exceptions::PyImportError;
+use pyo3::ffi;
 use pyo3::prelude::*;
+
+/// Refuses other interpreters of the process. Their objects may end without a way back to them, and the process would hang.
+fn require_main_interpreter(py: Python<'_>) -> PyResult<()> {
+    // SAFETY: This thread holds the interpreter's lock.
+    match unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) } {
+        0 => Ok(()),
+        -1 => Err(PyErr::fetch(py)),
+        id => Err(PyImportError::new_err(format!(
+            "highwater was imported in the sub-interpreter {id}, and works in the main interpreter only; import it there, or start a \
+             process"
+        ))),
+    }
+}
 
 #[pymodule]
 fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    require_main_interpreter(module.py())?;
+    error::prepare(module.py())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<runtime::Runtime>()?;
     module.add_class::<runtime::Device>()?;

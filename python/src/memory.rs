@@ -13,6 +13,7 @@ use highwater::{DeviceBuffer, DeviceSlice, Error, PinnedBuffer};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::arrays::as_array;
 use crate::detached::{Detached, detached};
 use crate::dlpack::{self, Export};
 use crate::dtype::DType;
@@ -260,7 +261,8 @@ impl Buffer {
 
     /// Returns a ticket by which other processes open the memory. When they have, all work enqueued on it before is done.
     ///
-    /// Raises `InvalidArgument` unless `Device.allocate_shared` allocated the memory.
+    /// Works for memory of `Device.allocate_shared`, for memory that another process shares, and for adopted memory that the device
+    /// can share. Raises `InvalidArgument` for other memory.
     fn share(&self, py: Python<'_>) -> PyResult<Ticket> {
         let memory = &self.0;
         let ticket = py.detach(|| with_values!(&*memory.values, buffer => buffer.share())).map_err(raised)?;
@@ -422,7 +424,7 @@ impl Pinned {
     /// bfloat16 values are seen as their bits, in `uint16`.
     #[getter]
     fn array<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+        as_array(slf.py())?.call1((slf,))
     }
 
     fn __len__(&self) -> PyResult<usize> {

@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use highwater::hal::DevicePtr;
+use highwater::hal::fork::Generation;
 use highwater::{DeviceBuffer, Error, ErrorKind, Fallback, ImportOptions, OwnerDeath};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{count, shape_of};
+use crate::arrays::{self, count, shape_of, whole};
 use crate::detached::Detached;
 use crate::dtype::DType;
 use crate::error::{invalid, not_opened, raised};
@@ -33,6 +34,8 @@ pub(crate) fn open(py: Python<'_>, name: &str, fallback: Option<&str>) -> PyResu
             return Err(invalid("open", format!("the fallback is `{other}`"), "pass fallback=\"mock\" or None"));
         }
     };
+    // Calls fail by themselves without NumPy.
+    let _ = arrays::prepare(py);
     let open = || match name {
         "auto" => highwater::Runtime::open_best(fallback),
         name => highwater::Runtime::open(name),
@@ -54,11 +57,12 @@ pub(crate) fn survey(py: Python<'_>) -> String {
 pub(crate) struct Runtime {
     /// `None` once it is closed. Locked only with the interpreter's lock, and never for longer than a copy takes.
     inner: Mutex<Option<Arc<Detached<highwater::Runtime>>>>,
+    generation: Generation,
 }
 
 impl Runtime {
     pub(crate) fn new(runtime: highwater::Runtime) -> Self {
-        Self { inner: Mutex::new(Some(Arc::new(Detached::new(runtime)))) }
+        Self { inner: Mutex::new(Some(Arc::new(Detached::new(runtime)))), generation: Generation::current() }
     }
 
     fn take(&self) -> Option<Arc<Detached<highwater::Runtime>>> {
@@ -149,8 +153,9 @@ impl Runtime {
     }
 
     /// Returns the device with an ordinal. Raises `InvalidArgument` if there is none.
-    #[pyo3(signature = (ordinal=0))]
-    fn device(&self, py: Python<'_>, ordinal: u32) -> PyResult<Device> {
+    #[pyo3(signature = (ordinal=None), text_signature = "($self, ordinal=0)")]
+    fn device(&self, py: Python<'_>, ordinal: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+        let ordinal: u32 = ordinal.map_or(Ok(0), |ordinal| whole("device", "ordinal", ordinal))?;
         let runtime = self.get()?;
         let device = py.detach(|| runtime.device(ordinal)).map_err(raised)?;
         Ok(Device(Detached::new(device)))
@@ -158,7 +163,8 @@ impl Runtime {
 
     /// Returns page-locked host memory of a shape and a type, from the pool. The contents are unspecified.
     ///
-    /// Raises `OutOfMemory`, or `InvalidArgument` for a shape that exceeds the address space.
+    /// Raises `OutOfMemory`, or `InvalidArgument` for a shape that exceeds the address space or the cap of the pool. The variable
+    /// `HIGHWATER_HOST_MEMORY` sets the cap, as `cap=8GiB`.
     fn pinned(&self, py: Python<'_>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Pinned> {
         pinned(py, &**self.get()?, None, shape, dtype)
     }
@@ -243,7 +249,11 @@ impl Runtime {
     /// Ends the runtime: waits for the devices and frees everything. A second call does nothing.
     ///
     /// Raises `InvalidState` while a device, stream, event, buffer or array is alive. The runtime then ends with the last of them.
+    /// Raises `Forked` in a child of `os.fork`, and changes nothing there.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if !self.generation.is_current() && !self.is_closed() {
+            return Err(raised(Generation::error("close")));
+        }
         let Some(runtime) = self.take() else { return Ok(()) };
         let close = || {
             let last: highwater::Runtime = (**runtime).clone();
@@ -359,7 +369,7 @@ impl Device {
     /// Raises `WrongDevice` for a stream of another device, and `InvalidArgument` or the vendor's error for other handles.
     fn stream_from_raw(&self, stream: &Bound<'_, PyAny>) -> PyResult<Stream> {
         let (py, torchs) = (stream.py(), stream.getattr_opt("cuda_stream")?);
-        let raw: u64 = torchs.as_ref().unwrap_or(stream).extract()?;
+        let raw: u64 = whole("stream_from_raw", "stream", torchs.as_ref().unwrap_or(stream))?;
         if torchs.is_some() && raw == 0 {
             // PyTorch means the legacy default stream by it.
             return self.default_stream(py);
@@ -390,7 +400,14 @@ impl Device {
     ///
     /// Raises `InvalidPointer` if the range is in no allocation, `WrongDevice` for memory of another device, and `InvalidArgument`
     /// for no bytes or an address that is not aligned.
-    fn adopt(&self, ptr: u64, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>, keep: Py<PyAny>) -> PyResult<Buffer> {
+    fn adopt(
+        &self,
+        ptr: &Bound<'_, PyAny>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        keep: Py<PyAny>,
+    ) -> PyResult<Buffer> {
+        let ptr: u64 = whole("adopt", "ptr", ptr)?;
         let (py, dtype, shape) = (shape.py(), DType::of(dtype)?, shape_of(shape)?);
         let (bytes, device) = (count(&shape, dtype)? * dtype.bytes(), &*self.0);
         // SAFETY: The caller keeps the memory by `keep`, as the documentation requires. A reference to a Python object may be

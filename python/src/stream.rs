@@ -135,6 +135,8 @@ impl Stream {
     }
 
     /// Waits for the work of the stream. Raises the error of failed work.
+    ///
+    /// Ctrl-C is seen when the wait ends. `await stream.done()` reacts at once.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.queue.synchronize()).map_err(raised)
     }
@@ -205,7 +207,8 @@ impl Stream {
 
     /// Waits for the work of the stream on a buffer, and returns its values as a new array of the same shape.
     ///
-    /// NumPy has no bfloat16: such values are returned as their bits, in `uint16`. Raises the error of failed work.
+    /// NumPy has no bfloat16: such values are returned as their bits, in `uint16`. Raises the error of failed work. Ctrl-C is seen
+    /// when the wait ends; `await stream.done()` before the call reacts at once.
     fn download<'py>(&self, py: Python<'py>, src: &Buffer) -> PyResult<Bound<'py, PyAny>> {
         let memory = &src.0;
         let array = HostArray::empty(py, &memory.shape, memory.dtype)?;
@@ -262,7 +265,7 @@ impl Stream {
 
     /// Enqueues a fill of a buffer with one value. Devices fill values of 1, 2 or 4 bytes, and any type with 0.
     ///
-    /// Raises `InvalidArgument` for other values, and for a number that the type does not hold.
+    /// Raises `InvalidArgument` for other values, and for a number that the type does not hold. Floats hold infinity and NaN.
     fn fill(&self, dst: &Buffer, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, memory) = (value.py(), &dst.0);
         let bytes = memory.dtype.bytes_of(value)?;
@@ -401,7 +404,8 @@ impl Stream {
     /// Returns a tensor of another library as a buffer, without a copy. This stream waits for the producer's work.
     ///
     /// The tensor stays alive until the last use of the buffer has ended. It must be contiguous, writable, and on the device of this
-    /// stream. On the mock, which has no memory of its own, only tensors of the mock's own buffers are.
+    /// stream. On the mock, which has no memory of its own, only tensors of the mock's own buffers are. Arrays of NumPy are copied by
+    /// `upload`.
     ///
     /// Raises `InvalidArgument`, `InvalidPointer` or `WrongDevice` for other tensors, and `Unsupported` for other types.
     #[pyo3(name = "from_dlpack")]
@@ -514,9 +518,13 @@ impl Event {
         Bound::new(py, self.done(py)?)?.call_method0("__await__")
     }
 
-    /// Waits until the stream has passed the event.
+    /// Waits until the stream has passed the event. Ctrl-C is seen when the wait ends. `await event` reacts at once.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.synchronize()).map_err(raised)
+    }
+
+    fn __repr__(&self) -> &'static str {
+        "<highwater.Event>"
     }
 
     /// Returns the nanoseconds from this event to a later one, and 0 if `later` is the earlier of the two.

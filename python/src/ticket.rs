@@ -1,13 +1,12 @@
 //! [`Ticket`]: names memory of another process. [`Owner`]: that process.
 
-use std::time::Duration;
-
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::arrays::{count, shape_of};
+use crate::arrays::{count, shape_of, whole};
 use crate::dtype::DType;
 use crate::error::{invalid, raised};
+use crate::waits;
 
 /// Names shared memory for other processes. `Buffer.share` returns it. It can be pickled, and goes through queues.
 ///
@@ -141,7 +140,8 @@ impl TicketBatch {
     }
 
     /// Returns the ticket of one buffer. Raises `InvalidArgument` if the batch has no such buffer.
-    fn ticket(&self, place: usize) -> PyResult<Ticket> {
+    fn ticket(&self, place: &Bound<'_, PyAny>) -> PyResult<Ticket> {
+        let place: usize = whole("ticket_batch", "place", place)?;
         let named = self.batch.ticket(place).zip(self.kinds.get(place));
         let (ticket, (shape, dtype)) = named.ok_or_else(|| {
             let message = format!("there is no buffer {place}, because the batch has {}", self.batch.len());
@@ -203,12 +203,20 @@ impl Owner {
     }
 
     /// Waits for the death of the process, for at most `timeout` seconds. Returns whether it is dead.
-    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
-        let timeout = Duration::try_from_secs_f64(timeout).map_err(|_| {
-            let message = format!("{timeout} is no time");
-            invalid("wait", message, "pass seconds of at least 0")
-        })?;
-        py.detach(|| self.0.wait(timeout)).map_err(raised)
+    ///
+    /// `None` and infinity are no limit. Ctrl-C ends the wait. Raises `InvalidArgument` for a negative time or one that is no number.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let limit = waits::limit("wait", timeout)?;
+        waits::wait_for(py, limit, |slice| self.0.wait(slice))
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.0.is_alive() { "alive" } else { "dead" };
+        match self.0.pid() {
+            Some(pid) => format!("<highwater.Owner, process {pid}, {state}>"),
+            None => format!("<highwater.Owner, a process of another PID namespace, {state}>"),
+        }
     }
 }
 

@@ -1,12 +1,48 @@
-//! [`Done`]: the end of device work, for `asyncio` and `poll`.
+//! [`Done`]: the end of device work, for `asyncio` and `poll`. Waits with a time: [`limit`], [`wait_for`].
 
 use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
 
 use highwater::{Error, ErrorKind};
 use pyo3::prelude::*;
 
 use crate::detached::Detached;
-use crate::error::raised;
+use crate::error::{invalid, raised};
+
+/// The time between two looks at signals, such as that of Ctrl-C.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Returns the limit of a wait from seconds. `None`, infinity and more than the clock holds are no limit.
+pub(crate) fn limit(operation: &'static str, timeout: Option<f64>) -> PyResult<Option<Duration>> {
+    match timeout {
+        Some(seconds) if seconds.is_nan() || seconds < 0.0 => {
+            let message = format!("the timeout is {seconds:?}, expected seconds of at least 0, or None");
+            Err(invalid(operation, message, "pass None to wait without a limit"))
+        }
+        // An error is a time above the range.
+        seconds => Ok(seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())),
+    }
+}
+
+/// Waits by `wait` until it returns true or the limit has passed, and returns which. Raises what the handlers of signals raise.
+pub(crate) fn wait_for(
+    py: Python<'_>,
+    limit: Option<Duration>,
+    wait: impl Fn(Duration) -> Result<bool, Error> + Send + Sync,
+) -> PyResult<bool> {
+    let end = limit.and_then(|limit| Instant::now().checked_add(limit));
+    loop {
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        let slice = left.map_or(SLICE, |left| left.min(SLICE));
+        if py.detach(|| wait(slice)).map_err(raised)? {
+            return Ok(true);
+        }
+        py.check_signals()?;
+        if left.is_some_and(|left| left <= SLICE) {
+            return Ok(false);
+        }
+    }
+}
 
 /// A wait for device work, which `Stream.done` and `Event.done` return. It blocks no thread.
 ///
@@ -41,6 +77,10 @@ impl Done {
     /// Returns the descriptor that becomes readable when the wait is over. The caller must not read or close it.
     fn fileno(&self) -> i32 {
         self.0.as_raw_fd()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> &'static str {
+        if self.is_over(py) { "<highwater.Done, over>" } else { "<highwater.Done, not over>" }
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

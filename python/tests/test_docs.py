@@ -6,11 +6,14 @@ import ast
 import dataclasses
 import pathlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import highwater
 from highwater import _highwater
+from highwater._words import in_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUBS = pathlib.Path(highwater.__file__).with_name("_highwater.pyi")
@@ -65,3 +68,57 @@ def test_every_kind_of_error_has_a_class() -> None:
     names = re.findall(r"^    (\w+),", kinds[1], re.MULTILINE)
     classes = {error.__name__ for error in highwater.Error.__subclasses__()}
     assert set(names) == classes and classes <= set(highwater.__all__)
+
+
+# The crates whose errors reach Python.
+SOURCES = ["core", "core/hal", "src", "backend-driver", "backend-cuda", "backend-rocm", "backend-mock", "plugin"]
+
+
+def names_in_rust() -> set[str]:
+    """The paths in backticks in the texts of the library."""
+    found = set()
+    for crate in SOURCES:
+        folder = ROOT / crate if crate == "src" else ROOT / crate / "src"
+        for source in folder.rglob("*.rs"):
+            lines = source.read_text().split("#[cfg(test)]\nmod tests")[0].splitlines()
+            code = "\n".join(line for line in lines if not line.strip().startswith("//"))
+            for text in re.findall(r'"((?:[^"\\\n]|\\.|\\\n)*)"', code):
+                found |= {name for name in re.findall(r"`[^`\n]*`", text) if "::" in name}
+    return found
+
+
+def test_python_shows_no_path_of_rust() -> None:
+    names = names_in_rust()
+    assert {"`EventOptions::with_timing`", "`OwnerDeath::Keep`", "`Device::allocate_shared`"} <= names and len(names) > 30
+    for name in names:
+        for shown in (in_python(f"see {name} and more"), in_python(f"use this, or {name}")):
+            assert "::" not in shown, shown
+            # What is not marked exists.
+            for owner, member in re.findall(r"`(\w+)\.(\w+)[^`]*`(?! \(in Rust\))", shown):
+                assert hasattr(getattr(highwater, owner), member), shown
+
+
+def test_hints_name_calls_of_python(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream
+) -> None:
+    plain, double = device.allocate(2, "int8"), device.allocate(2, "float64")
+    hints: dict[str, Callable[[], Any]] = {
+        "Device.allocate_shared": plain.share,
+        "Stream.record(timed=True)": lambda: stream.record().elapsed_ns(stream.record()),
+        "fill with 0": lambda: stream.fill(double, 1.0),
+        "buffer 1": lambda: runtime.share_all([device.allocate_shared(2, "int8"), plain]),
+        "transpose_a": lambda: stream.matmul(device.allocate((2, 3), "float32"), device.allocate((2, 3), "float32")),
+    }
+    for expected, call in hints.items():
+        with pytest.raises(highwater.Error) as caught:
+            call()
+        assert expected in str(caught.value) and "::" not in str(caught.value), str(caught.value)
+
+
+def test_classes_that_cannot_be_subclassed_are_final_in_the_stubs() -> None:
+    for stub in ast.parse(STUBS.read_text()).body:
+        if not isinstance(stub, ast.ClassDef) or stub.name.startswith("_"):
+            continue
+        assert [ast.unparse(it) for it in stub.decorator_list] == ["final"], stub.name
+        with pytest.raises(TypeError):
+            type("Subclass", (getattr(_highwater, stub.name),), {})

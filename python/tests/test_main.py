@@ -60,3 +60,18 @@ def test_ipc_ls_has_the_owner_and_the_holder(device: highwater.Device, child: Ca
 
 def test_a_wrong_command_is_refused() -> None:
     assert run("ipc").returncode == 2 and run("other").returncode == 2
+
+
+def test_an_output_that_ends_early_or_is_full_is_no_traceback() -> None:
+    for arguments in (["doctor"], ["ipc", "ls"]):
+        command = [sys.executable, "-m", "highwater", *arguments]
+        environment = {**os.environ, "HIGHWATER_BACKEND": BACKEND}
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "wb") as closed:
+            ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        with open("/dev/full", "wb") as full:
+            refused = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: the result cannot be written")
+        assert "Traceback" not in refused.stderr and refused.stderr.count("\n") == 1

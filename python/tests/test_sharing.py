@@ -59,7 +59,7 @@ def test_a_process_opens_the_memory_of_another(
     assert producer.read() == "done" and np.array_equal(stream.download(buffer), np.full((25, 40), 2))
     owner = buffer.owner
     assert owner is not None and owner.pid == producer.process.pid and owner.is_alive and not owner.wait(0)
-    for time_that_is_none in (-1.0, float("nan"), float("inf")):
+    for time_that_is_none in (-1.0, float("nan")):
         with pytest.raises(ValueError):
             owner.wait(time_that_is_none)
 
@@ -141,7 +141,7 @@ def test_a_batch_opens_many_buffers(
     again = runtime.open_shared_all(batch)
     stream.fill(again[2], 2.0)
     assert np.array_equal(stream.download(first), np.full((2, 3), 2))
-    with pytest.raises(highwater.InvalidArgument, match="slice 1"):
+    with pytest.raises(highwater.InvalidArgument, match="buffer 1"):
         runtime.share_all([first, device.allocate(4, "int64")])
     wrong: list[Any] = [[], [((2, 3), "float32"), (5, "int64"), ((2, 3), "float32")]]
     for kinds in wrong:
