@@ -69,14 +69,15 @@ mutants! {
         });
     "copies-of-nothing-at-null-refused": "Refuses to copy 0 bytes from or to null." =>
         |h| h.backend.copy(|reference, copy, stream| {
-            let is_null = |side| matches!(side, Location::Device { ptr, .. } if ptr.get() == 0);
             match copy.bytes {
                 0 if is_null(copy.dst) || is_null(copy.src) => Err(wrong(ErrorKind::InvalidPointer, "copy")),
                 _ => reference.copy(copy, stream),
             }
         });
     "copies-of-nothing-done": "Copies a byte instead of none." => |h| h.backend.copy(|reference, copy, stream| {
-        let one = MemoryCopy::new(copy.dst, copy.src, copy.bytes.max(1));
+        // A backend that checks no address would end the process.
+        let least = usize::from(!is_null(copy.dst) && !is_null(copy.src));
+        let one = MemoryCopy::new(copy.dst, copy.src, copy.bytes.max(least));
         // At the end of a block there is no byte.
         reference.copy(&one, stream).or_else(|_| reference.copy(copy, stream))
     });
@@ -125,7 +126,7 @@ mutants! {
             _ => reference.fill(fill, stream),
         });
     "fills-of-nothing-done": "Fills an element instead of none." => |h| h.backend.fill(|reference, fill, stream| {
-        let one = MemoryFill::new(fill.device, fill.dst, fill.pattern, fill.count.max(1));
+        let one = MemoryFill::new(fill.device, fill.dst, fill.pattern, fill.count.max(usize::from(fill.dst.get() != 0)));
         reference.fill(&one, stream).or_else(|_| reference.fill(fill, stream))
     });
 }
@@ -144,6 +145,10 @@ fn filled(h: &mut Hooks, change: fn(&mut MemoryFill)) {
         change(&mut fill);
         reference.fill(&fill, stream)
     });
+}
+
+fn is_null(side: Location) -> bool {
+    matches!(side, Location::Device { ptr, .. } if ptr.get() == 0)
 }
 
 fn moved(location: Location, bytes: usize) -> Location {
