@@ -432,7 +432,7 @@ impl Device {
         pinned(py, &highwater::Runtime::from(self.0.runtime().clone()), Some(&self.0), shape, dtype)
     }
 
-    /// Waits for all work of the device, also that of other code. Raises the error of failed work.
+    /// Waits for all work of the device, also that of other code. Raises the error of failed work. Ctrl-C is seen when the wait ends.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.synchronize()).map_err(raised)
     }
