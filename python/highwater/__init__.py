@@ -1,8 +1,8 @@
 """Page-locked host memory, device memory, streams, and device memory shared between processes, over CUDA, ROCm or a mock device.
 
 `open` returns a `Runtime`. Its `device` returns a `Device`, which makes a `Stream` and `Buffer`s. Its `pinned` returns page-locked
-memory, a `Pinned`. All sizes are in bytes, and all shapes are tuples of lengths, in row-major order. Every error is an `Error`
-with a `kind` and a `hint`.
+memory, a `Pinned`. All sizes are in bytes, and all shapes are tuples of lengths, in row-major order. Every error of the
+library is an `Error` with a `kind` and a `hint`. An argument of a wrong class raises `TypeError`.
 
 Calls of a stream enqueue work and return before it is done, unless their text says that they wait. Each call that waits
 releases the interpreter's lock. A child of `os.fork` cannot use the objects of its parent: their calls raise `Forked`.

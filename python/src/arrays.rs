@@ -41,7 +41,7 @@ pub(crate) fn short(object: &Bound<'_, PyAny>) -> String {
     }
 }
 
-/// Returns a whole number. Raises `InvalidArgument` for one that its type does not hold, and `TypeError` for other objects.
+/// Returns a whole number without a sign. Raises `InvalidArgument` for one that its type does not hold, and `TypeError` for other objects.
 pub(crate) fn whole<'py, T>(operation: &'static str, name: &str, value: &Bound<'py, PyAny>) -> PyResult<T>
 where
     T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
@@ -49,8 +49,8 @@ where
     value.extract::<T>().map_err(|error| {
         let text = short(value);
         if error.is_instance_of::<PyOverflowError>(value.py()) {
-            let message = format!("{name} is {text}, which is out of range");
-            return invalid(operation, message, "pass a whole number of at least 0 that exists");
+            let message = format!("{name} is {text}, expected at least 0 and at most 2**{} - 1", 8 * size_of::<T>());
+            return invalid(operation, message, "pass a number in this range");
         }
         PyTypeError::new_err(format!("{operation}: {name} is `{text}`, expected a whole number"))
     })

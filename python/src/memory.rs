@@ -269,7 +269,7 @@ impl Buffer {
         Ok(Ticket::with(ticket, memory.dtype, memory.shape.clone()))
     }
 
-    /// Waits for the work of this package's streams on the buffer.
+    /// Waits for the work of this package's streams on the buffer. Ctrl-C is seen when the wait ends.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         self.0.settle(py)
     }
@@ -435,7 +435,7 @@ impl Pinned {
         format!("<highwater.Pinned {:?} {}>", self.0.shape, self.0.dtype.name())
     }
 
-    /// Waits for the copies that use the memory. Raises the error of a failed copy.
+    /// Waits for the copies that use the memory. Raises the error of a failed copy. Ctrl-C is seen when the wait ends.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         self.0.with(py, "wait", |buffer| buffer.write_with(|_| ()))
     }

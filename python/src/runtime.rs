@@ -78,6 +78,17 @@ impl Runtime {
     }
 }
 
+/// The number of a device, as an argument.
+struct Ordinal(u32);
+
+impl<'py> FromPyObject<'_, 'py> for Ordinal {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        whole("device", "ordinal", &object).map(Self)
+    }
+}
+
 /// Returns the options of an open.
 fn import_options(operation: &'static str, owner_death: &str) -> PyResult<ImportOptions> {
     let death = match owner_death {
@@ -153,11 +164,10 @@ impl Runtime {
     }
 
     /// Returns the device with an ordinal. Raises `InvalidArgument` if there is none.
-    #[pyo3(signature = (ordinal=None), text_signature = "($self, ordinal=0)")]
-    fn device(&self, py: Python<'_>, ordinal: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
-        let ordinal: u32 = ordinal.map_or(Ok(0), |ordinal| whole("device", "ordinal", ordinal))?;
+    #[pyo3(signature = (ordinal=Ordinal(0)), text_signature = "($self, ordinal=0)")]
+    fn device(&self, py: Python<'_>, ordinal: Ordinal) -> PyResult<Device> {
         let runtime = self.get()?;
-        let device = py.detach(|| runtime.device(ordinal)).map_err(raised)?;
+        let device = py.detach(|| runtime.device(ordinal.0)).map_err(raised)?;
         Ok(Device(Detached::new(device)))
     }
 
@@ -422,7 +432,7 @@ impl Device {
         pinned(py, &highwater::Runtime::from(self.0.runtime().clone()), Some(&self.0), shape, dtype)
     }
 
-    /// Waits for all work of the device, also that of other code. Raises the error of failed work.
+    /// Waits for all work of the device, also that of other code. Raises the error of failed work. Ctrl-C is seen when the wait ends.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.synchronize()).map_err(raised)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
@@ -52,6 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "slow" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for another process or thread, at most 20 seconds."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 class Child:

@@ -109,6 +109,7 @@ def test_numbers_out_of_range_are_refused(runtime: highwater.Runtime, device: hi
 def test_type_errors_name_the_argument(runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "ordinal": lambda: runtime.device("0"),  # type: ignore[arg-type]
+        "ordinal is `None`": lambda: runtime.device(None),  # type: ignore[arg-type]
         "shape": lambda: device.allocate("ab", "int8"),  # type: ignore[arg-type]
         "owner_death": lambda: runtime.open_shared(
             device.allocate_shared(1, "int8").share(),

@@ -14,6 +14,7 @@ import pytest
 
 import highwater
 from conftest import BACKEND, Child
+from conftest import until as until
 
 PRODUCER = """
 import sys, pickle, highwater
@@ -36,14 +37,6 @@ for line in sys.stdin:
     buffer = runtime.open_shared(pickle.loads(bytes.fromhex(line)))
     print(stream.download(buffer).sum(), flush=True)
 """
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for another process, at most 20 seconds."""
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_process_opens_the_memory_of_another(
