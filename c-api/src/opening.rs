@@ -101,7 +101,7 @@ unsafe fn options(
 }
 
 /// Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
-/// opened or none. If it is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
+/// opened or none. If `backend` is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
 /// `options` may be null.
 ///
 /// If `report` is not null, it receives a JSON text, also after an error of the search. The text states why each backend was or was

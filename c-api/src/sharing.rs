@@ -258,8 +258,8 @@ pub unsafe extern "C" fn highwater_owner_descriptor(
 /// memory. So the callback should only signal another thread. It may release buffers. It must not throw or jump.
 ///
 /// The release of the watch cancels a call that has not begun, and does not wait for one that has. `user_end`, if not null, is called with
-/// `user` exactly once, in any thread: after the callback has returned, or once no call of it can follow. It is also called if this
-/// function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
+/// `user` exactly once, in any thread. That call comes after the callback has returned, or once no call of it can follow. It also comes if
+/// this function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_owner_on_death(
     owner: *mut highwater_owner,

@@ -1,6 +1,6 @@
 //! Checks of the rules of the table that ordinary calls do not show, for tests of plugins.
 //!
-//! A program of this version does not depend on these rules: its structs have the sizes that plugins know, and it reads no answer
+//! A program of this version does not depend on these rules. Its structs have the sizes that plugins know, and it reads no answer
 //! after an error. A program of a later version may. So the conformance suite turns the checks on.
 
 use std::sync::atomic::{AtomicBool, Ordering};

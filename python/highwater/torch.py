@@ -254,7 +254,7 @@ class _State:
                 time.sleep(LAST_LOOK_SECONDS)
 
     def land(self, tokens: list[int]) -> list[_Export]:
-        """Notes the receipts of messages. Returns the storages of those that are not on their way any more."""
+        """Notes the receipts of messages. Returns the storages of the messages that have arrived."""
         arrived: list[_Export] = []
         with self.lock:
             for token in tokens:
@@ -862,8 +862,8 @@ _host_library: Any = None
 def install_host_allocator() -> None:
     """Puts Highwater's pool of page-locked memory behind `torch.empty(.., pin_memory=True)`, `Tensor.pin_memory` and `DataLoader`.
 
-    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. PyTorch's also
-    allocates tensors of more than one registration of the device, which is 64 MiB with CUDA. The first call on a machine compiles a small C++ file for the installed
+    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. PyTorch's also allocates tensors of more
+    than one registration of the device, which is 64 MiB with CUDA. The first call on a machine compiles a small C++ file for the installed
     PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17 compiler: `c++`, or the one that the
     variable `CXX` names. No other thread may allocate page-locked memory during the call.
 

@@ -456,7 +456,7 @@ void highwater_text_release(char **text);
 
 /**
  * Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
- * opened or none. If it is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
+ * opened or none. If `backend` is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
  * `options` may be null.
  *
  * If `report` is not null, it receives a JSON text, also after an error of the search. The text states why each backend was or was
@@ -935,8 +935,8 @@ highwater_status highwater_owner_descriptor(struct highwater_owner *owner,
  * memory. So the callback should only signal another thread. It may release buffers. It must not throw or jump.
  *
  * The release of the watch cancels a call that has not begun, and does not wait for one that has. `user_end`, if not null, is called with
- * `user` exactly once, in any thread: after the callback has returned, or once no call of it can follow. It is also called if this
- * function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
+ * `user` exactly once, in any thread. That call comes after the callback has returned, or once no call of it can follow. It also comes if
+ * this function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
  */
 highwater_status highwater_owner_on_death(struct highwater_owner *owner,
                                           highwater_death_callback callback,
@@ -995,7 +995,7 @@ void highwater_torch_record_stream(void *address,
 void *highwater_pinned_malloc(size_t bytes);
 
 /**
- * Frees memory of highwater_pinned_malloc. No work may use it any more: Highwater does not see copies that other code enqueues. Does
+ * Frees memory of highwater_pinned_malloc. No work may use it, because Highwater does not see copies that other code enqueues. Does
  * nothing with null.
  */
 void highwater_pinned_free(void *address);

@@ -178,7 +178,7 @@ pub(crate) struct Link {
     socket: OwnedFd,
     /// Number of the last request. The lock is held from a request to its answer.
     channel: Mutex<u32>,
-    /// How often a thread found the exporter stopped.
+    /// The number of times that a thread found the exporter stopped.
     stops: AtomicU64,
     /// The line on which the exporter rings.
     pub(crate) line: OwnedFd,
@@ -573,7 +573,7 @@ impl Link {
             return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
         link.process.identify(OPERATION, descriptors.into_iter().next())?;
-        // Nobody else has the connection yet.
+        // No other thread has the connection yet.
         let _ = link.greeted.set((standing, pid));
         Ok(link)
     }
