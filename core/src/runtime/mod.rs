@@ -384,8 +384,9 @@ impl Runtime {
         ended.recv_timeout(left()).unwrap_or_else(|_| {
             let live = backend.live_objects();
             let message = format!("the devices have not done their work within {limit:?}; the backend counts {live}");
-            Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
-                .with_hint("end the process if a device hangs; otherwise wait longer, or for the work before"))
+            Err(Error::new(ErrorKind::InvalidState, OPERATION, message).with_hint(
+                "end the process if a device hangs; otherwise pass a longer limit, or wait for the work first",
+            ))
         })
     }
 }
