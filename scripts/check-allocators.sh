@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compiles the memory resource of RMM and the provider of UMF (examples/rmm, examples/umf) against the libraries' own headers, and runs
-# their programs on the mock. No arguments.
+# Compiles the memory resource of RMM (examples/rmm) and the memory provider of UMF (examples/umf) against the libraries' own headers.
+# Runs their programs on the mock. Takes no arguments.
 #
 # Fetches 15 MB of wheels from PyPI, by version and hash. They stay in target/allocators. Needs Python with `venv`, a C++20 compiler and
 # pkg-config. The wheels are for x86-64.

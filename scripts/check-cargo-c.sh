@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Checks that `cargo cinstall` of cargo-c and scripts/install-c.sh install the same C library, and that programs build against what
-# cargo-c installed by pkg-config, shared and static, and run on the mock. No arguments.
+# Checks that `cargo cinstall` of cargo-c and scripts/install-c.sh install the same C library. Builds the examples by pkg-config against
+# the library of cargo-c, shared and static, and runs them on the mock. Takes no arguments.
 #
-# Needs cargo-c, pkg-config and make. CI does not run it, because cargo-c takes several minutes to install:
-# `cargo install --locked cargo-c@0.10.24`.
+# Needs cargo-c (`cargo install --locked cargo-c@0.10.24`), pkg-config and make. CI does not run it, because the installation of cargo-c
+# takes several minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs `highwater ipc hold` as a service of systemd, over the mock: its memory survives its owner and three kills of the service.
+"""Runs `highwater ipc hold` as a service of systemd, over the mock. Checks that memory survives its owner and three kills of the service.
 
     sudo scripts/check-systemd.py
 

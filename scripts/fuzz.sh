@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Searches inputs for which a promise of a parser does not hold: tickets, batches, messages, listings,
-# states of holders, and the steps of the ledger.
+# Searches inputs for which a promise of a parser does not hold. The parsers are those of tickets, batches, messages, lists, states of
+# holders, and the steps of the ledger.
 #
 #     scripts/fuzz.sh [--keep] [RUNS [TARGET...]]
 #

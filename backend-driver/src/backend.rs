@@ -918,8 +918,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 }
 
 impl<P: Platform> DriverBackend<P> {
-    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Other copies are made row by row: those between
-    /// devices, of which one call would know one context, those of memory in several mappings, and those that the contract refuses.
+    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Copies between devices are made row by row, because
+    /// one call would know one context. So are those of memory in several mappings, and those that the contract refuses.
     fn takes_rows_at_once(&self, copy: &MemoryCopy2d, device: u32) -> bool {
         let &MemoryCopy2d { dst, src, shape, .. } = copy;
         let is_here = |side| matches!(side, Location::Device { device: of, .. } if of == device);

@@ -79,7 +79,7 @@ impl Command {
         match self {
             Self::CopyToDevice { src, dst, shape, device } => shape.rows().for_each(|(to, from)| {
                 // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
-                // copy has completed, and the rows were found inside a page-locked block.
+                // copy has completed. The rows were found inside a page-locked block.
                 unsafe { memory(device).write(dst + to, src.offset(from).as_ptr(), shape.width) };
             }),
             Self::CopyToHost { src, dst, shape, device } => shape.rows().for_each(|(to, from)| {

@@ -1,4 +1,4 @@
-//! What a call costs from C beside the same call from Rust, on the mock: `cargo build --release -p highwater-c && cargo bench -p highwater-c`.
+//! The time of calls from C and of the same calls from Rust, on the mock: `cargo build --release -p highwater-c && cargo bench -p highwater-c`.
 //!
 //! The library is loaded as a C program loads it, and has a runtime of its own. The rounds of both languages alternate in one thread. Each row has
 //! the median of the rounds and the fastest round.

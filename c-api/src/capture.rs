@@ -23,8 +23,8 @@ handle::kinds! {
 pub type highwater_capture_callback = Option<unsafe extern "C" fn(user: *mut c_void) -> highwater_status>;
 
 /// Records the work that the callback enqueues on the stream, without executing it. `mode` is HIGHWATER_CAPTURE_... The callback
-/// returns 0, or a status that ends the capture and that this function returns. It must not throw or jump. Allocate memory before, or by
-/// highwater_stream_allocate.
+/// returns 0, or a status that ends the capture and that this function returns. It must not throw or jump. Memory must be allocated
+/// before, or by highwater_stream_allocate.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_capture(
     stream: *mut highwater_stream,

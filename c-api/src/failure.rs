@@ -26,8 +26,8 @@ pub(crate) fn c_text(text: &str) -> CString {
     CString::new(text.replace('\0', " ")).unwrap_or_default()
 }
 
-/// Runs the body of a function of the header: contains its panics, keeps its error for the thread, and names the function in errors of
-/// arguments.
+/// Runs the body of a function of the header. Contains its panics, keeps its error for the thread, and names the function in errors
+/// of arguments.
 pub(crate) fn contained(operation: &'static str, body: impl FnOnce() -> Result<()>) -> highwater_status {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => HIGHWATER_OK,

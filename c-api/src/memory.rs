@@ -147,7 +147,7 @@ pub unsafe extern "C" fn highwater_device_allocate_shared(
     })
 }
 
-/// Allocates device memory from the stream's pool, in the order of its work. The cheapest way for scratch memory.
+/// Allocates device memory from the stream's pool, in the order of its work. It is the cheapest kind of scratch memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_stream_allocate(
     stream: *mut highwater_stream,
@@ -274,8 +274,8 @@ pub unsafe extern "C" fn highwater_pinned_bytes(pinned: *mut highwater_pinned, b
     })
 }
 
-/// Waits until the CPU can access the memory without a race: to read it, until every stream that writes it is done; to write it,
-/// until every stream that uses it is done. An error of a copy into the memory appears here.
+/// Waits until the CPU can access the memory without a race. To read it, the call waits for every stream that writes it; to write it,
+/// for every stream that uses it. Returns an error of a copy into the memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_pinned_wait(pinned: *mut highwater_pinned, to_write: bool) -> highwater_status {
     call!(highwater_pinned_wait, { get(pinned)?.wait_for(access(to_write)) })

@@ -101,10 +101,11 @@ unsafe fn options(
 }
 
 /// Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
-/// opened or none. With null, the variable HIGHWATER_BACKEND chooses, else the best real device. `options` may be null.
+/// opened or none. If `backend` is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
+/// `options` may be null.
 ///
-/// If `report` is not null, it receives a JSON text with every backend and the reason it was or was not taken, also after an
-/// error of the search. Release it with highwater_text_release.
+/// If `report` is not null, it receives a JSON text, also after an error of the search. The text states why each backend was or was
+/// not taken. Release it with highwater_text_release.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_open(
     backend: *const c_char,
@@ -174,7 +175,7 @@ pub unsafe extern "C" fn highwater_trim(runtime: *mut highwater_runtime) -> high
 
 /// Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
 /// `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
-/// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. It then ends with the last of them.
+/// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. The runtime then ends with the last of them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_close(runtime: *mut *mut highwater_runtime, live: *mut u64) -> highwater_status {
     call!(highwater_close, {

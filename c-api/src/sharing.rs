@@ -125,8 +125,8 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate_shared(
 }
 
 /// Makes a ticket for highwater_pinned_open: a text without line breaks. Release it with highwater_text_release. Device work that was
-/// enqueued on the memory before is done when other processes have opened it. `pinned` is of highwater_pinned_allocate_shared. No other
-/// thread may copy to it during the call.
+/// enqueued on the memory before is done when other processes have opened it. `pinned` must come from highwater_pinned_allocate_shared.
+/// No other thread may copy to it during the call.
 ///
 /// If `writable` is false, the memory is read-only from this call on, here and in every process, and the CPU must not write it.
 /// Otherwise every process may write it. The program must then order the accesses of all processes and devices.
@@ -258,8 +258,8 @@ pub unsafe extern "C" fn highwater_owner_descriptor(
 /// memory. So the callback should only signal another thread. It may release buffers. It must not throw or jump.
 ///
 /// The release of the watch cancels a call that has not begun, and does not wait for one that has. `user_end`, if not null, is called with
-/// `user` exactly once, in any thread: after the callback has returned, or when it will not be called any more. It is also called if this
-/// function fails, or if the runtime ends before the owner. The caller may free what belongs to `user` from then on.
+/// `user` exactly once, in any thread. That call comes after the callback has returned, or once no call of it can follow. It also comes if
+/// this function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_owner_on_death(
     owner: *mut highwater_owner,

@@ -144,7 +144,7 @@ pub unsafe extern "C" fn highwater_pinned_malloc(bytes: usize) -> *mut c_void {
     address
 }
 
-/// Frees memory of highwater_pinned_malloc. No work may use it any more: Highwater does not see copies that other code enqueues. Does
+/// Frees memory of highwater_pinned_malloc. No work may use it, because Highwater does not see copies that other code enqueues. Does
 /// nothing with null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_pinned_free(address: *mut c_void) {

@@ -49,7 +49,7 @@ pub extern "C" fn highwater_last_error() -> *const c_char {
     failure::message()
 }
 
-/// Returns the remedy of the last error of this thread. May be empty.
+/// Returns the remedy of the last error of this thread. It may be empty.
 #[unsafe(no_mangle)]
 pub extern "C" fn highwater_last_hint() -> *const c_char {
     failure::hint()

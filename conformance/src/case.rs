@@ -229,7 +229,7 @@ pub(crate) struct Failure {
     location: &'static Location<'static>,
     /// Set if the case failed because no attempt was in time.
     inconclusive: Option<Inconclusive>,
-    /// Whether the case proves nothing here, and has not failed.
+    /// True if the case is skipped, and has not failed.
     is_skip: bool,
 }
 
@@ -255,7 +255,7 @@ impl Failure {
         Self { message: waits.to_owned(), location, inconclusive: Some(inconclusive), is_skip: false }
     }
 
-    /// Skips the case: it proves nothing about this backend now, for this reason.
+    /// Skips the case, because it proves nothing about this backend for this reason.
     #[track_caller]
     pub(crate) fn skip(reason: impl Into<String>) -> Self {
         Self { is_skip: true, ..Self::new(reason) }

@@ -301,8 +301,8 @@ impl<T: Element> SharedPinnedBuffer<T> {
     /// As [`SharedPinnedBuffer::slice_mut`].
     ///
     /// # Safety
-    /// The caller must ensure that no slice of the values exists from the copy's call until the copy has ended:
-    /// [`SharedPinnedBuffer::read`], [`SharedPinnedBuffer::write`], and the arguments of the closures of
+    /// The caller must ensure that no slice of the values exists from the copy's call until the copy has ended. Slices are those of
+    /// [`SharedPinnedBuffer::read`] and [`SharedPinnedBuffer::write`], and the arguments of the closures of
     /// [`SharedPinnedBuffer::read_with`] and [`SharedPinnedBuffer::write_with`]. The caller must not share the buffer for the first time
     /// between this call and that of the copy.
     pub unsafe fn slice_mut_shared(&self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {

@@ -404,7 +404,7 @@ fn buffers_that_no_stream_allocated_are_counted_for_each_device() {
     assert_eq!(sum, (2, bytes + far_bytes));
     let text = runtime.statistics().to_string();
     assert!(text.contains("device memory of buffers: 2 blocks (4."), "{text}");
-    // A buffer that was dropped is live no longer, even if its memory waits for a stream.
+    // A dropped buffer is not live, even if its memory waits for a stream.
     stream.fill(&plain, 1.0_f32).unwrap();
     drop((plain, shared));
     assert_eq!(buffers(), ((0, 0), (0, 0), (0, 0)));

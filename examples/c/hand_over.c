@@ -86,7 +86,7 @@ static void second(highwater_runtime *runtime, highwater_stream *stream, char *p
     EXPECT(waitpid(child, &status, 0) == child && status == 0);
     puts("the first engine has handed over, and has ended");
 
-    /* This process answers the tickets now. */
+    /* From here on, this process answers the tickets. */
     unsigned char last = 0;
     CHECK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &again));
     CHECK(highwater_read(stream, again, BYTES - 1, &last, 1));

@@ -1,9 +1,9 @@
-// A memory resource of RMM over Highwater: device memory from the pools of streams. To copy into a program.
+// A memory resource of RMM over Highwater: device memory from the pools of streams. Copy it into a program.
 //
 // RMM up to 26.4 has the base class `device_memory_resource`; later versions have the concept `cuda::mr::resource`. The class has both.
 //
-// RMM's contract. Work on the stream of a deallocation comes after all other uses of the memory. So the resource notes that stream, too, and
-// Highwater reuses the memory after its work. The streams must live until the resource is destroyed. The per-thread default stream is refused.
+// In RMM's contract, work on the stream of a deallocation comes after all other uses of the memory. So the resource notes that stream, too,
+// and Highwater reuses the memory after its work. The streams must live until the resource is destroyed. The per-thread default stream is refused.
 #pragma once
 
 #include <highwater/highwater.h>

@@ -1,5 +1,5 @@
 /* A memory provider of the Unified Memory Framework (UMF) over Highwater: UMF's pools divide memory that Highwater allocates, and other
- * processes open it by tickets. To copy into a program. */
+ * processes open it by tickets. Copy it into a program. */
 #ifndef HIGHWATER_PROVIDER_H
 #define HIGHWATER_PROVIDER_H
 

@@ -138,7 +138,7 @@ fn difference(claimed: &Capabilities, held: &Capabilities) -> String {
     names.join(", ")
 }
 
-/// The answer of a method: the plugin's to a call of the slot with the method's name, with three exceptions.
+/// The answer of a method. The plugin gives it in the slot with the method's name, with three exceptions.
 macro_rules! answer {
     ($imported:ident.capabilities($device:ident)) => {
         $imported.held_capabilities($device)

@@ -1,7 +1,7 @@
 //! Checks of the rules of the table that ordinary calls do not show, for tests of plugins.
 //!
-//! A program that only uses plugins does not depend on these rules today: its structs have the sizes that plugins know, and it reads
-//! no answer after an error. A later program will. So the conformance suite turns the checks on.
+//! A program of this version does not depend on these rules. Its structs have the sizes that plugins know, and it reads no answer
+//! after an error. A program of a later version may. So the conformance suite turns the checks on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,7 +15,7 @@ static CHECKED: AtomicBool = AtomicBool::new(false);
 /// call itself then has a longer struct whose unknown bytes are zero, and must work. An error must have a message, and leave the
 /// answer untouched. A call that breaks a rule returns `Vendor`, and the message names the rule.
 ///
-/// The checks make calls slower. They are meant for tests of plugins.
+/// The checks make calls slower. They are for tests of plugins.
 pub fn check_rules() {
     // Relaxed: a thread that opens a backend later was ordered after this call by other means, or by none.
     CHECKED.store(true, Ordering::Relaxed);

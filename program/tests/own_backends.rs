@@ -127,8 +127,8 @@ fn the_backend_in_c_conforms() {
     conforms(c_backend());
 }
 
-/// Rules of the table that the suite checks in every call of a plugin: the text of the backend in C, a text that breaks the rule, and
-/// words of the failures.
+/// Rules of the table that the suite checks in every call of a plugin. Each has the text of the backend in C, a text that breaks the
+/// rule, and words of the failures.
 const BROKEN_RULES: [(&str, &str, &str); 7] = [
     ("if (((const unsigned char *)given)[byte] != 0)", "if (0)", "in `open` with success for a longer struct"),
     (

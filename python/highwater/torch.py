@@ -254,7 +254,7 @@ class _State:
                 time.sleep(LAST_LOOK_SECONDS)
 
     def land(self, tokens: list[int]) -> list[_Export]:
-        """Notes the receipts of messages. Returns the storages of those that are not on their way any more."""
+        """Notes the receipts of messages. Returns the storages of the messages that have arrived."""
         arrived: list[_Export] = []
         with self.lock:
             for token in tokens:
@@ -283,7 +283,7 @@ class _State:
         self.release(found)
 
     def release(self, exports: list[_Export]) -> None:
-        """Ends the shares of those of these storages that no tensor of this process and no message on its way needs."""
+        """Ends the shares of the given storages, except those that a tensor of this process or a message on its way needs."""
         ended: list[_Export] = []
         with self.lock:
             for export in exports:
@@ -531,7 +531,7 @@ class _Outgoing:
     def header(self) -> bytes:
         """Sends the storages. Returns the opcodes that open them before the objects of the message are made.
 
-        They leave the `_Incoming` on the stack of the unpickler, below the objects of the message, and use no memo. So it lives
+        The opcodes leave the `_Incoming` on the stack of the unpickler, below the objects of the message, and use no memo. So it lives
         until the message is read.
         """
         state = _current()
@@ -862,10 +862,10 @@ _host_library: Any = None
 def install_host_allocator() -> None:
     """Puts Highwater's pool of page-locked memory behind `torch.empty(.., pin_memory=True)`, `Tensor.pin_memory` and `DataLoader`.
 
-    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. A tensor of more than a
-    registration of the device, which is 64 MiB with CUDA, gets PyTorch's too. The first call on a machine compiles
-    a small C++ file for the installed PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17
-    compiler: `c++`, or the one that the variable `CXX` names. Call it before other threads allocate page-locked memory.
+    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. PyTorch's also allocates tensors of more
+    than one registration of the device, which is 64 MiB with CUDA. The first call on a machine compiles a small C++ file for the installed
+    PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17 compiler: `c++`, or the one that the
+    variable `CXX` names. No other thread may allocate page-locked memory during the call.
 
     `torch.cuda.host_memory_stats` then has the pool's counts. Memory that a CUDA graph of PyTorch copies from or to is not reused before
     the process ends.

@@ -22,11 +22,11 @@
  * runtime in the child; call exec first.
  *
  * Callbacks. No exception and no longjmp may leave a callback. A callback runs in the thread of the call that has it as an argument, if its
- * comment names no other. A highwater_end_callback may run in any thread, and calls no function of this library.
+ * comment names no other. A highwater_end_callback may run in any thread, and must call no function of this library.
  *
- * Allocators. highwater_torch_... and highwater_pinned_malloc and _free have no runtime among their arguments. They use one that the
- * first call opens, and that lives as long as the process: the backend that HIGHWATER_BACKEND names, else the best real device. After an
- * error they return null, or do nothing, and highwater_last_error returns the message.
+ * Allocators. highwater_torch_... and highwater_pinned_malloc and _free have no runtime among their arguments. The first call
+ * opens one, over the backend that HIGHWATER_BACKEND names, else over the best real device. It lives as long as the process. After an error
+ * they return null, or do nothing, and highwater_last_error returns the message.
  */
 
 #ifndef HIGHWATER_HIGHWATER_H
@@ -440,7 +440,7 @@ const char *highwater_status_text(highwater_status status);
 const char *highwater_last_error(void);
 
 /**
- * Returns the remedy of the last error of this thread. May be empty.
+ * Returns the remedy of the last error of this thread. It may be empty.
  */
 const char *highwater_last_hint(void);
 
@@ -456,10 +456,11 @@ void highwater_text_release(char **text);
 
 /**
  * Opens a backend and makes a runtime over it. `backend` is a name, such as "cuda", "rocm", "mock" or a plugin's; that backend is
- * opened or none. With null, the variable HIGHWATER_BACKEND chooses, else the best real device. `options` may be null.
+ * opened or none. If `backend` is null, the variable HIGHWATER_BACKEND names it; without one, the best real device is opened.
+ * `options` may be null.
  *
- * If `report` is not null, it receives a JSON text with every backend and the reason it was or was not taken, also after an
- * error of the search. Release it with highwater_text_release.
+ * If `report` is not null, it receives a JSON text, also after an error of the search. The text states why each backend was or was
+ * not taken. Release it with highwater_text_release.
  */
 highwater_status highwater_open(const char *backend,
                                 const struct highwater_open_options *options,
@@ -489,7 +490,7 @@ highwater_status highwater_trim(struct highwater_runtime *runtime);
 /**
  * Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
  * `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
- * HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. It then ends with the last of them.
+ * HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. The runtime then ends with the last of them.
  */
 highwater_status highwater_close(struct highwater_runtime **runtime,
                                  uint64_t *live);
@@ -640,7 +641,7 @@ highwater_status highwater_device_allocate_shared(struct highwater_device *devic
                                                   struct highwater_buffer **buffer);
 
 /**
- * Allocates device memory from the stream's pool, in the order of its work. The cheapest way for scratch memory.
+ * Allocates device memory from the stream's pool, in the order of its work. It is the cheapest kind of scratch memory.
  */
 highwater_status highwater_stream_allocate(struct highwater_stream *stream,
                                            size_t bytes,
@@ -705,8 +706,8 @@ highwater_status highwater_pinned_data(struct highwater_pinned *pinned, void **d
 highwater_status highwater_pinned_bytes(struct highwater_pinned *pinned, size_t *bytes);
 
 /**
- * Waits until the CPU can access the memory without a race: to read it, until every stream that writes it is done; to write it,
- * until every stream that uses it is done. An error of a copy into the memory appears here.
+ * Waits until the CPU can access the memory without a race. To read it, the call waits for every stream that writes it; to write it,
+ * for every stream that uses it. Returns an error of a copy into the memory.
  */
 highwater_status highwater_pinned_wait(struct highwater_pinned *pinned,
                                        bool to_write);
@@ -790,7 +791,7 @@ highwater_status highwater_gemm_run(struct highwater_stream *stream, const struc
 /**
  * Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
  * It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
- * jump. Afterward every setting of the handle is restored.
+ * jump. The call then restores every setting of the handle.
  */
 highwater_status highwater_blas_lend(struct highwater_stream *stream,
                                      highwater_blas_callback callback,
@@ -816,8 +817,8 @@ highwater_status highwater_blas_lt_lend(struct highwater_stream *stream,
 
 /**
  * Records the work that the callback enqueues on the stream, without executing it. `mode` is HIGHWATER_CAPTURE_... The callback
- * returns 0, or a status that ends the capture and that this function returns. It must not throw or jump. Allocate memory before, or by
- * highwater_stream_allocate.
+ * returns 0, or a status that ends the capture and that this function returns. It must not throw or jump. Memory must be allocated
+ * before, or by highwater_stream_allocate.
  */
 highwater_status highwater_capture(struct highwater_stream *stream,
                                    uint32_t mode,
@@ -869,8 +870,8 @@ highwater_status highwater_device_pinned_allocate_shared(struct highwater_device
 
 /**
  * Makes a ticket for highwater_pinned_open: a text without line breaks. Release it with highwater_text_release. Device work that was
- * enqueued on the memory before is done when other processes have opened it. `pinned` is of highwater_pinned_allocate_shared. No other
- * thread may copy to it during the call.
+ * enqueued on the memory before is done when other processes have opened it. `pinned` must come from highwater_pinned_allocate_shared.
+ * No other thread may copy to it during the call.
  *
  * If `writable` is false, the memory is read-only from this call on, here and in every process, and the CPU must not write it.
  * Otherwise every process may write it. The program must then order the accesses of all processes and devices.
@@ -934,8 +935,8 @@ highwater_status highwater_owner_descriptor(struct highwater_owner *owner,
  * memory. So the callback should only signal another thread. It may release buffers. It must not throw or jump.
  *
  * The release of the watch cancels a call that has not begun, and does not wait for one that has. `user_end`, if not null, is called with
- * `user` exactly once, in any thread: after the callback has returned, or when it will not be called any more. It is also called if this
- * function fails, or if the runtime ends before the owner. The caller may free what belongs to `user` from then on.
+ * `user` exactly once, in any thread. That call comes after the callback has returned, or once no call of it can follow. It also comes if
+ * this function fails, or if the runtime ends before the owner. From then on, the caller may free memory of `user`.
  */
 highwater_status highwater_owner_on_death(struct highwater_owner *owner,
                                           highwater_death_callback callback,
@@ -994,7 +995,7 @@ void highwater_torch_record_stream(void *address,
 void *highwater_pinned_malloc(size_t bytes);
 
 /**
- * Frees memory of highwater_pinned_malloc. No work may use it any more: Highwater does not see copies that other code enqueues. Does
+ * Frees memory of highwater_pinned_malloc. No work may use it, because Highwater does not see copies that other code enqueues. Does
  * nothing with null.
  */
 void highwater_pinned_free(void *address);

@@ -1,4 +1,4 @@
-//! What a call leaves behind: refused calls before calls of each kind, and equal operations with other work between.
+//! Effects of a call on later ones: calls of each kind after refused calls, and equal operations with other work between.
 
 use std::cell::RefCell;
 use std::num::NonZeroU32;

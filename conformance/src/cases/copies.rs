@@ -292,7 +292,7 @@ pub(super) fn needs_free(backend: &dyn Backend, device: u32, bytes: usize) -> Ca
 /// The bytes of a transfer that has more than 64 MiB.
 pub(super) const LARGE: usize = (64 << 20) + 4096 + 5;
 
-/// The parts of a large transfer that a case compares: its beginning and its end, and both sides of each power of two from 1 MiB on.
+/// The parts of a large transfer that a case compares: beginning, end, and both sides of each power of two from 1 MiB on.
 pub(super) fn compared_parts() -> impl Iterator<Item = Range<usize>> {
     const PART: usize = 2048;
     let middle = (20..=26).map(|power| (1_usize << power) - PART..(1 << power) + PART);

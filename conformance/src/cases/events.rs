@@ -313,7 +313,7 @@ fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
         while event.is_pending()? {
             std::thread::yield_now();
         }
-        // SAFETY: the event is complete; that this means what it says is what the case shows.
+        // SAFETY: the event is complete, so the copy has ended on a right backend. The case finds the others.
         let arrived = unsafe { pinned.bytes_now(0..BYTES) }.iter().all(|&got| got == byte);
         check!(arrived, "an event is complete, and a copy to the host before its record has not arrived");
         check!(stream.query()?.is_complete() || stream.synchronize().is_ok(), "the stream failed");

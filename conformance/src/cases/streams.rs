@@ -602,7 +602,7 @@ enum Wait {
 
 /// One thread keeps a stream busy, with a few loads ahead of the device. Another waits, and must return before the first one stops.
 fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait) -> CaseResult {
-    /// A wait for all work lasts as long as the work is added. A right one lasts for the loads that are enqueued.
+    /// A wrong wait lasts as long as work is added. A right one lasts until the loads before it are done.
     const LIMIT: Duration = Duration::from_secs(3);
     const AHEAD: usize = 6;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;

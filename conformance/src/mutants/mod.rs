@@ -62,7 +62,7 @@ pub struct Mutant {
     pub survives: Option<&'static str>,
     /// Clauses that the mutant breaks too.
     also: &'static [&'static str],
-    /// What a device must have for the mutant to do wrong.
+    /// The needs of the mutant. It does no wrong on a device that lacks one.
     needs: &'static [Need],
     act: Act,
 }

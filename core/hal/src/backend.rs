@@ -296,10 +296,10 @@ impl std::fmt::Display for LiveObjects {
 ///
 /// The caller must keep all other things until the work that uses them is complete: device memory, mappings, page-locked
 /// memory, registrations, and workspaces. So no work that uses memory is outstanding when the last reference to a backend is
-/// dropped. Other outstanding work, such as a wait or a record, may then be executed or not. The caller must keep memory that it exported by a transport other than descriptors until
-/// no other process has it open. Otherwise, a later allocation may get the bytes. A foreign object must outlive its id, so the
-/// destruction of the id waits until no call of another thread uses it. The caller must end a capture before it destroys a
-/// stream that takes part. The outcome of the capture is otherwise not promised.
+/// dropped. Other outstanding work, such as a wait or a record, may then be executed or not. The caller must keep memory that it
+/// exported by a transport other than descriptors until no other process has it open. Otherwise, a later allocation may get the
+/// bytes. A foreign object must outlive its id, so the destruction of the id waits until no call of another thread uses it. The
+/// caller must end a capture before it destroys a stream that takes part. The outcome of the capture is otherwise not promised.
 ///
 /// # Safety
 /// Core trusts a backend's answers when it frees and reuses memory, and when it lets safe code touch page-locked memory.
@@ -628,8 +628,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// The caller must ensure that:
-    /// - each range of at least a byte lies inside one block: device memory of the named device, memory that is mapped without a gap and that the
-    ///   device may access, one page-locked host block, or one registration;
+    /// - each range of at least a byte lies inside one block: device memory of the named device, memory that is mapped without a
+    ///   gap and that the device may access, one page-locked host block, or one registration;
     /// - the ranges do not overlap, and both blocks stay allocated until the copy has completed;
     /// - until then, the source is not written, and a host destination is neither read nor written.
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()>;

@@ -331,8 +331,8 @@ impl Runtime {
         Ok(backend.live_objects())
     }
 
-    /// As [`Runtime::close`], and returns within `limit`. It first waits until the other objects of the runtime are dropped, and other
-    /// processes have closed its buffers. Then it ends the runtime in a thread of its own, because a device that hangs never ends its
+    /// As [`Runtime::close`], and returns within `limit`. The call first waits until the other objects of the runtime are dropped, and
+    /// other processes have closed its buffers. A thread of its own then ends the runtime, because a device that hangs never ends its
     /// work.
     ///
     /// ```
@@ -349,8 +349,8 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// `InvalidState` if objects are still alive at the limit, or if the devices have not done their work. The message states which. In the
-    /// second case, the thread goes on, and the runtime ends with the devices' work or with the process. `OperatingSystem` if no thread
+    /// `InvalidState` if objects are still alive at the limit, or if the devices have not done their work. The message states
+    /// which. In the second case, the runtime ends with the devices' work or with the process. `OperatingSystem` if no thread
     /// can be created. Otherwise as [`Runtime::close`].
     pub fn close_within(self, limit: Duration) -> Result<LiveObjects> {
         const OPERATION: &str = "close_within";
@@ -359,7 +359,7 @@ impl Runtime {
         let begun = Instant::now();
         let left = || limit.saturating_sub(begun.elapsed());
         let mut pause = Duration::from_micros(50);
-        // A drop wakes nobody, because that would cost each drop.
+        // A drop wakes no thread, because a wake would cost each drop.
         loop {
             let others = Arc::strong_count(&self.inner) as u64 - 1 + self.inner.pinned.live_buffers();
             let in_use = (others > 0).then(|| self.inner.in_use(OPERATION, others));
@@ -377,15 +377,16 @@ impl Runtime {
             if is_caller {
                 own_thread::become_caller();
             }
-            // Nobody receives the answer after the limit.
+            // No thread receives the answer after the limit.
             let _ = sender.send(self.close());
         };
         own_thread::spawn(("highwater-close", OPERATION, ", or call `Runtime::close`"), close)?;
         ended.recv_timeout(left()).unwrap_or_else(|_| {
             let live = backend.live_objects();
             let message = format!("the devices have not done their work within {limit:?}; the backend counts {live}");
-            Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
-                .with_hint("end the process if a device hangs; otherwise wait longer, or for the work before"))
+            Err(Error::new(ErrorKind::InvalidState, OPERATION, message).with_hint(
+                "end the process if a device hangs; otherwise pass a longer limit, or wait for the work first",
+            ))
         })
     }
 }

@@ -150,7 +150,7 @@ impl State {
     }
 }
 
-/// The cause of a connection that came to nothing.
+/// The cause of a failed connection.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     /// The other end has closed the connection.
@@ -178,7 +178,7 @@ pub(crate) struct Link {
     socket: OwnedFd,
     /// Number of the last request. The lock is held from a request to its answer.
     channel: Mutex<u32>,
-    /// How often a thread found the exporter stopped.
+    /// The number of times that a thread found the exporter stopped.
     stops: AtomicU64,
     /// The line on which the exporter rings.
     pub(crate) line: OwnedFd,
@@ -465,8 +465,8 @@ impl Link {
         let _ = send(self.socket.as_fd(), &Message::Ring.encode(), &[]);
     }
 
-    /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket: an heir that
-    /// does not listen yet, or a child of the exporter. Then the call tries again for the time of `heir`.
+    /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket. It is an heir
+    /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`.
     pub(super) fn connect_or_wait(
         ticket: &Ticket,
         mapper: &dyn Mapper,
@@ -573,7 +573,7 @@ impl Link {
             return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
         link.process.identify(OPERATION, descriptors.into_iter().next())?;
-        // Nobody else has the connection yet.
+        // No other thread has the connection yet.
         let _ = link.greeted.set((standing, pid));
         Ok(link)
     }

@@ -82,7 +82,7 @@ pub(crate) struct Part {
     pub(crate) payload: [u8; 64],
 }
 
-/// What a `Welcome` states about its sender.
+/// The sender of a `Welcome`, as it describes itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Standing {
     /// True if the sender is the heir of a dead owner, and answers under its name.

@@ -98,8 +98,8 @@ impl Stream {
     /// As [`Stream::copy_2d_from_raw`].
     ///
     /// # Safety
-    /// The caller must ensure that no code of the CPU accesses these rows until the stream has executed the copy, and that this
-    /// process may write them. Slices that exist already do not wait for it.
+    /// The caller must ensure that no code of the CPU accesses these rows until the stream has executed the copy. This process must have
+    /// the right to write them. Slices that exist already do not wait for the copy.
     pub unsafe fn copy_2d_to_raw<'d, T: Element>(
         &self,
         src: impl Into<DeviceSlice<'d, T>>,
@@ -166,8 +166,8 @@ fn check_rows(operation: &'static str, shape: CopyShape, src: usize, dst: usize)
     Ok(())
 }
 
-/// Splits a copy of rows at the borders between registrations: rows that lie in one are one part, and a row that lies in several is
-/// cut. `start` is the offset of the first row in the block, and `cut` splits a range of the block.
+/// Splits a copy of rows at the borders between registrations. Rows that lie in one are one part; a row that lies in several is cut.
+/// `start` is the offset of the first row in the block, and `cut` splits a range of the block.
 fn split<I: Iterator<Item = Range<usize>>>(
     start: usize,
     kind: CopyKind,

@@ -168,7 +168,7 @@ fn heir() -> Heir {
             // SAFETY: the call takes a number and touches no memory. A number that another test has closed is an error.
             let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
             if copy >= 0 {
-                // SAFETY: the descriptor is new, and nobody else has it.
+                // SAFETY: the descriptor is new, and no other code has it.
                 sockets.push(unsafe { OwnedFd::from_raw_fd(copy) });
             }
         }

@@ -1,6 +1,6 @@
 //! Names that are near to a misspelled one, for hints.
 
-/// Returns the names that differ from the text in the fewest letters, at most three. None if no name is near.
+/// Returns the names that differ from the text in the fewest letters, at most three. Returns none if no name is near.
 pub(super) fn nearest<'n>(text: &str, names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
     const MOST_NAMES: usize = 3;
     let text = text.to_lowercase();
@@ -14,7 +14,7 @@ pub(super) fn nearest<'n>(text: &str, names: impl Iterator<Item = &'n str>) -> V
     near.into_iter().take_while(|(errors, _)| *errors == least).take(MOST_NAMES).map(|(_, name)| name).collect()
 }
 
-/// Returns a hint that begins with the nearest names, and then says the rest.
+/// Returns a hint that begins with the nearest names and goes on with `otherwise`.
 pub(super) fn hint<'n>(text: &str, names: impl Iterator<Item = &'n str>, otherwise: String) -> String {
     let names: Vec<String> = nearest(text, names).into_iter().map(|name| format!("`{name}`")).collect();
     if names.is_empty() { otherwise } else { format!("did you mean {}? Else {otherwise}", names.join(" or ")) }
