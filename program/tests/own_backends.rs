@@ -215,7 +215,8 @@ fn the_backend_in_rust_conforms() {
 fn the_backend_in_rust_works_under_a_runtime() {
     // Every slot is there, and answers `Unsupported` where the backend leaves a method to the trait.
     let every = [
-        "required", "timing", "foreign", "host", "register", "blas", "lt", "capture", "ipc", "reset", "mapped", "adopt",
+        "required", "timing", "foreign", "host", "register", "blas", "lt", "capture", "ipc", "reset", "mapped",
+        "adopt", "rows",
     ];
     works(rust_backend(), "example", &every);
 }
