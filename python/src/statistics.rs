@@ -1,8 +1,8 @@
 //! The statistics of a runtime, as the dataclasses of `highwater/_statistics.py`.
 
 use highwater::statistics::{
-    BufferStatistics, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostCacheStatistics, Limits, SharingStatistics,
-    Statistics,
+    BufferStatistics, DeviceMemoryStatistics, GraphStatistics, HandlePoolStatistics, HostCacheStatistics, Limits,
+    SharingStatistics, Statistics,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
