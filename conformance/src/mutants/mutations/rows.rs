@@ -50,7 +50,7 @@ mutants! {
     in "copy-2d.zero":
     "no-rows-refused": "Refuses to copy 0 rows." => |h| refuse(h, |copy| copy.shape.height == 0);
     "empty-rows-refused": "Refuses to copy rows of 0 bytes." => |h| refuse(h, |copy| copy.shape.width == 0);
-    "no-rows-between-devices-refused": "Refuses to copy 0 rows between devices." =>
+    "no-rows-between-devices-refused" needs [TWO_DEVICES, has::peer_copy]: "Refuses to copy 0 rows between devices." =>
         |h| refuse(h, |copy| copy.shape.height == 0 && Way::between(copy.dst, copy.src) == Way::BetweenDevices);
     "no-rows-done": "Copies a row instead of none." => |h| at_least(h, |shape| shape.height = shape.height.max(1));
     "empty-rows-done": "Copies a byte of each row instead of none." => |h| at_least(h, |shape| {
