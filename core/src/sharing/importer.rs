@@ -41,6 +41,8 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 
 /// Time limit for the greeting of a process that has the name of a dead exporter.
 const HEIR_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+/// Time in which an heir listens on the socket of an owner that has ended.
+const HEIR_LISTENS_WITHIN: Duration = Duration::from_millis(500);
 /// Maximum number of connections for one request, if the exporter hands over meanwhile.
 const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
@@ -1073,7 +1075,7 @@ impl Importer {
                 Found::There(link) if link.is_dead() => self.state.lock().retire(&link),
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
-                    let heir = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
+                    let heir = Patience::new(patience.left().min(HEIR_LISTENS_WITHIN));
                     let link = Link::connect_or_wait(ticket, mapper, patience, heir);
                     self.note_answer(ticket, &link);
                     let link = Arc::new(link?);
