@@ -149,12 +149,18 @@ impl Ledger {
     /// Returns the bytes of the blocks on `device` that no pool divides.
     pub(crate) fn held_bytes(&self, device: u32) -> Held {
         let blocks = self.device.lock();
-        Held { buffers: sum_of(&blocks, device, true).bytes, others: sum_of(&blocks, device, false).bytes }
+        let of = |owned: bool| sum_of(&blocks, |block| block.info.device == device && block.owned == owned).bytes;
+        Held { buffers: of(true), others: of(false) }
     }
 
     /// Returns the blocks on `device` that buffers own.
     pub(crate) fn buffers(&self, device: u32) -> BufferStatistics {
-        sum_of(&self.device.lock(), device, true)
+        sum_of(&self.device.lock(), |block| block.info.device == device && block.owned)
+    }
+
+    /// Returns the blocks that buffers own, on all devices.
+    pub(crate) fn all_buffers(&self) -> BufferStatistics {
+        sum_of(&self.device.lock(), |block| block.owned)
     }
 
     /// Removes the block that starts at `ptr` on `device`.
@@ -188,11 +194,11 @@ impl Ledger {
     }
 }
 
-/// Sums the blocks on `device` that no pool divides, and that a buffer owns or none.
-fn sum_of(blocks: &BTreeMap<u64, DeviceBlock>, device: u32, owned: bool) -> BufferStatistics {
+/// Sums those blocks that no pool divides.
+fn sum_of(blocks: &BTreeMap<u64, DeviceBlock>, is_counted: impl Fn(&DeviceBlock) -> bool) -> BufferStatistics {
     let mut sum = BufferStatistics::default();
     for block in blocks.values() {
-        if block.info.device == device && !block.divided && block.owned == owned {
+        if !block.divided && is_counted(block) {
             sum.blocks += 1;
             sum.bytes += block.info.bytes as u64;
         }
@@ -276,6 +282,7 @@ mod tests {
         assert_eq!(ledger.held_bytes(0), Held { buffers: 0x110, others: 0x1000 });
         assert_eq!(ledger.held_bytes(1), Held { buffers: 1, others: 0 });
         assert_eq!(ledger.buffers(0), BufferStatistics { blocks: 2, bytes: 0x110 });
+        assert_eq!(ledger.all_buffers(), BufferStatistics { blocks: 3, bytes: 0x111 });
         ledger.set_dropped(DevicePtr::new(0x1000));
         assert_eq!(ledger.held_bytes(0), Held { buffers: 0x10, others: 0x1100 });
         ledger.remove_device(0, DevicePtr::new(0x2000)).unwrap();

@@ -95,10 +95,7 @@ impl Runtime {
             events,
             idle_events,
             host: inner.pinned.statistics(),
-            buffers: inner.devices.iter().zip(0..).fold(BufferStatistics::default(), |sum, (_, device)| {
-                let BufferStatistics { blocks, bytes } = inner.ledger.buffers(device);
-                BufferStatistics { blocks: sum.blocks + blocks, bytes: sum.bytes + bytes }
-            }),
+            buffers: inner.ledger.all_buffers(),
             device_memory: inner.frees.memory.statistics(),
             sharing: sharing_of(inner),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
