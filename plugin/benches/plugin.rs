@@ -1,5 +1,5 @@
 //! What the table of a plugin costs a call: the same calls on the mock and on the mock's plugin, in turns, and the median of the
-//! differences. `cargo bench -p highwater-core --bench plugin [-- --json]`.
+//! differences. `cargo bench -p highwater-plugin --bench plugin [-- --json]`.
 //!
 //! The calls are those that do least in the mock, so that the difference is the table's. Rounds are paired: each times both, one
 //! right after the other, and the order changes from round to round.
