@@ -441,7 +441,9 @@ impl<'a> Supervisor<'a> {
 
     /// Kills a random worker, if it is time.
     fn kill_one(&mut self) -> Result<()> {
-        if self.next_kill > Instant::now() {
+        // Those that die are counted once they are dead.
+        let dying = self.workers.iter().filter(|worker| worker.is_killed).count() as u64;
+        if self.next_kill > Instant::now() || self.report.kills + dying >= self.soak.kills {
             return Ok(());
         }
         let index = self.random.index(self.workers.len());
