@@ -8,7 +8,6 @@ import re
 _SPELLED = {
     "`EventOptions::with_timing`": "`Stream.record(timed=True)`",
     "`OwnerDeath::Keep`": '`owner_death="keep"`',
-    "`OwnerDeath::Release`": '`owner_death="release"`',
     "`OwnerDeath::Inherit`": '`owner_death="inherit"`',
     ", or by `Holder::hold`": "",
     ", or `SharingOptions::with_rendezvous`": "",
@@ -16,7 +15,6 @@ _SPELLED = {
     "`Device::legacy_default_stream`": "`Device.default_stream`",
     "open it with `Runtime::open_pinned`": "open it in a program in Rust, because the package has no shared page-locked memory",
     "use `fill_zero`, or upload the values": "fill with 0, or upload the values",
-    "`transposed` swaps rows and columns": "`transpose_a` and `transpose_b` swap rows and columns",
     "`device_count()`": "`Runtime.device_count`",
     "`device_count`": "`Runtime.device_count`",
     "`create_stream`": "`Device.create_stream`",

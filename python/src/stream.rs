@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use highwater::half::{bf16, f16};
-use highwater::{Access, DeviceBuffer, Error, GemmShape, Matrix, Scalar, StridedBatch, Transpose};
+use highwater::{Access, DeviceBuffer, Error, GemmShape, Scalar, StridedBatch, Transpose};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -348,9 +348,7 @@ impl Stream {
         let of_c = Stack::of("out", c)?;
         let factors =
             Factors { a: of_a, b: of_b, c: of_c, transposed: (transpose_a, transpose_b), scale: (alpha, beta) };
-        if !(leading.is_empty() && of_c.leading.is_empty()) {
-            factors.check_batch(leading, [&a.0, &b.0, c])?;
-        }
+        factors.check(leading, [&a.0, &b.0, c])?;
         [&a.0, &b.0, c].into_iter().for_each(|memory| memory.note(py, &self.queue));
         let queue = &self.queue;
         let run = || match (&*a.0.values, &*b.0.values, &*c.values) {
@@ -424,15 +422,19 @@ struct Factors<'m> {
 }
 
 impl Factors<'_> {
-    /// Checks the shapes of a batch, and that the result overlaps no factor.
-    fn check_batch(&self, leading: &[usize], [a, b, out]: [&Memory; 3]) -> PyResult<()> {
+    /// Checks the shapes, and that the result overlaps no factor.
+    fn check(&self, leading: &[usize], [a, b, out]: [&Memory; 3]) -> PyResult<()> {
         const OPERATION: &str = "matmul";
         let ((rows, inner), (inner_of_b, columns)) =
             (self.a.transposed_if(self.transposed.0), self.b.transposed_if(self.transposed.1));
         if inner != inner_of_b {
             let message =
                 format!("the factors have {inner} columns and {inner_of_b} rows: {:?}, {:?}", a.shape, b.shape);
-            return Err(invalid(OPERATION, message, "pass factors whose shapes fit together"));
+            return Err(invalid(
+                OPERATION,
+                message,
+                "pass factors whose shapes fit together, or set `transpose_a` or `transpose_b`",
+            ));
         }
         let expected = [leading, &[rows, columns]].concat();
         if out.shape != expected {
@@ -449,7 +451,8 @@ impl Factors<'_> {
         Ok(())
     }
 
-    fn run_batch<T: Scalar, R: Scalar>(
+    /// Enqueues the product, or the products of the batch.
+    fn run<T: Scalar, R: Scalar>(
         &self,
         stream: &highwater::Stream,
         a: &DeviceBuffer<T>,
@@ -471,29 +474,11 @@ impl Factors<'_> {
         );
         let transpose = |is_transposed| if is_transposed { Transpose::Yes } else { Transpose::No };
         (shape.transpose_a, shape.transpose_b) = (transpose(self.transposed.1), transpose(self.transposed.0));
-        let (stride_a, stride_b, stride_c) = (self.b.stride(), self.a.stride(), self.c.stride());
-        let shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c });
-        stream.blas()?.gemm_mixed(&shape, number(self.scale.0), b, a, number(self.scale.1), c)
-    }
-
-    fn run<T: Scalar, R: Scalar>(
-        &self,
-        stream: &highwater::Stream,
-        a: &DeviceBuffer<T>,
-        b: &DeviceBuffer<T>,
-        c: &DeviceBuffer<R>,
-        number: impl Fn(f64) -> R,
-    ) -> Result<(), Error> {
         if !self.c.leading.is_empty() {
-            return self.run_batch(stream, a, b, c, number);
+            let (stride_a, stride_b, stride_c) = (self.b.stride(), self.a.stride(), self.c.stride());
+            shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c });
         }
-        let matrix = |of: Stack<'_>| (of.rows, of.columns);
-        let (of_a, of_b, of_c) = (matrix(self.a), matrix(self.b), matrix(self.c));
-        let (a, b) = (Matrix::row_major(a, of_a.0, of_a.1), Matrix::row_major(b, of_b.0, of_b.1));
-        let (a, b) =
-            (if self.transposed.0 { a.transposed() } else { a }, if self.transposed.1 { b.transposed() } else { b });
-        let c = Matrix::row_major(c, of_c.0, of_c.1);
-        stream.matmul(a, b, c).scale(number(self.scale.0), number(self.scale.1)).run()
+        stream.blas()?.gemm_mixed(&shape, number(self.scale.0), b, a, number(self.scale.1), c)
     }
 }
 

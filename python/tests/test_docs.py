@@ -13,7 +13,7 @@ import pytest
 
 import highwater
 from highwater import _highwater
-from highwater._words import in_python
+from highwater._words import _SPELLED, in_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUBS = pathlib.Path(highwater.__file__).with_name("_highwater.pyi")
@@ -27,7 +27,6 @@ def test_everything_public_has_a_docstring() -> None:
             continue
         for member, value in vars(public).items():
             assert member.startswith("_") or value.__doc__, f"{name}.{member}"
-
 
 
 def test_the_stubs_have_the_members_of_the_classes() -> None:
@@ -74,21 +73,22 @@ def test_every_kind_of_error_has_a_class() -> None:
 SOURCES = ["core", "core/hal", "src", "backend-driver", "backend-cuda", "backend-rocm", "backend-mock", "plugin"]
 
 
-def names_in_rust() -> set[str]:
-    """The paths in backticks in the texts of the library."""
-    found = set()
+def texts_in_rust() -> list[str]:
+    """The texts of the library, each on one line."""
+    found = []
     for crate in SOURCES:
         folder = ROOT / crate if crate == "src" else ROOT / crate / "src"
         for source in folder.rglob("*.rs"):
             lines = source.read_text().split("#[cfg(test)]\nmod tests")[0].splitlines()
             code = "\n".join(line for line in lines if not line.strip().startswith("//"))
-            for text in re.findall(r'"((?:[^"\\\n]|\\.|\\\n)*)"', code):
-                found |= {name for name in re.findall(r"`[^`\n]*`", text) if "::" in name}
+            texts = re.findall(r'"((?:[^"\\\n]|\\.|\\\n)*)"', code)
+            found += [re.sub(r"\\\n\s*", "", text) for text in texts]
     return found
 
 
 def test_python_shows_no_path_of_rust() -> None:
-    names = names_in_rust()
+    texts = texts_in_rust()
+    names = {name for text in texts for name in re.findall(r"`[^`\n]*`", text) if "::" in name}
     assert {"`EventOptions::with_timing`", "`OwnerDeath::Keep`", "`Device::allocate_shared`"} <= names and len(names) > 30
     for name in names:
         for shown in (in_python(f"see {name} and more"), in_python(f"use this, or {name}")):
@@ -96,6 +96,8 @@ def test_python_shows_no_path_of_rust() -> None:
             # What is not marked exists.
             for owner, member in re.findall(r"`(\w+)\.(\w+)[^`]*`(?! \(in Rust\))", shown):
                 assert hasattr(getattr(highwater, owner), member), shown
+    for spelled in _SPELLED:
+        assert any(spelled in text for text in texts), f"no text of the library has {spelled!r}"
 
 
 def test_hints_name_calls_of_python(
