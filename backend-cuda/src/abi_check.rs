@@ -90,6 +90,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
             stream_get_ctx = cuStreamGetCtx(_, _);
             memcpy_peer_async = cuMemcpyPeerAsync(_, _, _, _, _, _);
             memcpy_2d_async = cuMemcpy2DAsync_v2(_, _);
+            memcpy_3d_peer_async = cuMemcpy3DPeerAsync(_, _);
         }
         optional { pointer_get_attribute = cuPointerGetAttribute(_, _, _); }
     };

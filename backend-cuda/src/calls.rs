@@ -53,6 +53,8 @@ vendor_calls! {
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
             /// Copies rows: the copy, stream.
             memcpy_2d_async: "Memcpy2DAsync" (*const sys::CUDA_MEMCPY2D_st, RawStream);
+            /// Copies rows between devices: the copy, stream.
+            memcpy_3d_peer_async: "Memcpy3DPeerAsync" (*const sys::CUDA_MEMCPY3D_PEER_st, RawStream);
         }
         optional {
             /// Returns an attribute of memory: out, attribute, address.

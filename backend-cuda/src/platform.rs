@@ -5,7 +5,8 @@ use highwater_driver::{
     Blas, BlasSettings, Calls, Codes, Lt, Platform, Quirks, RawBlas, RawStream, SharedBlock, Zeros,
 };
 use highwater_hal::{
-    DevicePtr, Error, Location, MemoryCopy2d, MemoryHandle, MemoryRange, PhysicalMemoryOptions, Result, Transport,
+    CopyShape, DevicePtr, Error, Location, MemoryCopy2d, MemoryHandle, MemoryRange, PhysicalMemoryOptions, Result,
+    Transport,
 };
 
 use crate::calls::{CublasCalls, RawAllocation, RawContext, VirtualMemoryCalls};
@@ -34,6 +35,55 @@ impl Cuda {
 
     fn number(&self, device: u32) -> i32 {
         self.driver.devices.get(device as usize).map_or(-1, |device| device.number)
+    }
+
+    /// Enqueues a copy of rows between devices. A stream's queue takes about 1,000 commands, and an enqueue waits while it is full.
+    /// So a copy of each row would wait for the earlier work of the stream.
+    ///
+    /// # Safety
+    /// The same as for [`Platform::memcpy_2d_async`].
+    unsafe fn memcpy_rows_to_peer(
+        &self,
+        dst: (u32, DevicePtr),
+        src: (u32, DevicePtr),
+        shape: CopyShape,
+        stream: RawStream,
+    ) -> i32 {
+        use sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
+        let pointer = |context: RawContext| std::ptr::with_exposed_provenance_mut(context.0 as usize);
+        let (to, from) = match (self.driver.context(dst.0), self.driver.context(src.0)) {
+            (Ok(to), Ok(from)) => (to, from),
+            (Err(code), _) | (_, Err(code)) => return code,
+        };
+        let rows = sys::CUDA_MEMCPY3D_PEER_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcZ: 0,
+            srcLOD: 0,
+            srcMemoryType: CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: src.1.get(),
+            srcArray: std::ptr::null_mut(),
+            srcContext: pointer(from),
+            srcPitch: shape.src_pitch,
+            srcHeight: shape.height,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstZ: 0,
+            dstLOD: 0,
+            dstMemoryType: CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: dst.1.get(),
+            dstArray: std::ptr::null_mut(),
+            dstContext: pointer(to),
+            dstPitch: shape.dst_pitch,
+            dstHeight: shape.height,
+            WidthInBytes: shape.width,
+            Height: shape.height,
+            Depth: 1,
+        };
+        // SAFETY: The caller promises that all rows and the stream are valid. The driver reads the description during the call.
+        unsafe { (self.driver.own.memcpy_3d_peer_async)(&rows, stream) }
     }
 }
 
@@ -114,6 +164,13 @@ unsafe impl Platform for Cuda {
 
     unsafe fn memcpy_2d_async(&self, copy: &MemoryCopy2d, stream: RawStream) -> i32 {
         use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST};
+        if let (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) =
+            (copy.dst, copy.src)
+            && to != from
+        {
+            // SAFETY: As the caller promises.
+            return unsafe { self.memcpy_rows_to_peer((to, dst), (from, src), copy.shape, stream) };
+        }
         let side = |side| match side {
             Location::Host(host) => (CU_MEMORYTYPE_HOST, host.as_ptr(), 0),
             Location::Device { ptr, .. } => (CU_MEMORYTYPE_DEVICE, std::ptr::null_mut(), ptr.get()),

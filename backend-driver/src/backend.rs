@@ -13,7 +13,8 @@ use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
 use super::search::Search;
 use super::state::{
-    self, Block, BlockKind, CAPTURES, DriverState, EXPOSED, FOREIGN, HIGH, INTERPROCESS, LOW, TIMING, wrong_device,
+    self, Block, BlockKind, CAPTURES, DriverState, EXPOSED, FOREIGN, HIGH, HeldStream, INTERPROCESS, LOW, TIMING,
+    wrong_device,
 };
 use super::thread_records;
 use highwater_hal::{
@@ -662,14 +663,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) => {
-                    self.state.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
-                    if stream.device() != from {
-                        Self::same_device(OPERATION, stream, "the destination", to)?;
-                    }
-                    // Both vendors lose a capture by a peer copy.
-                    state.refuse_in_capture(OPERATION, &held)?;
-                    state.enable_peer(OPERATION, from, to)?;
-                    state.enable_peer(OPERATION, to, from)?;
+                    self.check_peers(OPERATION, (stream, &held), [from, to])?;
                     state.platform.memcpy_peer_async((to, dst), (from, src), bytes, held.raw())
                 }
             }
@@ -687,11 +681,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             // SAFETY: As the caller promises, of whose rows each is one.
             return copy.in_rows(|row| unsafe { self.copy(row, stream) });
         }
-        if let (Location::Device { ptr: dst, .. }, Location::Device { ptr: src, .. }) = (copy.dst, copy.src)
-            && copy.shape.overlaps(dst.get(), src.get())
+        if let (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) =
+            (copy.dst, copy.src)
         {
-            let message = format!("rows at {src:?} and at {dst:?} overlap, expected separate rows: {:?}", copy.shape);
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
+            if to != from {
+                self.check_peers(OPERATION, (stream, &held), [from, to])?;
+            } else if copy.shape.overlaps(dst.get(), src.get()) {
+                let message =
+                    format!("rows at {src:?} and at {dst:?} overlap, expected separate rows: {:?}", copy.shape);
+                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
+            }
         }
         let _current = state.make_current(OPERATION, stream.device())?;
         // SAFETY: The caller promises that all rows are valid, and the stream is held.
@@ -850,8 +849,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
-        // SAFETY: The graph is held, and the call writes one number, which outlives it.
-        state.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
+        let turn = state.graph_turns.wait_for(graph);
+        // SAFETY: The graph is held, no other call uses it, and the call writes one number, which outlives it.
+        let code = unsafe { instantiate(&mut raw, recorded.raw(), 0) };
+        drop(turn);
+        state.check(OPERATION, code)?;
         state.made(OPERATION, raw)?;
         state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_exec_destroy {
@@ -918,15 +920,37 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 }
 
 impl<P: Platform> DriverBackend<P> {
-    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Copies between devices are made row by row, because
-    /// one call would know one context. So are those of memory in several mappings, and those that the contract refuses.
+    /// Prepares a copy between two devices, which runs on a stream of one of them.
+    fn check_peers(
+        &self,
+        operation: &'static str,
+        (stream, held): (StreamId, &HeldStream<'_>),
+        [from, to]: [u32; 2],
+    ) -> Result<()> {
+        let state = &self.state;
+        state.require(operation, from, |can| can.peer_copy, "peer_copy")?;
+        if stream.device() != from {
+            Self::same_device(operation, stream, "the destination", to)?;
+        }
+        // Both vendors lose a capture by a peer copy.
+        state.refuse_in_capture(operation, held)?;
+        state.enable_peer(operation, from, to)?;
+        state.enable_peer(operation, to, from)?;
+        Ok(())
+    }
+
+    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Other copies are made row by row: between devices
+    /// without [`rows_between_devices`](super::Quirks::rows_between_devices), of memory in several mappings, and those that the
+    /// contract refuses.
     fn takes_rows_at_once(&self, copy: &MemoryCopy2d, device: u32) -> bool {
         let &MemoryCopy2d { dst, src, shape, .. } = copy;
         let is_here = |side| matches!(side, Location::Device { device: of, .. } if of == device);
         let is_host = |side| matches!(side, Location::Host(_));
+        let rows_between_devices = self.state.platform.quirks().rows_between_devices;
+        let is_taken = |side| is_host(side) || is_here(side) || rows_between_devices;
         let (Some(to_bytes), Some(from_bytes)) = (shape.dst_bytes(), shape.src_bytes()) else { return false };
         !shape.is_empty()
-            && (is_here(dst) && (is_here(src) || is_host(src)) || is_host(dst) && is_here(src))
+            && (is_here(dst) && is_taken(src) || is_taken(dst) && is_here(src))
             && shape.dst_pitch.max(shape.src_pitch) <= MAX_PITCH
             && !self.state.may_cross_mappings([(dst, to_bytes), (src, from_bytes)])
     }

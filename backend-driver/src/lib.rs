@@ -74,6 +74,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod thread_records;
+mod turns;
 mod zeros;
 
 pub use backend::{DriverBackend, open_backend};

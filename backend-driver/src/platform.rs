@@ -141,6 +141,8 @@ pub struct Quirks {
     /// destroyed and while it takes part in a capture. The vendor must then wait for a stream's work when it destroys the
     /// stream.
     pub events_follow_streams: bool,
+    /// Whether one call copies rows between devices. Otherwise, each row is a copy of its own.
+    pub rows_between_devices: bool,
 }
 
 impl Quirks {
@@ -256,8 +258,9 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         stream: RawStream,
     ) -> i32;
 
-    /// Enqueues a copy of rows within one device, or between it and page-locked memory, and returns the vendor's code. The device
-    /// is current, and a row has at least one byte. No pitch exceeds [`MAX_PITCH`].
+    /// Enqueues a copy of rows within one device, or between it and page-locked memory, and returns the vendor's code. The stream's
+    /// device is current, and a row has at least one byte. No pitch exceeds [`MAX_PITCH`]. With
+    /// [`Quirks::rows_between_devices`], the copy may be one between devices.
     ///
     /// # Safety
     /// The same as for [`Backend::copy_2d`](highwater_hal::Backend::copy_2d).

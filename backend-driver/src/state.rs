@@ -17,6 +17,7 @@ use super::mapped_memory::{MappedMemory, PhysicalMemory};
 use super::objects::{BEHIND_DEFAULT, Held, Link, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
+use super::turns::Turns;
 use highwater_hal::{
     Capabilities, Completion, DeviceInfo, DevicePtr, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, IdTable,
     Identity, PhysicalMemoryId, Result, StreamId, Transport,
@@ -96,6 +97,7 @@ pub struct DriverState<P: Platform> {
     pub(super) streams: Objects<StreamId>,
     pub(super) events: Objects<EventId>,
     pub(super) graphs: Objects<GraphId>,
+    pub(super) graph_turns: Turns,
     pub(super) graph_execs: Objects<GraphExecId>,
     pub(super) blocks: Mutex<HashMap<DevicePtr, Block>>,
     pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
@@ -256,6 +258,7 @@ impl<P: Platform> DriverState<P> {
             streams: Objects::new(tag),
             events: Objects::new(tag),
             graphs: Objects::new(tag),
+            graph_turns: Turns::default(),
             graph_execs: Objects::new(tag),
             blocks: Mutex::default(),
             host_blocks: Mutex::default(),
@@ -724,6 +727,7 @@ impl<P: Platform> DriverState<P> {
             || self.streams.is_locked()
             || self.events.is_locked()
             || self.graphs.is_locked()
+            || self.graph_turns.is_locked()
             || self.graph_execs.is_locked()
     }
 }

@@ -797,6 +797,42 @@ fn recorded_copies_are_made_with_the_device_current() {
     backend.destroy_stream(stream).unwrap();
 }
 
+/// A vendor's graph is used by one call at a time.
+#[test]
+fn executables_of_one_graph_are_made_one_after_another() {
+    const NAME: &str = "graph_instantiate_with_flags";
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let record = || {
+        backend.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+        // SAFETY: Nothing was recorded.
+        unsafe { backend.end_capture(stream) }.unwrap()
+    };
+    let (graph, other) = (record(), record());
+    fake.hold_up(NAME);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            [graph, graph, graph, other].map(|graph| scope.spawn(move || backend.instantiate_graph(graph))).into();
+        // One for each graph, and no more of them however long they take.
+        while fake.calls(NAME).len() < 2 {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(fake.calls(NAME).len(), 2);
+        fake.go_on(NAME);
+        for thread in threads {
+            backend.destroy_graph_exec(thread.join().unwrap().unwrap()).unwrap();
+        }
+    });
+    assert_eq!(fake.calls(NAME).len(), 4);
+    for graph in [graph, other] {
+        backend.destroy_graph(graph).unwrap();
+    }
+    backend.destroy_stream(stream).unwrap();
+    fake.is_empty();
+}
+
 /// A copy of rows that the vendor makes in one call has the device current. Other copies are made row by row.
 #[test]
 fn rows_are_copied_at_once_if_one_call_can() {
@@ -822,12 +858,15 @@ fn rows_are_copied_at_once_if_one_call_can() {
             .map(|name| fake.calls(name).len())
     };
     assert_eq!(flat(), [0; 4]);
-    // Between devices, and with a pitch that is too large for the vendor.
+    // Between devices, in both directions.
     copy(on(1, 0x1000), here, shape).unwrap();
-    assert_eq!(flat(), [0, 0, 0, 3]);
+    copy(here, on(1, 0x1000), shape).unwrap();
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([0; 4], 5));
+    assert_eq!(fake.calls("enable_peer_access").len(), 2);
+    // With a pitch that is too large for the vendor.
     copy(there, host, shape.with_dst_pitch(MAX_PITCH + 1)).unwrap();
     copy(there, host, shape.with_dst_pitch(MAX_PITCH)).unwrap();
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 4));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 0], 6));
     // In several mappings.
     let ptr = backend.reserve_addresses(0, 2 * GRANULARITY).unwrap();
     let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
@@ -835,16 +874,16 @@ fn rows_are_copied_at_once_if_one_call_can() {
     unsafe { backend.map_memory(0, ptr, memory) }.unwrap();
     let near_the_end = on(0, ptr.get() + GRANULARITY as u64 - 40);
     copy(near_the_end, here, CopyShape::new(16, 2)).unwrap();
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 5));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 0], 7));
     copy(near_the_end, here, shape).unwrap();
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 3], 5));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 0], 7));
     // Nothing to copy, and what is refused, calls nothing.
     copy(here, there, CopyShape::new(0, 5)).unwrap();
     for (dst, src, shape) in [(here, there, shape.with_src_pitch(15)), (here, here, shape), (host, host, shape)] {
         assert_eq!(copy(dst, src, shape).unwrap_err().kind(), ErrorKind::InvalidArgument, "{shape:?}");
     }
     assert_eq!(copy(on(1, 0x1000), host, shape).unwrap_err().kind(), ErrorKind::WrongDevice);
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 3], 5));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 0], 7));
     // SAFETY: The test owns the range, and no work uses it.
     unsafe { backend.unmap_memory(0, ptr, GRANULARITY) }.unwrap();
     backend.destroy_memory(memory).unwrap();
@@ -852,4 +891,19 @@ fn rows_are_copied_at_once_if_one_call_can() {
     unsafe { backend.free_addresses(0, ptr, 2 * GRANULARITY) }.unwrap();
     backend.destroy_stream(stream).unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+/// A vendor without a call for rows between devices gets a copy of each row.
+#[test]
+fn rows_between_devices_are_copied_one_by_one_without_a_call_for_them() {
+    let fake = Fake::mortal();
+    let stream = fake.backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let on = |device, address| Location::Device { device, ptr: DevicePtr::new(address) };
+    for (dst, src) in [(on(1, 0x1000), on(0, 0x2000)), (on(0, 0x2000), on(1, 0x1000))] {
+        // SAFETY: The fake vendor copies nothing.
+        unsafe { fake.backend.copy_2d(&MemoryCopy2d::new(dst, src, CopyShape::new(16, 3)), stream) }.unwrap();
+    }
+    assert_eq!((fake.calls("memcpy_peer_async").len(), fake.calls("memcpy_2d_async").len()), (6, 0));
+    fake.backend.destroy_stream(stream).unwrap();
+    fake.is_empty();
 }

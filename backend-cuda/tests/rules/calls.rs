@@ -101,6 +101,48 @@ impl Rows {
     }
 }
 
+/// One side of `CUDA_MEMCPY3D_PEER`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct PeerSide {
+    start: [usize; 4],
+    kind: u32,
+    host: usize,
+    device: u64,
+    array: usize,
+    context: Handle,
+    pitch: usize,
+    height: usize,
+}
+
+/// `CUDA_MEMCPY3D_PEER`, for one layer of rows.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct PeerRows {
+    src: PeerSide,
+    dst: PeerSide,
+    width: usize,
+    height: usize,
+    depth: usize,
+}
+
+impl PeerRows {
+    /// Rows of `width` bytes: of each side, the address, the pitch, and the context.
+    pub(crate) fn new(dst: (u64, usize, Handle), src: (u64, usize, Handle), width: usize, height: usize) -> Self {
+        let side = |(device, pitch, context)| PeerSide {
+            start: [0; 4],
+            kind: 2,
+            host: 0,
+            device,
+            array: 0,
+            context,
+            pitch,
+            height,
+        };
+        Self { src: side(src), dst: side(dst), width, height, depth: 1 }
+    }
+}
+
 /// `cublasLtMatmulHeuristicResult_t`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -243,6 +285,7 @@ library! {
     cuMemcpyDtoHAsync_v2(Pointer, u64, usize, Handle);
     cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
     cuMemcpy2DAsync_v2(*const Rows, Handle);
+    cuMemcpy3DPeerAsync(*const PeerRows, Handle);
     cuMemcpyPeerAsync(u64, Handle, u64, Handle, usize, Handle);
     cuMemsetD8Async(u64, u8, usize, Handle);
     cuMemsetD16Async(u64, u16, usize, Handle);

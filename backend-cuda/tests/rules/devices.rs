@@ -2,7 +2,7 @@
 
 use crate::blas::{handle_on, single};
 use crate::calls::ok;
-use crate::calls::{Handle, blas, cu};
+use crate::calls::{Handle, PeerRows, blas, cu};
 use crate::rig::{Gate, NOT_READY, event, kinds_of, load, memory, start, store, stream, upload, warm};
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::{Log, need};
@@ -11,6 +11,7 @@ use highwater_simulated_harness::rules;
 rules! {
     "devices.events" Devices Own events: "a stream waits for another device's event; recording on its stream and elapsed time across answer 400";
     "devices.peers" Devices Own peers: "peer access is enabled once, and copies between devices work without it";
+    "devices.peer-rows" Devices Own peer_rows: "one call copies rows between devices, in the order of its stream, and returns before the earlier work is done";
     "devices.peer-copy-captured" Devices Own peer_copy_captured: "a peer copy in a capture answers 900 and loses it";
     "devices.free-elsewhere" Devices Own free_elsewhere: "memory is freed with another device's context current";
     "devices.handle-elsewhere" DevicesAndBlas Own handle_elsewhere: "a BLAS handle works with another device's context current";
@@ -67,6 +68,37 @@ fn peers(log: &mut Log) -> Answer {
         }
     }
     log.is("to itself", (cu!(cuDeviceCanAccessPeer(&mut can, 0, 0)), can), (0, 0));
+    Ok(())
+}
+
+fn peer_rows(log: &mut Log) -> Answer {
+    const SIZE: usize = 65_536;
+    let [first, second] = both()?;
+    let (stream, near, back) = (stream()?, memory(SIZE)?, memory(SIZE)?);
+    ok!(cu cuCtxSetCurrent(second));
+    let far = memory(SIZE)?;
+    ok!(cu cuMemsetD8Async(far, 0xee, SIZE, 0));
+    ok!(cu cuStreamSynchronize(0));
+    ok!(cu cuCtxSetCurrent(first));
+    let pattern: Vec<u8> = (0..SIZE).map(|index| (index * 7 + index / 251) as u8).collect();
+    store(near, &pattern, stream)?;
+    ok!(cu cuMemsetD8Async(back, 0xee, SIZE, stream));
+    let gate = Gate::on(stream)?;
+    let there = PeerRows::new((far + 5, 40, second), (near + 3, 50, first), 31, 1200);
+    log.is("there", cu!(cuMemcpy3DPeerAsync(&there, stream)), 0);
+    let home = PeerRows::new((back + 9, 50, first), (far + 5, 40, second), 31, 1200);
+    log.is("and back", cu!(cuMemcpy3DPeerAsync(&home, stream)), 0);
+    log.is("before the earlier work is done", gate.is_open(), false);
+    gate.open();
+    let mut expected = vec![0xee; SIZE];
+    for row in 0..1200 {
+        expected[9 + row * 50..][..31].copy_from_slice(&pattern[3 + row * 50..][..31]);
+    }
+    log.is("bytes", load::<u8>(back, SIZE, stream)? == expected, true);
+    let narrow = PeerRows::new((far, 15, second), (near, 16, first), 16, 4);
+    log.is("a narrow pitch", cu!(cuMemcpy3DPeerAsync(&narrow, stream)), 1);
+    let none = PeerRows::new((far, 16, second), (near, 16, first), 16, 0);
+    log.is("no rows", cu!(cuMemcpy3DPeerAsync(&none, stream)), 0);
     Ok(())
 }
 

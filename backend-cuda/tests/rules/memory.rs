@@ -150,7 +150,7 @@ fn rows(log: &mut Log) -> Answer {
     log.is("rows of no bytes", row(Device(other, 16), Device(block, 16), 0, 16), 0);
     log.is("a narrow pitch of the source", row(Device(other, 16), Device(block, 15), 16, 4), 1);
     log.is("a narrow pitch of the destination", row(Device(other, 15), Device(block, 16), 16, 4), 1);
-    log.is("a pitch of 2 GiB", row(Device(other, 1 << 31), Device(block, 16), 16, 1), 1);
+    log.is("a pitch of 2 GiB, and one row", row(Device(other, 1 << 31), Device(block, 16), 16, 1), 0);
     log.is("past the end", row(Device(other, 100), Device(block, 16), 16, 42), 1);
     ok!(cu cuStreamBeginCapture_v2(stream, 2));
     log.is("in a capture", row(Device(other, 16), Device(block, 16), 16, 4), 0);

@@ -3,8 +3,10 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::calls::ok;
-use crate::calls::{Access, IpcHandle, Properties, cu};
-use crate::rig::{Gate, Line, NOT_READY, Peer, event, kinds_of, load, memory, pinned, start, stream, wait_until, warm};
+use crate::calls::{Access, IpcHandle, Properties, Rows, RowsAt, cu};
+use crate::rig::{
+    Gate, Line, NOT_READY, Peer, bytes_at, event, kinds_of, load, memory, pinned, start, stream, wait_until, warm,
+};
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::Log;
 use highwater_simulated_harness::rules;
@@ -309,6 +311,17 @@ fn mapped(log: &mut Log) -> Answer {
     log.is("a fill", cu!(cuMemsetD8Async(border, 5, 64, stream)), 0);
     ok!(cu cuCtxSetCurrent(context));
     log.is("with a context: a copy over the border", cu!(cuMemcpyDtoHAsync_v2(host, border, 64, stream)), 0);
+    let start = border - 16;
+    ok!(cu cuMemsetD8Async(both, 4, 2 * MAPPED, stream));
+    ok!(cu cuMemsetD8Async(plain, 6, 4096, stream));
+    let rows = Rows::new(RowsAt::Device(start, 24), RowsAt::Device(plain, 32), 20, 4);
+    log.is("rows over the border, from plain memory", cu!(cuMemcpy2DAsync_v2(&rows, stream)), 0);
+    let expected: Vec<u8> = (0..4).flat_map(|_| [[6; 20].as_slice(), &[4; 4]].concat()).collect();
+    log.is("their bytes", load::<u8>(start, 96, stream)? == expected, true);
+    let rows = Rows::new(RowsAt::Host(host, 20), RowsAt::Device(start, 24), 20, 4);
+    log.is("rows over the border, to the host", cu!(cuMemcpy2DAsync_v2(&rows, stream)), 0);
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("their bytes", bytes_at(host, 80) == [6; 80], true);
     ok!(cu cuMemsetD8Async(both, 4, 2 * MAPPED, stream));
     ok!(cu cuStreamSynchronize(stream));
     let mut descriptor = -1;

@@ -9,6 +9,7 @@ use super::blas::kinds as kinds_of_handles;
 use super::kinds::{EventKind, StreamKind};
 use crate::case::{CaseResult, cases, check, check_eq, on_devices};
 use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
+use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -107,11 +108,13 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
             let plain = events.iter().map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
             let waits = event_kinds.iter().zip(&events).zip(&plain);
             let waits: Vec<_> = waits.map(|((kind, made), stream)| (*kind, &made.event, stream)).collect();
-            order_streams(backend, &busy, &made.stream, &waits)
+            order_streams(backend, &busy, &made.stream, &waits, None)
                 .map_err(|failure| failure.with_details(&format!("{kind:?} records")))?;
         }
         // Each kind of stream waits. The default streams may wait for each other, so each of them has a load of its own.
-        let recorder = Stream::on(backend, device)?;
+        let (recorder, idle) = (Stream::on(backend, device)?, IdleStream::on(backend, device)?);
+        // With the first kind of event, each stream also has the time to run ahead.
+        let mut idle = Some(&idle);
         for kind in event_kinds {
             let made = kind.make(backend, device)?;
             let is_apart = |stream: &StreamKind| *stream == StreamKind::PerThread;
@@ -121,22 +124,24 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
                 let waits: Vec<_> =
                     kinds.iter().zip(&streams).map(|(kind, waiting)| (*kind, &made.event, &waiting.stream)).collect();
                 if !waits.is_empty() {
-                    order_streams(backend, &busy, &recorder, &waits)
+                    order_streams(backend, &busy, &recorder, &waits, idle)
                         .map_err(|failure| failure.with_details(&format!("an event: {kind:?}")))?;
                 }
             }
+            idle = None;
         }
         Ok(())
     })
 }
 
 /// Records the events behind a load of `first`. Each of the other streams waits for its event, and then makes a copy that must come
-/// after the load.
+/// after the load. With `idle`, the load lasts until a copy that does not wait has begun.
 fn order_streams(
     backend: &dyn Backend,
     busy: &StreamLoad<'_>,
     first: &Stream<'_>,
     waits: &[(impl std::fmt::Debug, &Event<'_>, &Stream<'_>)],
+    idle: Option<&IdleStream<'_>>,
 ) -> CaseResult {
     let device = first.id().device();
     let block = Block::on(backend, device, BYTES)?;
@@ -144,7 +149,7 @@ fn order_streams(
     let mut byte = 0;
     until_conclusive("the work was over before the waits for it were enqueued", |load| {
         byte = byte % 250 + 1;
-        busy.enqueue(first, load)?;
+        busy.enqueue(first, if idle.is_some() { load * 5 } else { load })?;
         first.set(block.all(), byte)?;
         for (_, event, _) in waits {
             first.record(event)?;
@@ -152,6 +157,9 @@ fn order_streams(
         for ((_, event, second), copy) in waits.iter().zip(&copies) {
             second.wait(event)?;
             second.copy(copy.all(), block.all())?;
+        }
+        if let Some(idle) = idle {
+            idle.let_others_begin()?;
         }
         let (mut all_pending, mut overtaken) = (true, None);
         for (kind, event, second) in waits {

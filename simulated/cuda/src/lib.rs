@@ -24,7 +24,9 @@ use highwater_simulated_engine::{
 pub(crate) mod layout;
 mod symbols;
 
-use layout::{AccessDescription, AllocationProperties, IpcHandle, RowsDescription, Uuid};
+use layout::{
+    AccessDescription, AllocationProperties, IpcHandle, PeerRowsDescription, RowsDescription, Uuid, peer_rows,
+};
 
 /// Runs the body of an exported function.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
@@ -341,6 +343,15 @@ export! {
         let shape = CopyShape::new(width, height).with_src_pitch(src.pitch).with_dst_pitch(dst.pitch);
         // SAFETY: the memory is what the caller promised the vendor it is.
         unsafe { copies::copy_rows(to, from, shape, number(stream), direction) }
+    }
+
+    fn cuMemcpy3DPeerAsync(rows: *const PeerRowsDescription, stream: Handle) {
+        // SAFETY: the caller gives a description, or null.
+        let PeerRowsDescription { src, dst, width, height, depth } = unsafe { get(rows) }?;
+        let (to, from, shape) = peer_rows(&dst, &src, [width, height, depth])?;
+        let contexts = [number(dst.context), number(src.context)];
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_rows_to_peer(to, from, contexts, shape, number(stream)) }
     }
 
     fn cuMemcpyPeerAsync(dst: u64, dst_context: Handle, src: u64, src_context: Handle, bytes: usize, stream: Handle) {

@@ -156,7 +156,7 @@ pub unsafe fn copy_rows(dst: u64, src: u64, shape: CopyShape, raw_stream: u64, d
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
     simulation.before_enqueue(&stream)?;
-    let too_far = shape.src_pitch.max(shape.dst_pitch) > MAX_PITCH;
+    let too_far = shape.height > 1 && shape.src_pitch.max(shape.dst_pitch) > MAX_PITCH;
     let (Ok(()), false, Some(to_bytes), Some(from_bytes)) =
         (shape.check("copy_2d"), too_far, shape.dst_bytes(), shape.src_bytes())
     else {
@@ -180,6 +180,35 @@ pub unsafe fn copy_rows(dst: u64, src: u64, shape: CopyShape, raw_stream: u64, d
         simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))?;
     }
     Ok(())
+}
+
+/// `cuMemcpy3DPeerAsync`, for one layer.
+///
+/// # Errors
+/// As [`copy_rows`] and [`copy_peer`].
+///
+/// # Safety
+/// As [`copy_rows`].
+pub unsafe fn copy_rows_to_peer(
+    dst: u64,
+    src: u64,
+    [dst_context, src_context]: [u64; 2],
+    shape: CopyShape,
+    raw_stream: u64,
+) -> Answer<()> {
+    check_peers([dst_context, src_context], raw_stream)?;
+    // SAFETY: forwarded to the caller.
+    unsafe { copy_rows(dst, src, shape, raw_stream, Direction::OnDevices) }
+}
+
+/// Checks the contexts of a copy between devices, and that its stream does not record.
+fn check_peers(contexts: [u64; 2], raw_stream: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    for context in contexts {
+        let device = crate::current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;
+        simulation.check_context(device)?;
+    }
+    simulation.check_not_capturing(&simulation.stream(raw_stream)?)
 }
 
 /// `cuMemcpyHtoD_v2` and its relatives. The copy runs on the legacy default stream and is done when the call returns.
@@ -214,13 +243,7 @@ pub unsafe fn copy_peer(
     bytes: usize,
     raw_stream: u64,
 ) -> Answer<()> {
-    let simulation = simulation()?;
-    for context in [dst_context, src_context] {
-        let device = crate::current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;
-        simulation.check_context(device)?;
-    }
-    let stream = simulation.stream(raw_stream)?;
-    simulation.check_not_capturing(&stream)?;
+    check_peers([dst_context, src_context], raw_stream)?;
     // SAFETY: forwarded to the caller.
     unsafe { copy(dst, src, bytes, raw_stream, Direction::OnDevices) }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use highwater_hal::{Backend, GraphExecId, GraphId, StreamId};
 use parking_lot::RwLock;
@@ -10,7 +11,7 @@ use crate::blocks::GraphMemory;
 use crate::code::{Answer, Code};
 use crate::current::with_context;
 use crate::handles::{Handles, STEP, new_handles};
-use crate::process::{Simulation, simulation};
+use crate::process::{Simulation, die, simulation};
 use crate::variants::{Vendor, vendor};
 
 /// The nodes and the memory of a graph.
@@ -23,6 +24,27 @@ struct Recorded {
     /// Lives as long as a graph or an executable graph uses it.
     #[expect(dead_code, reason = "its destructor frees the memory")]
     memory: Arc<GraphMemory>,
+    is_used: AtomicBool,
+}
+
+/// A call's use of a graph. The vendors leave it to the caller that a graph has one user, and CUDA corrupts memory otherwise.
+struct Use<'g>(&'g Recorded);
+
+impl<'g> Use<'g> {
+    fn of(graph: &'g Recorded) -> Self {
+        if graph.is_used.swap(true, Ordering::Acquire) {
+            die("two threads use a graph at the same time, expected one after the other");
+        }
+        // A second user has time to arrive.
+        std::thread::yield_now();
+        Self(graph)
+    }
+}
+
+impl Drop for Use<'_> {
+    fn drop(&mut self) {
+        self.0.is_used.store(false, Ordering::Release);
+    }
 }
 
 #[derive(Debug)]
@@ -40,7 +62,9 @@ static EXECUTABLES: RwLock<BTreeMap<u64, Arc<Executable>>> = RwLock::new(BTreeMa
 pub(crate) fn insert(id: GraphId, device: u32, nodes: Vec<u32>, memory: Arc<GraphMemory>) -> u64 {
     let first_node = new_handles(nodes.len() as u64);
     let graph = GRAPH_HANDLES.take();
-    GRAPHS.write().insert(graph, (id, Arc::new(Recorded { device, nodes, first_node, memory })));
+    GRAPHS
+        .write()
+        .insert(graph, (id, Arc::new(Recorded { device, nodes, first_node, memory, is_used: AtomicBool::new(false) })));
     graph
 }
 
@@ -89,8 +113,10 @@ pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
     let graphs = GRAPHS.read();
     let (graph, recorded) = graphs.get(&raw).ok_or_else(|| unknown(raw))?;
     simulation.check_context(recorded.device)?;
+    let only_user = Use::of(recorded);
     let id = simulation.gpu.instantiate_graph(*graph).map_err(|error| simulation.code_of(error))?;
     let executable = Arc::new(Executable { id, recorded: Arc::clone(recorded) });
+    drop(only_user);
     drop(graphs);
     let raw = EXECUTABLE_HANDLES.take();
     EXECUTABLES.write().insert(raw, executable);
