@@ -8,6 +8,7 @@ use super::calls::{capture_mode, capture_status};
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::lt::LtBlas;
+use super::objects::with_number;
 use super::platform::MAX_PITCH;
 use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
@@ -17,6 +18,7 @@ use super::state::{
     wrong_device,
 };
 use super::thread_records;
+use super::turns::Family;
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
@@ -819,7 +821,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         state.check(OPERATION, code)?;
         state.made(OPERATION, raw)?;
-        state.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
+        let family = state.graph_turns.found();
+        state.graphs.insert(OPERATION, stream.device(), raw, with_number(family.0)).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_destroy {
                 // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
@@ -849,14 +852,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
-        let turn = state.graph_turns.wait_for(graph);
+        let family = Family(recorded.number());
+        let turn = state.graph_turns.wait_for(family);
         // SAFETY: The graph is held, no other call uses it, and the call writes one number, which outlives it.
         let code = unsafe { instantiate(&mut raw, recorded.raw(), 0) };
         drop(turn);
         state.check(OPERATION, code)?;
         state.made(OPERATION, raw)?;
-        state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
+        state.graph_execs.insert(OPERATION, graph.device(), raw, with_number(family.0)).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_exec_destroy {
+                let _turn = state.graph_turns.wait_for(family);
                 // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
             }

@@ -61,6 +61,11 @@ const fn live(generation: u32, device: u32) -> u64 {
 /// The low bits of `Slot::flags` that are flags. The others are a number.
 const FLAG_BITS: u32 = 8;
 
+/// Returns flags that are a number alone.
+pub(super) const fn with_number(number: u64) -> u64 {
+    number << FLAG_BITS
+}
+
 /// Slots in the first chunk, which is the fastest to search. Each further chunk is twice as large as the previous one.
 const FIRST_CHUNK: u32 = 1024;
 const CHUNKS: usize = 20;
@@ -135,6 +140,13 @@ pub(super) struct Removed<R> {
     pub(super) flags: u64,
     /// The slot's link at the removal.
     pub(super) link: u64,
+}
+
+impl<R> Removed<R> {
+    /// Returns the number beside the flags.
+    pub(super) const fn number(&self) -> u64 {
+        self.flags >> FLAG_BITS
+    }
 }
 
 /// A vendor handle that is not destroyed while this is alive.

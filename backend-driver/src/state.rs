@@ -17,7 +17,7 @@ use super::mapped_memory::{MappedMemory, PhysicalMemory};
 use super::objects::{BEHIND_DEFAULT, Held, Link, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
-use super::turns::Turns;
+use super::turns::{Family, Turns};
 use highwater_hal::{
     Capabilities, Completion, DeviceInfo, DevicePtr, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, IdTable,
     Identity, PhysicalMemoryId, Result, StreamId, Transport,
@@ -661,14 +661,16 @@ impl<P: Platform> DriverState<P> {
 
     pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed<RawGraph>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_destroy else { return Ok(()) };
-        // SAFETY: As above.
+        let _turn = self.graph_turns.wait_for(Family(graph.number()));
+        // SAFETY: As above. No other call uses an executable of it, except launches.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 
     pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed<RawGraphExec>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
         let _relaxed = self.relaxed();
-        // SAFETY: As above.
+        let _turn = self.graph_turns.wait_for(Family(graph.number()));
+        // SAFETY: As above. No other call uses its graph or another executable of it, except launches.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 }

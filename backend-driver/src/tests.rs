@@ -797,9 +797,9 @@ fn recorded_copies_are_made_with_the_device_current() {
     backend.destroy_stream(stream).unwrap();
 }
 
-/// A vendor's graph is used by one call at a time.
+/// A vendor's graph and its executables are used by one call at a time.
 #[test]
-fn executables_of_one_graph_are_made_one_after_another() {
+fn executables_of_one_graph_are_made_and_destroyed_one_after_another() {
     const NAME: &str = "graph_instantiate_with_flags";
     let fake = Fake::new();
     let backend = &fake.backend;
@@ -810,22 +810,26 @@ fn executables_of_one_graph_are_made_one_after_another() {
         unsafe { backend.end_capture(stream) }.unwrap()
     };
     let (graph, other) = (record(), record());
+    let [first, of_other] = [graph, other].map(|graph| backend.instantiate_graph(graph).unwrap());
     fake.hold_up(NAME);
     std::thread::scope(|scope| {
         let threads: Vec<_> =
             [graph, graph, graph, other].map(|graph| scope.spawn(move || backend.instantiate_graph(graph))).into();
         // One for each graph, and no more of them however long they take.
-        while fake.calls(NAME).len() < 2 {
+        while fake.calls(NAME).len() < 4 {
             std::thread::yield_now();
         }
+        let destroyer = scope.spawn(move || backend.destroy_graph_exec(first));
         std::thread::sleep(std::time::Duration::from_millis(50));
-        assert_eq!(fake.calls(NAME).len(), 2);
+        assert_eq!((fake.calls(NAME).len(), fake.calls("graph_exec_destroy").len()), (4, 0));
         fake.go_on(NAME);
+        destroyer.join().unwrap().unwrap();
         for thread in threads {
             backend.destroy_graph_exec(thread.join().unwrap().unwrap()).unwrap();
         }
     });
-    assert_eq!(fake.calls(NAME).len(), 4);
+    assert_eq!(fake.calls(NAME).len(), 6);
+    backend.destroy_graph_exec(of_other).unwrap();
     for graph in [graph, other] {
         backend.destroy_graph(graph).unwrap();
     }

@@ -125,7 +125,7 @@ with torch.cuda.graph(graph):
     static.copy_(pinned, non_blocking=True)
 graph.replay()
 assert torch.equal(static.cpu(), pinned)
-del pinned, back, batch
+del pinned, back
 assert torch.cuda.host_memory_stats()["active_requests.current"] == host().live_blocks
 print("done")
 """

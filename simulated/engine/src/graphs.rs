@@ -27,13 +27,14 @@ struct Recorded {
     is_used: AtomicBool,
 }
 
-/// A call's use of a graph. The vendors leave it to the caller that a graph has one user, and CUDA corrupts memory otherwise.
+/// A call's use of a graph or of an executable of it. The vendors leave it to the caller that there is one at a time, and CUDA corrupts
+/// memory otherwise.
 struct Use<'g>(&'g Recorded);
 
 impl<'g> Use<'g> {
     fn of(graph: &'g Recorded) -> Self {
         if graph.is_used.swap(true, Ordering::Acquire) {
-            die("two threads use a graph at the same time, expected one after the other");
+            die("two threads use a graph or its executables at the same time, expected one after the other");
         }
         // A second user has time to arrive.
         std::thread::yield_now();
@@ -163,8 +164,9 @@ pub fn destroy_graph(raw: u64) -> Answer<()> {
     simulation.check_context(graphs.get(&raw).ok_or_else(|| unknown(raw))?.1.device)?;
     let (id, recorded) = graphs.remove(&raw).ok_or_else(|| unknown(raw))?;
     drop(graphs);
-    drop(recorded);
+    let only_user = Use::of(&recorded);
     let destroyed = simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error));
+    drop(only_user);
     GRAPH_HANDLES.give_back(raw);
     destroyed
 }
@@ -182,7 +184,9 @@ pub fn destroy_executable(raw: u64) -> Answer<()> {
     simulation.check_context(executables.get(&raw).ok_or_else(|| unknown(raw))?.recorded.device)?;
     let executable = executables.remove(&raw).ok_or_else(|| unknown(raw))?;
     drop(executables);
+    let only_user = Use::of(&executable.recorded);
     let destroyed = simulation.gpu.destroy_graph_exec(executable.id).map_err(|error| simulation.code_of(error));
+    drop(only_user);
     EXECUTABLE_HANDLES.give_back(raw);
     destroyed
 }
