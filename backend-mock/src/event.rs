@@ -146,3 +146,30 @@ impl Event {
             .with_hint("record an event on the stream of the launch, and query that event"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use highwater_hal::{Backend as _, EventOptions};
+
+    use super::*;
+    use crate::{MockGpu, MockOptions};
+
+    /// Nanoseconds of 32 bits would wrap after 4.3 s, and milliseconds in an `f32` would lose digits.
+    #[test]
+    fn long_times_between_records_are_exact() {
+        let gpu = MockGpu::open(MockOptions::new()).unwrap();
+        let [start, end] = [0; 2].map(|device| gpu.create_event(device, &EventOptions::new().with_timing()).unwrap());
+        let now = Instant::now();
+        for nanoseconds in [u64::from(u32::MAX), u64::from(u32::MAX) + 1, 5_000_000_001, 86_400_000_000_001] {
+            for (id, time) in [(start, now), (end, now + Duration::from_nanos(nanoseconds))] {
+                let point = Point::new();
+                point.settle(Progress::Reached(time));
+                gpu.shared.event(Operation::EventElapsedNs, id).unwrap().move_to(point);
+            }
+            assert_eq!(gpu.event_elapsed_ns(start, end).unwrap(), nanoseconds);
+            assert_eq!(gpu.event_elapsed_ns(end, start).unwrap(), 0);
+        }
+    }
+}

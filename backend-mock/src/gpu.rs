@@ -50,7 +50,7 @@ use crate::stream::Stream;
 /// Then the mock executes the queued work without latency, joins the worker threads, and gives memory and descriptors
 /// back. In a forked child, and once the process has begun to exit, dropping does nothing.
 pub struct MockGpu {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 impl fmt::Debug for MockGpu {

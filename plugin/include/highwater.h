@@ -900,6 +900,8 @@ struct hw_table {
      *  - capture.not-executed: no work enqueued during the capture is executed.
      *  - capture.begin-again: a stream that takes part in a capture already returns HW_ERROR_CAPTURE.
      *  - capture.joins: a stream that waits for an event recorded in the capture takes part in it from there on.
+     *  - capture.several: streams may be in separate captures at once, in every mode, also if one thread began them. Each
+     *    graph has the work of its own capture. The captures may end in any order.
      *  - capture.any-thread: the work of every thread on the stream is recorded. In mode HW_CAPTURE_RELAXED, every thread may
      *    end the capture.
      *  - capture.undisturbed: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating

@@ -179,6 +179,39 @@ fn a_backend_in_c_that_breaks_a_rule_of_the_table_does_not_conform() {
     });
 }
 
+/// Changes of the backend in C that end the process when the bytes behind a block have changed.
+const GUARDED: [(&str, &str); 3] = [
+    ("calloc(1, bytes + 2 * ALIGNMENT)", "calloc(1, bytes + 3 * ALIGNMENT)"),
+    (
+        "    to->bytes += bytes;\n",
+        "    memset((void *)(uintptr_t)(*answer + bytes), 0xa5, ALIGNMENT);\n    to->bytes += bytes;\n",
+    ),
+    (
+        "    from->bytes -= block->bytes;\n",
+        "    for (uint64_t byte = 0; byte < ALIGNMENT; byte++)\n        \
+         if (((unsigned char *)(uintptr_t)(address + block->bytes))[byte] != 0xa5)\n            \
+         abort();\n    from->bytes -= block->bytes;\n",
+    ),
+];
+
+/// Failed before: mutants wrote behind blocks, because the backend in C checks no range, or let the suite write there. The run of all
+/// mutants ended in `malloc`.
+#[test]
+fn mutants_leave_the_memory_of_the_backend_in_c_whole() {
+    let mut source = read("examples/c-backend/backend.c");
+    for (text, guarded) in GUARDED {
+        assert_eq!(source.matches(text).count(), 1, "{text}");
+        source = source.replacen(text, guarded, 1);
+    }
+    let file = variant(&source, BROKEN_RULES.len());
+    for clause in ["copy.zero", "fill.zero", "fill.exact", "host.usable"] {
+        let (report, output) = conformance(&file, &["--saboteurs", "--filter", clause]);
+        assert!(output.status.success(), "{report}");
+        let count = |key: &str| report[key].as_u64().unwrap_or_else(|| panic!("{key}: {report}"));
+        assert!(count("saboteurs") > 0 && count("caught") == count("saboteurs"), "{report}");
+    }
+}
+
 /// Builds a variant of the backend in C, without optimization.
 fn variant(source: &str, number: usize) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));

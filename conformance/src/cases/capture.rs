@@ -14,6 +14,7 @@ use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{
     Addresses, Block, Capture, DEVICE, Event, Executable, Graph, Handle, Memory, Pinned, Registered, Stream,
+    holding_all, read_all,
 };
 use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
@@ -28,6 +29,9 @@ cases! {
     leaves_other_streams_alone: ["capture.not-executed", "stream.independent"] needs [has::capture];
     refuses_to_begin_again: ["capture.begin-again"] needs [has::capture];
     refuses_to_begin_on_a_stream_that_joined: ["capture.begin-again", "capture.joins"] needs [has::capture];
+    one_thread_captures_several_streams: ["capture.several", "capture.replay"] needs [has::capture];
+    one_thread_captures_on_two_devices: ["capture.several", "capture.replay"] needs [TWO_DEVICES, has::capture];
+    captures_with_streams_that_joined_are_apart: ["capture.several", "capture.joins", "capture.replay"] needs [has::capture];
     streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [has::capture];
     records_the_work_of_every_thread: ["capture.any-thread", "capture.not-executed", "capture.replay"] needs [has::capture];
     relaxed_ends_on_another_thread: ["capture.any-thread"] needs [has::capture];
@@ -270,6 +274,129 @@ fn refuses_to_begin_on_a_stream_that_joined(backend: &dyn Backend) -> CaseResult
     drop(capture);
     works(backend, &stream, "after a capture that was joined")?;
     works(backend, &joined, "after a capture that it had joined")
+}
+
+/// One of several captures: its stream, and a block for each fill that it records.
+struct Separate<'b> {
+    stream: Stream<'b>,
+    blocks: [Block<'b>; 3],
+    byte: u8,
+}
+
+impl<'b> Separate<'b> {
+    fn on(backend: &'b dyn Backend, device: u32, byte: u8) -> Result<Self, Failure> {
+        let stream = Stream::on(backend, device)?;
+        Ok(Self { stream, blocks: holding_all(backend, device, [&[OLD; 4096]; 3])?, byte })
+    }
+
+    fn fill(&self, which: usize) -> CaseResult {
+        Ok(self.stream.set(self.blocks[which].all(), self.byte)?)
+    }
+
+    fn memory(&self) -> [&dyn Memory; 3] {
+        self.blocks.each_ref().map(|block| block as &dyn Memory)
+    }
+
+    /// Fills the blocks with the old bytes.
+    fn reset(&self) -> CaseResult {
+        self.blocks.iter().try_for_each(|block| self.stream.set(block.all(), OLD))?;
+        Ok(self.stream.synchronize()?)
+    }
+
+    fn hold(&self, backend: &dyn Backend, byte: u8, what: &str) -> CaseResult {
+        let bytes = read_all(backend, &self.blocks.each_ref())?.concat();
+        let other = bytes.into_iter().find(|&other| other != byte);
+        check!(other.is_none(), "{what}: a byte is {:#x}, expected {byte:#x}", other.unwrap_or_default());
+        Ok(())
+    }
+}
+
+/// Captures two streams at once in this thread, in every pair of modes, and ends the captures in both orders.
+fn two_captures_at_once(backend: &dyn Backend, devices: [u32; 2]) -> CaseResult {
+    let both = [Separate::on(backend, devices[0], NEW)?, Separate::on(backend, devices[1], NEW + 1)?];
+    let pairs = CaptureMode::ALL.iter().flat_map(|&one| CaptureMode::ALL.iter().map(move |&other| [one, other]));
+    for (modes, first_to_end) in pairs.flat_map(|modes| [(modes, 0), (modes, 1)]) {
+        let when = format!("two captures of one thread ({modes:?}), of which capture {first_to_end} ends first");
+        both.iter().try_for_each(Separate::reset)?;
+        let mut captures = [None, None];
+        for (part, (one, mode)) in both.iter().zip(modes).enumerate() {
+            let begun = Capture::begin(&one.stream, mode);
+            captures[part] = Some(begun.map_err(|error| Failure::new(format!("{when}: capture {part}: {error}")))?);
+        }
+        for which in 0..2 {
+            both.iter().try_for_each(|one| one.fill(which))?;
+        }
+        let mut executables = Vec::new();
+        for part in [first_to_end, 1 - first_to_end] {
+            let one = &both[part];
+            check!(backend.is_capturing(one.stream.id())?, "{when}: stream {part} takes part in no capture");
+            // For the second one, the other capture has ended.
+            one.fill(2)?;
+            let Some(capture) = captures[part].take() else { continue };
+            let ended = capture.end(&both.each_ref().map(Separate::memory).concat());
+            let graph = ended.map_err(|error| Failure::new(format!("{when}: end of capture {part}: {error}")))?;
+            executables.push((part, graph.instantiate()?));
+            check!(!backend.is_capturing(one.stream.id())?, "{when}: stream {part} takes part after the end");
+        }
+        for (part, executable) in &executables {
+            let (own, other) = (&both[*part], &both[1 - *part]);
+            own.hold(backend, OLD, &format!("{when}: bytes of capture {part} before a launch"))?;
+            executable.launch(&own.stream)?;
+            own.stream.synchronize()?;
+            own.hold(backend, own.byte, &format!("{when}: bytes of graph {part}, launched"))?;
+            own.reset()?;
+            other.hold(backend, OLD, &format!("{when}: bytes of the other capture, after a launch of graph {part}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn one_thread_captures_several_streams(backend: &dyn Backend) -> CaseResult {
+    two_captures_at_once(backend, [DEVICE; 2])
+}
+
+fn one_thread_captures_on_two_devices(backend: &dyn Backend) -> CaseResult {
+    if !backend.capabilities(1)?.capture {
+        return Err(Failure::skip("the second device has no captures"));
+    }
+    two_captures_at_once(backend, [0, 1])
+}
+
+/// Lets a stream join each of two captures, and records work there by turns. Each graph has the work of its two streams.
+fn captures_with_streams_that_joined_are_apart(backend: &dyn Backend) -> CaseResult {
+    let both = [Separate::on(backend, DEVICE, NEW)?, Separate::on(backend, DEVICE, NEW + 1)?];
+    let joined = [Stream::new(backend)?, Stream::new(backend)?];
+    let events = [[Event::new(backend)?, Event::new(backend)?], [Event::new(backend)?, Event::new(backend)?]];
+    let mut captures = Vec::new();
+    for one in &both {
+        captures.push(Capture::begin(&one.stream, CaptureMode::ThreadLocal)?);
+    }
+    for (one, [begun, _]) in both.iter().zip(&events) {
+        one.fill(0)?;
+        one.stream.record(begun)?;
+    }
+    for (stream, [begun, _]) in joined.iter().zip(&events) {
+        stream.wait(begun)?;
+    }
+    // The joined stream copies the bytes of the first one.
+    for ((one, stream), [_, done]) in both.iter().zip(&joined).zip(&events) {
+        stream.copy(one.blocks[1].all(), one.blocks[0].all())?;
+        stream.record(done)?;
+    }
+    for (one, [_, done]) in both.iter().zip(&events) {
+        one.stream.wait(done)?;
+        one.stream.copy(one.blocks[2].all(), one.blocks[1].all())?;
+    }
+    let memory = both.each_ref().map(|one| one.memory()).concat();
+    let graphs: Vec<_> = captures.into_iter().map(|capture| capture.end(&memory)).collect::<Result<_, _>>()?;
+    for (part, graph) in graphs.iter().enumerate() {
+        both.iter().try_for_each(Separate::reset)?;
+        graph.instantiate()?.launch(&joined[1 - part])?;
+        joined[1 - part].synchronize()?;
+        both[part].hold(backend, both[part].byte, "bytes of a graph with a stream that joined, launched")?;
+        both[1 - part].hold(backend, OLD, "bytes of another graph, whose capture was open at the same time")?;
+    }
+    Ok(())
 }
 
 fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {

@@ -17,8 +17,9 @@
 //! # Adding a mutant
 //!
 //! Add a row to a table under `mutations/`: name, description, and a function that sets hooks, in the section of its clause.
-//! No two mutants break the same method in the same way. A mutant must not corrupt memory if the backend checks its
-//! arguments, as the mock does. `highwater conformance --saboteurs --list` prints all mutants.
+//! No two mutants break the same method in the same way. A mutant may pass a range that leaves its memory: the layer below it
+//! refuses that range, and the backend never sees it. A mutant must not give memory back that work still uses, so one that
+//! breaks the waits of the suite sets `Hooks::settles`. `highwater conformance --saboteurs --list` prints all mutants.
 
 mod generated;
 mod hooks;
@@ -37,6 +38,7 @@ use std::sync::atomic::AtomicBool;
 use highwater_hal::{Backend, Capabilities, Error, ErrorKind, Identity, Result, display_foreign};
 
 use crate::case::Need;
+use crate::case::needs::has;
 
 pub use run::{
     Class, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, run_mutants, run_mutants_on,
@@ -109,9 +111,9 @@ impl Mutant {
     #[must_use]
     pub fn unfit_for(&self, identity: &Identity, device_count: u32) -> Option<&'static str> {
         match self.act {
-            Act::Written(_) => identity
-                .real_device
-                .then_some("a real device does not check every range that a mutant may pass; use a simulated device"),
+            Act::Written(_) => identity.real_device.then_some(
+                "a written mutant may give memory back that a real device still uses; use a simulated device",
+            ),
             Act::Generated(mutation) => mutation.unfit_for(identity, device_count),
         }
     }
@@ -132,7 +134,16 @@ impl Mutant {
             devices
         };
         let unmet = |need: &Need| (0..devices.len()).map(|device| need.unmet(&seen_from(device))).min().flatten();
-        self.needs.iter().find_map(unmet)
+        self.needs.iter().chain(self.need_of_its_clause()).find_map(unmet)
+    }
+
+    /// Returns the ability that every written mutant of the clause needs. Cases of the clause that prove others too may run without it.
+    fn need_of_its_clause(&self) -> Option<&'static Need> {
+        match (self.act, self.clause.split('.').next()) {
+            (Act::Written(_), Some("plan")) => Some(&has::lt_plans),
+            (Act::Written(_), Some("capture")) => Some(&has::capture),
+            _ => None,
+        }
     }
 
     const fn needing(mut self, needs: &'static [Need]) -> Self {
@@ -155,8 +166,8 @@ impl Mutant {
     /// # Safety
     ///
     /// The result breaks the clauses that [`Backend`] must keep. The caller must give it to the suite alone, and never to a
-    /// `Runtime` or other code that trusts a backend. `backend` must check ids and ranges, as the mock does, because a mutant
-    /// may pass a range that leaves its block.
+    /// `Runtime` or other code that trusts a backend. `backend` must check ids, as the traits ask. It need not check ranges,
+    /// because a layer refuses those that leave their memory.
     #[must_use]
     pub unsafe fn wrap(&self, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
         self.wrap_until(backend, Arc::default())

@@ -13,6 +13,8 @@ use highwater_hal::{
     Result, StreamId, StreamOptions, Workspace, for_each_operation,
 };
 
+use crate::validation::Validated;
+
 /// Gives each object a safe method for each operation.
 macro_rules! operations {
     (Backend $backend:tt BlasHandle $handle:tt HostAllocator $host:tt IpcSharing $sharing:tt) => {
@@ -30,8 +32,8 @@ macro_rules! operations {
                 // SAFETY: the suite has the backend to itself, and promises to the wrapper what the method asks for. That
                 // holds for every part of a range too. The suite touches and frees memory only after it has waited for the
                 // device; if a mutant breaks these waits, the wrapper waits before memory is given back. A mutant that frees
-                // early frees device memory, which only streams touch. The simulated backends refuse a range that leaves its
-                // block; mutants for real devices pass no such range (the table of `generated::unfit_for_devices`).
+                // early frees device memory, which only streams touch. The layer below refuses a range that leaves its block;
+                // mutants for real devices pass no such range (the table of `generated::unfit_for_devices`).
                 unsafe { self.$field.$method($($arg),*) }
             })*
         }
@@ -55,8 +57,12 @@ impl Deref for Reference {
 }
 
 impl Reference {
+    /// Puts the layer that refuses ranges over the backend. A mutant passes no other range to a real device than the suite.
     pub(super) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend }
+        if backend.identity().real_device {
+            return Self { backend };
+        }
+        Self { backend: Arc::new(Validated::refusing(backend)) }
     }
 
     /// Returns whether the stream takes part in a capture.
@@ -168,8 +174,8 @@ impl ReferenceHandle {
     }
 
     pub(super) fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
-        // SAFETY: the matrices are those that the suite handed over, or parts of them; a product that reaches out of
-        // their blocks is refused by the backends that mutants are made for.
+        // SAFETY: the matrices are those that the suite handed over, or parts of them; the layer below refuses a product that
+        // reaches out of their blocks.
         unsafe { self.handle.gemm(gemm) }
     }
 

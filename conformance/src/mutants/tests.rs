@@ -1,11 +1,17 @@
 //! Tests of the list, the wrapper and the run. `tests/suite/mutants.rs` tests whether the suite catches the mutants.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Mutex;
 use std::time::Duration;
 
-use highwater_hal::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, Identity, StreamId, StreamOptions};
+use highwater_hal::{
+    AllocateOptions, Answer, BackendLayer, BlasHandle, BlasKind, BlasOptions, Call, Capabilities, DataType, EventId,
+    EventOptions, FillPattern, Gemm, GemmShape, HandleLayer, HostAllocator, HostLayer, HostOptions, Identity, Location,
+    MemoryCopy, MemoryFill, StreamId, StreamOptions, Workspace,
+};
 use highwater_mock::{MockGpu, MockOptions};
 
+use super::reference::{Reference, ReferenceHost};
 use super::run::Trial;
 use super::state::Shared;
 use super::*;
@@ -27,7 +33,7 @@ fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
 /// The mutant of this name, over the mock.
 fn sabotaged(name: &str) -> Arc<dyn Backend> {
     let mutant = mutants().find(|mutant| mutant.name == name).unwrap();
-    // SAFETY: these tests give it to the suite; the mock checks ids and ranges.
+    // SAFETY: these tests give it to the suite; the mock checks ids.
     unsafe { mutant.wrap(mock(MockOptions::new())) }
 }
 
@@ -85,6 +91,16 @@ fn a_mutant_of_an_absent_ability_or_device_is_skipped_with_the_reason() {
             "plans-denied",
             MockOptions::new().with_capabilities(|can| can.lt_plans = false),
             "the capability `lt_plans` is false",
+        ),
+        (
+            "plans-ignore-beta",
+            MockOptions::new().with_capabilities(|can| can.lt_plans = false),
+            "the capability `lt_plans` is false",
+        ),
+        (
+            "launched-twice",
+            MockOptions::new().with_capabilities(|can| can.capture = false),
+            "the capability `capture` is false",
         ),
     ] {
         let mut run = MutantOptions::new().with_filter(name);
@@ -361,4 +377,129 @@ fn a_sample_is_one_of_so_many_and_an_observer_sees_each() {
         (0..total).flat_map(|index| [false, true].map(|over| (all[index * 2].name, index, total, over))).collect();
     assert_eq!(seen, expected);
     assert!(score.is_success() && score.caught() == score.caught_by_their_clause(), "{score}");
+}
+
+/// The calls that the mock refused because of an address, of operations for which a backend need not check it.
+type Refused = Arc<Mutex<BTreeSet<&'static str>>>;
+
+fn noted<T>(refused: &Refused, call: &Call, answer: Result<T>) -> Result<T> {
+    const UNCHECKED: [&str; 8] = ["copy", "copy_2d", "fill", "free", "host_free", "set_workspace", "gemm", "run_plan"];
+    let is_refused = answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidPointer);
+    if is_refused && UNCHECKED.contains(&call.operation) {
+        refused.lock().unwrap().insert(call.operation);
+    }
+    answer
+}
+
+/// A layer over the mock that notes what the mock refused.
+#[derive(Debug)]
+struct Noting<B> {
+    below: B,
+    refused: Refused,
+}
+
+// SAFETY: every call goes to the mock unchanged, and so does its answer.
+unsafe impl BackendLayer for Noting<Arc<dyn Backend>> {
+    fn below(&self) -> &dyn Backend {
+        &*self.below
+    }
+
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
+        noted(&self.refused, call, forward(&*self.below))
+    }
+
+    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        let below = self.below.create_blas_handle(device, options)?;
+        Ok(Box::new(Noting { below, refused: Arc::clone(&self.refused) }))
+    }
+
+    fn host_allocator(&self) -> Arc<dyn HostAllocator> {
+        Arc::new(Noting { below: self.below.host_allocator(), refused: Arc::clone(&self.refused) })
+    }
+}
+
+impl HandleLayer for Noting<Box<dyn BlasHandle>> {
+    fn below(&self) -> &dyn BlasHandle {
+        &*self.below
+    }
+
+    fn around<T: Answer>(&mut self, call: &Call, forward: impl FnOnce(&mut dyn BlasHandle) -> Result<T>) -> Result<T> {
+        let answer = forward(&mut *self.below);
+        noted(&self.refused, call, answer)
+    }
+}
+
+// SAFETY: as for the backend.
+unsafe impl HostLayer for Noting<Arc<dyn HostAllocator>> {
+    fn below(&self) -> &dyn HostAllocator {
+        &*self.below
+    }
+
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn HostAllocator) -> Result<T>) -> Result<T> {
+        noted(&self.refused, call, forward(&*self.below))
+    }
+}
+
+/// Failed before: mutants wrote and read a byte behind a block, which corrupted the memory of a backend that checks no range.
+#[test]
+fn no_mutant_passes_an_address_that_a_backend_need_not_check() {
+    let refused = Refused::default();
+    let open = || -> Result<Arc<dyn Backend>> {
+        let below = mock(MockOptions::new().with_devices(2));
+        Ok(Arc::new(Noting { below, refused: Arc::clone(&refused) }))
+    };
+    for clause in
+        ["copy.exact", "copy.zero", "copy-2d.exact", "fill.exact", "fill.zero", "gemm.value", "memory.disjoint"]
+    {
+        let score = run_mutants(open, &MutantOptions::new().with_filter(clause), &mut |_| {});
+        assert!(score.is_success(), "{score}");
+    }
+    let refused = refused.lock().unwrap();
+    assert!(refused.is_empty(), "mutants pass addresses that the mock refuses to {refused:?}");
+}
+
+#[test]
+fn the_layer_below_a_mutant_refuses_what_leaves_its_memory_and_nothing_else() {
+    const BYTES: usize = 256;
+    let refused = Refused::default();
+    let below: Arc<dyn Backend> = Arc::new(Noting { below: mock(MockOptions::new()), refused: Arc::clone(&refused) });
+    let reference = Reference::new(below);
+    let host = ReferenceHost::new(&reference, 0);
+    // The bytes behind the second block are in none.
+    let [other, ptr, behind] = [(); 3].map(|()| reference.allocate(0, &AllocateOptions::new(BYTES)).unwrap());
+    reference.free(0, behind, None).unwrap();
+    let stream = reference.create_stream(0, &StreamOptions::new()).unwrap();
+    let stale = reference.create_stream(0, &StreamOptions::new()).unwrap();
+    reference.destroy_stream(stale).unwrap();
+    let kind = |answer: Result<()>| answer.map_err(|error| error.kind());
+    let fill = |offset: usize, count: usize, stream| {
+        kind(reference.fill(&MemoryFill::new(0, ptr.offset(offset), FillPattern::U8(1), count), stream))
+    };
+    let copy = |offset: usize, bytes: usize| {
+        let location = |ptr| Location::Device { device: 0, ptr };
+        kind(reference.copy(&MemoryCopy::new(location(other), location(ptr.offset(offset)), bytes), stream))
+    };
+    let outside = Err(ErrorKind::InvalidPointer);
+    assert_eq!(
+        (fill(0, BYTES, stream), fill(BYTES, 0, stream), copy(1, BYTES - 1), copy(BYTES, 0)),
+        (Ok(()), Ok(()), Ok(()), Ok(()))
+    );
+    assert_eq!(
+        (fill(0, BYTES + 1, stream), fill(BYTES, 1, stream), copy(1, BYTES), copy(BYTES, 1)),
+        (outside, outside, outside, outside)
+    );
+    // A bad stream and a bad device are the backend's to refuse.
+    assert_eq!(fill(0, BYTES, stale), Err(ErrorKind::InvalidHandle));
+    assert_eq!(kind(reference.free(9, ptr, None)), Err(ErrorKind::InvalidArgument));
+    let mut handle = reference.handle(BlasKind::Blas, stream).unwrap();
+    let mut gemm = |m: usize| kind(handle.gemm(&Gemm::new(GemmShape::new(DataType::F32, m, 1, 1), ptr, ptr, other)));
+    assert_eq!((gemm(64), gemm(65)), (Ok(()), outside));
+    assert_eq!(kind(handle.set_workspace(Some(Workspace { ptr: other, bytes: BYTES + 1 }))), outside);
+    assert_eq!(kind(reference.free(0, ptr.offset(BYTES), None)), outside);
+    reference.synchronize_device(0).unwrap();
+    assert_eq!((kind(reference.free(0, ptr, None)), kind(reference.free(0, ptr, None))), (Ok(()), outside));
+    assert_eq!((fill(0, 1, stream), copy(0, 1)), (outside, outside));
+    let pinned = host.allocate(BYTES, &HostOptions::new()).unwrap();
+    assert_eq!((kind(host.free(pinned.offset(1))), kind(host.free(pinned))), (outside, Ok(())));
+    assert_eq!(*refused.lock().unwrap(), BTreeSet::new(), "the mock was asked");
 }

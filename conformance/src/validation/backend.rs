@@ -19,11 +19,11 @@ use super::{Validated, origin};
 // A call that the gate refuses has no effect and returns an error.
 unsafe impl BackendLayer for Validated<'_> {
     fn below(&self) -> &dyn Backend {
-        self.inner
+        &*self.inner
     }
 
     fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn Backend) -> Result<T>) -> Result<T> {
-        self.books.call(call, || forward(self.inner))
+        self.books.call(call, || forward(&*self.inner))
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
@@ -121,41 +121,27 @@ unsafe impl BackendLayer for Validated<'_> {
     }
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        const OPERATION: &str = "copy";
         let bytes = copy.bytes as u64;
         let sides = [("the destination", side(copy.dst), bytes), ("the source", side(copy.src), bytes)];
-        let misuse = self.books.misuse(&sides);
         // SAFETY: the caller promises what `copy` asks for.
-        let call = || unsafe { self.inner.copy(copy, stream) };
-        let answer = self.books.with_ids(OPERATION, &[Stream(stream)], call);
-        self.books.judge_use(OPERATION, misuse, &answer);
-        answer
+        self.books.using("copy", stream, &sides, || unsafe { self.inner.copy(copy, stream) })
     }
 
     unsafe fn copy_2d(&self, copy: &MemoryCopy2d, stream: StreamId) -> Result<()> {
-        const OPERATION: &str = "copy_2d";
         let extent = |bytes: Option<usize>| bytes.map_or(u64::MAX, |bytes| bytes as u64);
         let sides = [
             ("the destination", side(copy.dst), extent(copy.shape.dst_bytes())),
             ("the source", side(copy.src), extent(copy.shape.src_bytes())),
         ];
-        let misuse = self.books.misuse(&sides);
         // SAFETY: the caller promises what `copy_2d` asks for.
-        let call = || unsafe { self.inner.copy_2d(copy, stream) };
-        let answer = self.books.with_ids(OPERATION, &[Stream(stream)], call);
-        self.books.judge_use(OPERATION, misuse, &answer);
-        answer
+        self.books.using("copy_2d", stream, &sides, || unsafe { self.inner.copy_2d(copy, stream) })
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        const OPERATION: &str = "fill";
         let bytes = (fill.count as u64).saturating_mul(fill.pattern.bytes() as u64);
-        let misuse = self.books.misuse(&[("the range", on(fill.device, fill.dst), bytes)]);
+        let range = [("the range", on(fill.device, fill.dst), bytes)];
         // SAFETY: the caller promises what `fill` asks for.
-        let call = || unsafe { self.inner.fill(fill, stream) };
-        let answer = self.books.with_ids(OPERATION, &[Stream(stream)], call);
-        self.books.judge_use(OPERATION, misuse, &answer);
-        answer
+        self.books.using("fill", stream, &range, || unsafe { self.inner.fill(fill, stream) })
     }
 
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {

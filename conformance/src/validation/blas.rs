@@ -118,15 +118,24 @@ impl HandleLayer for ValidatedHandle {
         let misuse = workspace.and_then(|memory| {
             self.books.misuse(&[("the workspace", on(self.device, memory.ptr), memory.bytes as u64)])
         });
-        // SAFETY: the caller promises what the method asks for.
-        self.calling("set_workspace", misuse, |handle| unsafe { handle.set_workspace(workspace) })
+        let refused = self.books.refuse("set_workspace", misuse.as_ref());
+        self.calling("set_workspace", misuse, |handle| {
+            refused?;
+            // SAFETY: the caller promises what the method asks for.
+            unsafe { handle.set_workspace(workspace) }
+        })
     }
 
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         let operands = [("A", gemm.a), ("B", gemm.b), ("C", gemm.c)];
-        let misuse = self.dead_stream().or_else(|| self.misused(&gemm.shape, gemm.alpha, operands));
-        // SAFETY: the caller promises what the method asks for.
-        self.calling("gemm", misuse, |handle| unsafe { handle.gemm(gemm) })
+        let (dead, outside) = (self.dead_stream(), self.misused(&gemm.shape, gemm.alpha, operands));
+        // A bad stream is for the backend to refuse.
+        let refused = self.books.refuse("gemm", outside.as_ref().filter(|_| dead.is_none()));
+        self.calling("gemm", dead.or(outside), |handle| {
+            refused?;
+            // SAFETY: the caller promises what the method asks for.
+            unsafe { handle.gemm(gemm) }
+        })
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
@@ -140,17 +149,21 @@ impl HandleLayer for ValidatedHandle {
     }
 
     unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
-        let misuse = match self.plans.get(&plan) {
+        let (dead, outside) = match self.plans.get(&plan) {
             Some(Plan { shape, alive: true }) => {
                 let operands = [("A", arguments.a), ("B", arguments.b), ("D", arguments.d)];
-                let shape = *shape;
-                self.dead_stream().or_else(|| self.misused(&shape, arguments.alpha, operands))
+                (self.dead_stream(), self.misused(shape, arguments.alpha, operands))
             }
-            Some(_) => Some(format!("use after destroy: {plan:?} was destroyed")),
-            None => Some(format!("{plan:?} was never issued by this handle")),
+            Some(_) => (Some(format!("use after destroy: {plan:?} was destroyed")), None),
+            None => (Some(format!("{plan:?} was never issued by this handle")), None),
         };
-        // SAFETY: the caller promises what the method asks for.
-        self.calling("run_plan", misuse, |handle| unsafe { handle.run_plan(plan, arguments) })
+        // A bad stream or plan is for the backend to refuse.
+        let refused = self.books.refuse("run_plan", outside.as_ref().filter(|_| dead.is_none()));
+        self.calling("run_plan", dead.or(outside), |handle| {
+            refused?;
+            // SAFETY: the caller promises what the method asks for.
+            unsafe { handle.run_plan(plan, arguments) }
+        })
     }
 
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {

@@ -101,6 +101,14 @@ impl Ledger {
         }
     }
 
+    /// Returns whether the device of an address space exists.
+    pub(super) fn has(&self, space: Space) -> bool {
+        match space {
+            Space::Host => true,
+            Space::Device(device) | Space::Reserved(device) => device < self.devices,
+        }
+    }
+
     /// Records a call that was accepted for a device that does not exist.
     pub(super) fn check_device(&mut self, operation: &'static str, device: u32) {
         if device >= self.devices {

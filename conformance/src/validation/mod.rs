@@ -17,6 +17,8 @@
 //! the same time therefore cause no false finding.
 //!
 //! The fault sweep sits here too: every fallible call first passes the [`Gate`], if any.
+//!
+//! Below a mutant, the layer also refuses ranges that leave their memory, because the caller promises the backend to pass none.
 
 mod backend;
 mod blas;
@@ -29,10 +31,11 @@ mod sharing;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Deref;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use highwater_hal::{Answer, AnyId, Backend, Call, ErrorKind, LiveObjects, Result};
+use highwater_hal::{Answer, AnyId, Backend, Call, Error, ErrorKind, LiveObjects, Result, StreamId};
 
 pub(crate) use self::origin::made_here;
 
@@ -40,10 +43,30 @@ use self::ledger::{Ledger, Unsound};
 use self::ranges::{Holding, Range, Space};
 use crate::sweep::Gate;
 
+/// The backend below the layer.
+#[derive(Debug)]
+enum Below<'b> {
+    /// For one case.
+    Borrowed(&'b dyn Backend),
+    /// For all cases of a mutant.
+    Shared(Arc<dyn Backend>),
+}
+
+impl<'b> Deref for Below<'b> {
+    type Target = dyn Backend + 'b;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::Borrowed(backend) => *backend,
+            Self::Shared(backend) => &**backend,
+        }
+    }
+}
+
 /// A backend under validation, for one case.
 #[derive(Debug)]
 pub(crate) struct Validated<'b> {
-    inner: &'b dyn Backend,
+    inner: Below<'b>,
     books: Arc<Books>,
     before: LiveObjects,
 }
@@ -51,9 +74,13 @@ pub(crate) struct Validated<'b> {
 impl<'b> Validated<'b> {
     /// Begins the validation of one case.
     pub(crate) fn new(inner: &'b dyn Backend, gate: Option<Gate>) -> Self {
+        Self::over(Below::Borrowed(inner), gate, false)
+    }
+
+    fn over(inner: Below<'b>, gate: Option<Gate>, refuses: bool) -> Self {
         let ledger = Ledger::new(inner.identity().tag, inner.device_count());
-        let books = Arc::new(Books { ledger: Mutex::new(ledger), gate });
-        Self { inner, books, before: inner.live_objects() }
+        let before = inner.live_objects();
+        Self { inner, books: Arc::new(Books { ledger: Mutex::new(ledger), gate, refuses }), before }
     }
 
     /// Returns the findings at the end of the case.
@@ -73,11 +100,20 @@ impl<'b> Validated<'b> {
     }
 }
 
+impl Validated<'static> {
+    /// Creates a layer that refuses ranges that leave their memory, because the backend need not check them.
+    pub(crate) fn refusing(inner: Arc<dyn Backend>) -> Self {
+        Self::over(Below::Shared(inner), None, true)
+    }
+}
+
 /// The state that the layers of one case share.
 #[derive(Debug)]
 struct Books {
     ledger: Mutex<Ledger>,
     gate: Option<Gate>,
+    /// Whether the layer refuses what the caller must not pass.
+    refuses: bool,
 }
 
 impl Books {
@@ -215,7 +251,10 @@ impl Books {
         let (number, complaint) = self.begin_release(operation, space, start, misuse);
         let entered = self.enter(operation);
         let refused = entered.is_err();
-        let answer = entered.and_then(|()| call());
+        // The backend checks the other calls itself.
+        let is_promised = matches!(operation, "free" | "host_free") && self.ledger().has(space);
+        let unknown = (is_promised && number.is_none()).then(|| format!("nothing that is alive begins at {start:#x}"));
+        let answer = entered.and_then(|()| self.refuse(operation, unknown.as_ref())).and_then(|()| call());
         let mut ledger = self.ledger();
         if answer.is_ok()
             && let Some(text) = complaint
@@ -275,6 +314,34 @@ impl Books {
     fn misuse(&self, ranges: &[(&str, (Space, u64), u64)]) -> Option<String> {
         let ledger = self.ledger();
         ranges.iter().find_map(|&(what, (space, start), bytes)| ledger.ranges.misuse(what, space, start, bytes))
+    }
+
+    /// Refuses a misuse of memory, if the layer does so.
+    fn refuse(&self, operation: &'static str, misuse: Option<&String>) -> Result<()> {
+        match misuse.filter(|_| self.refuses) {
+            Some(text) => Err(Error::new(ErrorKind::InvalidPointer, operation, text.as_str())),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a call on a stream that uses these ranges, and judges the answer.
+    fn using(
+        &self,
+        operation: &'static str,
+        stream: StreamId,
+        ranges: &[(&str, (Space, u64), u64)],
+        call: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let (misuse, ids) = (self.misuse(ranges), [AnyId::Stream(stream)]);
+        // A bad id and a bad ordinal are for the backend to refuse.
+        let is_sound =
+            self.unsound(&ids).is_none() && ranges.iter().all(|(_, (space, _), _)| self.ledger().has(*space));
+        let answer = self.with_ids(operation, &ids, || {
+            self.refuse(operation, misuse.as_ref().filter(|_| is_sound))?;
+            call()
+        });
+        self.judge_use(operation, misuse, &answer);
+        answer
     }
 
     /// Records a misuse that the backend accepted.

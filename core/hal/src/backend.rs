@@ -671,6 +671,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `capture.not-executed`: no work enqueued during the capture is executed.
     /// - `capture.begin-again`: a stream that takes part in a capture already returns `Capture`.
     /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
+    /// - `capture.several`: streams may be in separate captures at once, in every mode, also if one thread began them. Each graph has
+    ///   the work of its own capture. The captures may end in any order.
     /// - `capture.any-thread`: the work of every thread on the stream is recorded. In mode `Relaxed`, every thread may end the
     ///   capture.
     /// - `capture.undisturbed`: these calls neither fail nor disturb the capture, from any thread and in any mode: allocating

@@ -77,6 +77,62 @@ mutants! {
         });
     };
 
+    in "capture.several":
+    "one-capture-of-each-thread": "Refuses a capture to a thread whose earlier one is open." => |h| {
+        let begun = Shared::<HashMap<StreamId, ThreadId>>::default();
+        h.backend.begin_capture(move |reference, stream, mode| {
+            let here = std::thread::current().id();
+            let of_here = begun.with(|begun| begun.iter().filter(|(_, of)| **of == here).map(|one| *one.0).collect::<Vec<_>>());
+            if of_here.into_iter().any(|other| other != stream && reference.is_recording(other)) {
+                return Err(wrong(ErrorKind::Capture, "begin_capture"));
+            }
+            reference.begin_capture(stream, mode)?;
+            begun.with(|begun| begun.insert(stream, here));
+            Ok(())
+        });
+    };
+    "one-capture-of-all-devices" needs [TWO_DEVICES]: "Refuses a capture while one of another device is open." => |h| {
+        let open = captures(h);
+        let begun = open.clone();
+        h.backend.begin_capture(move |reference, stream, mode| {
+            if begun.with(|open| open.iter().any(|other| other.device() != stream.device())) {
+                return Err(wrong(ErrorKind::Capture, "begin_capture"));
+            }
+            reference.begin_capture(stream, mode)?;
+            begun.with(|open| open.insert(stream));
+            Ok(())
+        });
+    };
+    "captures-mixed": "Records fills in the capture of the device that is open the longest." => |h| {
+        let open = in_order(h);
+        h.backend.fill(move |reference, fill, stream| {
+            let first = open.with(|open| open.iter().copied().find(|other| other.device() == stream.device()));
+            match first.filter(|_| reference.is_recording(stream)) {
+                Some(first) => reference.fill(fill, first),
+                None => reference.fill(fill, stream),
+            }
+        });
+    };
+    "captures-nested": "Refuses the end of a capture while a later one is open." => |h| {
+        let open = in_order(h);
+        h.backend.end_capture(move |reference, stream| {
+            if open.with(|open| open.contains(&stream) && open.last() != Some(&stream)) {
+                return Err(wrong(ErrorKind::Capture, "end_capture"));
+            }
+            open.with(|open| open.retain(|other| *other != stream));
+            reference.end_capture(stream)
+        });
+    };
+    "captures-end-together": "Loses the other captures when one ends." => |h| {
+        let open = captures(h);
+        h.backend.end_capture(move |reference, stream| {
+            open.with(|open| open.remove(&stream));
+            let ended = reference.end_capture(stream);
+            lose(reference, &open);
+            ended
+        });
+    };
+
     in "capture.joins":
     "nobody-joins": "Lets a stream that waits for an event of a capture stay outside." => |h| {
         let recorded = marks(h);
@@ -318,6 +374,22 @@ fn captures(h: &mut Hooks) -> Shared<HashSet<StreamId>> {
     });
     h.backend.end_capture(move |reference, stream| {
         ended.with(|ended| ended.remove(&stream));
+        reference.end_capture(stream)
+    });
+    open
+}
+
+/// The same, in the order of their begins.
+fn in_order(h: &mut Hooks) -> Shared<Vec<StreamId>> {
+    let open = Shared::<Vec<StreamId>>::default();
+    let (begun, ended) = (open.clone(), open.clone());
+    h.backend.begin_capture(move |reference, stream, mode| {
+        reference.begin_capture(stream, mode)?;
+        begun.with(|begun| begun.push(stream));
+        Ok(())
+    });
+    h.backend.end_capture(move |reference, stream| {
+        ended.with(|ended| ended.retain(|other| *other != stream));
         reference.end_capture(stream)
     });
     open

@@ -40,7 +40,7 @@ mutants! {
     };
 
     in "blas.kind":
-    "products-of-plan-handles": "Accepts products on a handle of kind Lt, and does nothing." =>
+    "products-of-plan-handles" needs [has::lt_plans]: "Accepts products on a handle of kind Lt, and does nothing." =>
         |h| h.handle.gemm(|handle, gemm| {
             let done = handle.gemm(gemm);
             if handle.kind() == BlasKind::Lt && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
@@ -123,7 +123,7 @@ mutants! {
     };
 
     in "blas.stream-resets-workspace":
-    "workspace-survives-a-stream": "Keeps its workspace when a stream is bound, and says that it does not." =>
+    "workspace-survives-a-stream" needs [has::blas_workspace]: "Keeps its workspace when a stream is bound, and says that it does not." =>
         |h| h.handle.set_stream(|handle, stream| {
             handle.set_stream(stream)?;
             let workspace = handle.workspace;
@@ -208,7 +208,7 @@ mutants! {
 
     in "blas.reset":
     "settings-stay": "Resets nothing of a handle, and reports success." => |h| h.handle.reset(|_| Ok(()));
-    "reset-forgets-the-precision": "Resets every setting of a handle but TF32." => |h| h.handle.reset(|handle| {
+    "reset-forgets-the-precision" needs [has::tf32]: "Resets every setting of a handle but TF32." => |h| h.handle.reset(|handle| {
         handle.reset()?;
         handle.set_math_mode(MathMode::Tf32)
     });

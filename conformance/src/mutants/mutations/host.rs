@@ -1,10 +1,10 @@
 //! Page-locked host memory.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr};
+use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr, Location};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Way, forgiven, is, renamed, wrong};
@@ -12,10 +12,30 @@ use super::super::state::Shared;
 
 mutants! {
     in "host.usable":
-    "host-blocks-short": "Page-locks one byte less than requested." => |h| h.host.allocate(|host, bytes, options| {
-        // On the same pages, so that the byte is there for the CPU.
-        host.allocate(if bytes % 4096 > 1 { bytes - 1 } else { bytes }, options)
-    });
+    "host-blocks-short": "Page-locks one byte less than requested." => |h| {
+        // The byte is there for the CPU, and copies do not reach it.
+        let blocks = Shared::<HashMap<usize, usize>>::default();
+        let (given, freed) = (blocks.clone(), blocks.clone());
+        h.host.allocate(move |host, bytes, options| {
+            let ptr = host.allocate(bytes, options)?;
+            given.with(|blocks| blocks.insert(ptr.address(), ptr.address() + bytes));
+            Ok(ptr)
+        });
+        h.host.free(move |host, ptr| {
+            freed.with(|blocks| blocks.remove(&ptr.address()));
+            host.free(ptr)
+        });
+        h.backend.copy(move |reference, copy, stream| {
+            let is_last = |side| match side {
+                Location::Host(ptr) => blocks.with(|blocks| blocks.values().any(|end| *end == ptr.address() + copy.bytes)),
+                Location::Device { .. } => false,
+            };
+            if copy.bytes > 0 && (is_last(copy.dst) || is_last(copy.src)) {
+                return Err(wrong(ErrorKind::InvalidPointer, "copy"));
+            }
+            reference.copy(copy, stream)
+        });
+    };
     "host-memory-of-one-device" needs [TWO_DEVICES]: "Copies page-locked memory to the first device only." =>
         |h| h.backend.copy(|reference, copy, stream| match Way::of(copy) == Way::ToDevice && stream.device() > 0 {
             true => reference.query_stream(stream).map(drop),

@@ -161,7 +161,7 @@ mutants! {
     });
 
     in "gemm.mixed":
-    "output-ignored": "Writes results of the factors' type in every case." =>
+    "output-ignored" needs [has::gemm_mixed]: "Writes results of the factors' type in every case." =>
         |h| altered(h, |gemm| gemm.shape.output = gemm.shape.data_type);
 
     in "gemm.mixed-pairs":
