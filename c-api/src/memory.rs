@@ -8,7 +8,7 @@ use front::{Access, DeviceBuffer, Owner, PinnedBuffer, PinnedSlice, PinnedSliceM
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
-use crate::handle::{self, get, make, place, put, release};
+use crate::handle::{self, Handle, WORDS, get, make_from, place, put, release};
 use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
@@ -23,16 +23,38 @@ pub enum highwater_pinned {}
 
 handle::kinds! {
     highwater_buffer: DeviceBuffer<u8> = b"hw-devbf";
-    highwater_pinned: Pinned = b"hw-pinbf";
+    highwater_pinned: Pinned = b"hw-pinbf" in Pinned::memory, if Pinned::is_pooled;
 }
+
+const _: () = assert!(size_of::<Handle<Pinned>>() <= size_of::<[u64; WORDS]>());
 
 /// Page-locked memory, of the pool or of several processes.
 pub(crate) enum Pinned {
     Pooled(PinnedBuffer<u8>),
-    Shared(SharedPinnedBuffer<u8>),
+    /// In a box, so that a buffer of the pool is moved in few words.
+    Shared(Box<SharedPinnedBuffer<u8>>),
 }
 
 impl Pinned {
+    /// Returns a shared buffer, in its box.
+    pub(crate) fn shared(buffer: SharedPinnedBuffer<u8>) -> Self {
+        Self::Shared(Box::new(buffer))
+    }
+
+    /// The memory of the pool's block for the handle. A request that the pool has a block for then allocates nothing.
+    #[inline]
+    fn memory(&self) -> Option<*mut [u64; WORDS]> {
+        match self {
+            Self::Pooled(buffer) => Some(buffer.binding_memory()),
+            Self::Shared(_) => None,
+        }
+    }
+
+    #[inline]
+    fn is_pooled(&self) -> bool {
+        matches!(self, Self::Pooled(_))
+    }
+
     fn data(&self) -> *mut c_void {
         let start = match self {
             Self::Pooled(buffer) => buffer.ptr(),
@@ -84,7 +106,7 @@ impl<'b> From<&'b Pinned> for PinnedSlice<'b, u8> {
     fn from(pinned: &'b Pinned) -> Self {
         match pinned {
             Pinned::Pooled(buffer) => buffer.into(),
-            Pinned::Shared(buffer) => buffer.into(),
+            Pinned::Shared(buffer) => (&**buffer).into(),
         }
     }
 }
@@ -128,10 +150,7 @@ pub unsafe extern "C" fn highwater_device_allocate(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_device_allocate, {
-        let device = get(device)?;
-        make(buffer, || device.allocate::<u8>(bytes))
-    })
+    call!(highwater_device_allocate, { make_from(device, buffer, |device| device.allocate::<u8>(bytes)) })
 }
 
 /// Allocates device memory that other processes can open.
@@ -141,10 +160,7 @@ pub unsafe extern "C" fn highwater_device_allocate_shared(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_device_allocate_shared, {
-        let device = get(device)?;
-        make(buffer, || device.allocate_shared::<u8>(bytes))
-    })
+    call!(highwater_device_allocate_shared, { make_from(device, buffer, |device| device.allocate_shared::<u8>(bytes)) })
 }
 
 /// Allocates device memory from the stream's pool, in the order of its work. It is the cheapest kind of scratch memory.
@@ -154,10 +170,7 @@ pub unsafe extern "C" fn highwater_stream_allocate(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_stream_allocate, {
-        let stream = get(stream)?;
-        make(buffer, || stream.allocate::<u8>(bytes))
-    })
+    call!(highwater_stream_allocate, { make_from(stream, buffer, |stream| stream.allocate::<u8>(bytes)) })
 }
 
 /// Makes a buffer over device memory that other code allocated. Once the last use has ended, after the release, `keep_alive_end`
@@ -174,8 +187,7 @@ pub unsafe extern "C" fn highwater_device_adopt(
 ) -> highwater_status {
     call!(highwater_device_adopt, {
         let keep = KeepAlive { release: keep_alive_end, user };
-        let device = get(device)?;
-        make(buffer, || device.adopt::<u8>(DevicePtr::new(address), bytes, keep))
+        make_from(device, buffer, |device| device.adopt::<u8>(DevicePtr::new(address), bytes, keep))
     })
 }
 
@@ -231,8 +243,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_pinned_allocate, {
-        let runtime = get(runtime)?;
-        make(pinned, || runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -244,8 +255,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate, {
-        let device = get(device)?;
-        make(pinned, || device.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 

@@ -138,6 +138,18 @@ static void memory(void) {
     OK(highwater_copy_to_device(stream, pinned, 1, buffer, 0, 4));
     OK(highwater_pinned_used_on(pinned, stream, false));
     OK(highwater_buffer_used_on(buffer, stream));
+    /* The word of a released handle of pinned memory stays until the block of memory has a new use. */
+    highwater_pinned *copy = pinned, *again = NULL;
+    OK(highwater_pinned_release(&pinned));
+    EXPECT(pinned == NULL);
+    REFUSED(highwater_pinned_data(copy, &data), INVALID_HANDLE, "a released handle, expected a live highwater_pinned");
+    REFUSED(highwater_pinned_release(&copy), INVALID_HANDLE, "highwater_pinned_release: ");
+    EXPECT(copy != NULL);
+    OK(highwater_pinned_allocate(runtime, 8, &again));
+    OK(highwater_pinned_allocate(runtime, 8, &pinned));
+    EXPECT(again != pinned);
+    OK(highwater_pinned_release(&again));
+    OK(highwater_pinned_wait(pinned, true));
     OK(highwater_pinned_release(&pinned));
     OK(highwater_buffer_release(&buffer));
     OK(highwater_buffer_release(&other));
