@@ -49,7 +49,7 @@
 //! Each backend is a feature: `mock`, `cuda`, `rocm`. All features add up, and all build where no GPU software is
 //! installed. Highwater opens vendor libraries at run time, so one binary runs on machines with any of them or none.
 //! The feature `plugins` adds backends that are [found at run time](OpenOptions). The feature `serde` implements
-//! serialization for [`Ticket`] and [`TicketBatch`].
+//! serialization for [`Ticket`], [`TicketBatch`], [`DeviceInfo`] and [`opening::LoadReport`].
 //!
 //! A backend requested by name is opened or refused. No other takes its place: a run meant for a GPU must not pass on the
 //! mock.

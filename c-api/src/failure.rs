@@ -28,6 +28,7 @@ pub(crate) fn c_text(text: &str) -> CString {
 
 /// Runs the body of a function of the header. Contains its panics, keeps its error for the thread, and names the function in errors
 /// of arguments.
+#[inline(always)]
 pub(crate) fn contained(operation: &'static str, body: impl FnOnce() -> Result<()>) -> highwater_status {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => HIGHWATER_OK,

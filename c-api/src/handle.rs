@@ -1,5 +1,6 @@
 //! Opaque handles, and the pointers that C passes.
 
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::ffi::{CStr, c_char};
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +18,23 @@ pub(crate) trait Kind {
     const MAGIC: u64;
     /// The name in C.
     const NAME: &'static str;
+
+    /// Returns memory of the object in which its handle lives, from [`make`] to the drop of the object. If there is none, the handle
+    /// is allocated.
+    #[inline]
+    fn memory(_object: &Self::Object) -> Option<*mut [u64; WORDS]> {
+        None
+    }
+
+    /// Returns whether [`Kind::memory`] returns memory.
+    #[inline]
+    fn has_memory(_object: &Self::Object) -> bool {
+        false
+    }
 }
+
+/// Words of [`Kind::memory`].
+pub(crate) const WORDS: usize = 6;
 
 /// What the word becomes at the release.
 const RELEASED: u64 = u64::from_ne_bytes(*b"released");
@@ -32,24 +49,37 @@ pub(crate) struct Handle<T> {
     value: T,
 }
 
-/// States what is behind kinds of handles.
+/// States what is behind kinds of handles, and the functions for [`Kind::memory`] and [`Kind::has_memory`].
 macro_rules! kinds {
-    ($($name:ident: $object:ty = $magic:literal;)+) => {
+    ($($name:ident: $object:ty = $magic:literal $(in $memory:path, if $has_memory:path)?;)+) => {
         $(
             impl crate::handle::Kind for $name {
                 type Object = $object;
                 const MAGIC: u64 = u64::from_ne_bytes(*$magic);
                 const NAME: &'static str = stringify!($name);
+                $(
+                    #[inline]
+                    fn memory(object: &$object) -> Option<*mut [u64; crate::handle::WORDS]> {
+                        $memory(object)
+                    }
+
+                    #[inline]
+                    fn has_memory(object: &$object) -> bool {
+                        $has_memory(object)
+                    }
+                )?
             }
         )+
     };
 }
 pub(crate) use kinds;
 
+#[cold]
 fn null(name: &str, expected: &str) -> Error {
     invalid(format!("the {name} is null, expected {expected}"), "check the status of the call that makes it")
 }
 
+#[cold]
 fn stale<K: Kind>(found: u64) -> Error {
     let found = match found {
         RELEASED => "a released handle".to_owned(),
@@ -60,6 +90,7 @@ fn stale<K: Kind>(found: u64) -> Error {
         .with_hint(format!("pass a {name} that was made and not released, of this library"))
 }
 
+#[inline]
 fn checked<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
     let handle = handle.cast::<Handle<K::Object>>();
     if handle.is_null() {
@@ -77,26 +108,35 @@ fn checked<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
     Ok(unsafe { &*handle })
 }
 
+/// Returns a handle of this process.
+#[inline]
+fn live<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
+    let handle = checked(handle)?;
+    // A child must not reach a lock that a thread of the parent may hold.
+    if handle.generation.is_current() { Ok(handle) } else { Err(Generation::error(ARGUMENT)) }
+}
+
 /// Returns the object of a handle.
 ///
 /// # Safety
 /// The caller must pass a pointer as the header describes it, and end the borrow with the call.
 #[inline]
 pub(crate) unsafe fn get<'a, K: Kind>(handle: *mut K) -> Result<&'a K::Object> {
-    let object = checked(handle)?;
-    // A child must not reach a lock that a thread of the parent may hold.
-    if object.generation.is_current() { Ok(&object.value) } else { Err(Generation::error(ARGUMENT)) }
+    live(handle).map(|handle| &handle.value)
 }
 
 /// Checks a place for an answer, before the work whose answer it gets.
+#[inline]
 pub(crate) fn place<T>(place: *mut T, name: &str) -> Result<()> {
-    if place.is_null() || !place.is_aligned() {
-        return Err(invalid(
-            format!("the place for the {name} is null or misaligned, expected an address to write it to"),
-            "pass the address of a variable of that type",
-        ));
-    }
-    Ok(())
+    if place.is_null() || !place.is_aligned() { Err(no_place(name)) } else { Ok(()) }
+}
+
+#[cold]
+fn no_place(name: &str) -> Error {
+    invalid(
+        format!("the place for the {name} is null or misaligned, expected an address to write it to"),
+        "pass the address of a variable of that type",
+    )
 }
 
 /// Writes an answer.
@@ -112,19 +152,69 @@ pub(crate) unsafe fn put<T>(place: *mut T, value: T) {
 ///
 /// # Safety
 /// The caller must pass a place as the header describes it.
+#[inline]
 pub(crate) unsafe fn make<K: Kind>(slot: *mut *mut K, make: impl FnOnce() -> Result<K::Object>) -> Result<()> {
+    // SAFETY: As the caller promises.
+    unsafe { make_in(Generation::current(), slot, make) }
+}
+
+/// As [`make`], from the object of another handle, whose generation is checked once for both.
+///
+/// # Safety
+/// The caller must pass a handle and a place as the header describes them.
+#[inline]
+pub(crate) unsafe fn make_from<P: Kind, K: Kind>(
+    parent: *mut P,
+    slot: *mut *mut K,
+    make: impl FnOnce(&P::Object) -> Result<K::Object>,
+) -> Result<()> {
+    let parent = live(parent)?;
+    // SAFETY: As the caller promises.
+    unsafe { make_in(parent.generation, slot, || make(&parent.value)) }
+}
+
+/// Makes a handle of the current generation.
+///
+/// # Safety
+/// As for [`make`].
+#[inline]
+unsafe fn make_in<K: Kind>(
+    generation: Generation,
+    slot: *mut *mut K,
+    make: impl FnOnce() -> Result<K::Object>,
+) -> Result<()> {
     place(slot, K::NAME)?;
-    let generation = Generation::current();
-    let handle = Handle { magic: AtomicU64::new(K::MAGIC), generation, value: make()? };
-    // SAFETY: The place was checked, and the caller promises that it is one.
-    unsafe { put(slot, Box::into_raw(Box::new(handle)).cast()) };
+    let value = make()?;
+    // Nothing from here on unwinds, so the object goes from `make` to its place without a copy on the stack.
+    let handle = match K::memory(&value) {
+        Some(memory) => {
+            const {
+                assert!(align_of::<Handle<K::Object>>() <= align_of::<u64>());
+            }
+            memory.cast()
+        }
+        None => allocate::<K::Object>(),
+    };
+    // SAFETY: The memory is for this handle alone. The place was checked, and the caller promises that it is one.
+    unsafe {
+        handle.write(Handle { magic: AtomicU64::new(K::MAGIC), generation, value });
+        put(slot, handle.cast());
+    }
     Ok(())
+}
+
+/// Returns memory for a handle. `extern "C"`, so that the compiler knows that it does not unwind.
+extern "C" fn allocate<T>() -> *mut Handle<T> {
+    // SAFETY: A handle has bytes.
+    let handle = unsafe { alloc(Layout::new::<Handle<T>>()) };
+    if handle.is_null() { handle_alloc_error(Layout::new::<Handle<T>>()) } else { handle.cast() }
 }
 
 /// Takes the object of a handle, and writes null in its place. `None` if it is null.
 ///
 /// # Safety
 /// The caller must pass a place as the header describes it.
+#[inline]
 pub(crate) unsafe fn take<K: Kind>(slot: *mut *mut K) -> Result<Option<K::Object>> {
     place(slot, K::NAME)?;
     // SAFETY: The place was checked, and the caller promises that it is one.
@@ -132,22 +222,26 @@ pub(crate) unsafe fn take<K: Kind>(slot: *mut *mut K) -> Result<Option<K::Object
     if handle.is_null() {
         return Ok(None);
     }
-    let object = checked(handle)?;
-    if let Err(found) = object.magic.compare_exchange(K::MAGIC, RELEASED, Ordering::AcqRel, Ordering::Relaxed) {
-        return Err(stale::<K>(found));
-    }
-    // SAFETY: `make` made the pointer from a box, and the exchange gave it to this call alone.
-    let object = unsafe {
+    // A load and a store suffice, which cost a third of an exchange: the header forbids calls with the handle during its release, so
+    // no other thread reads the word between them.
+    checked(handle)?.magic.store(RELEASED, Ordering::Relaxed);
+    let handle = handle.cast::<Handle<K::Object>>();
+    // SAFETY: `make` made the handle. This call alone ends it, because the word was that of a live handle until now.
+    unsafe {
         put(slot, std::ptr::null_mut());
-        Box::from_raw(handle.cast::<Handle<K::Object>>())
-    };
-    Ok(Some(object.value))
+        let value = (&raw const (*handle).value).read();
+        if !K::has_memory(&value) {
+            dealloc(handle.cast(), Layout::new::<Handle<K::Object>>());
+        }
+        Ok(Some(value))
+    }
 }
 
 /// Releases a handle.
 ///
 /// # Safety
 /// As for [`take`].
+#[inline]
 pub(crate) unsafe fn release<K: Kind>(slot: *mut *mut K) -> Result<()> {
     // SAFETY: As the caller promises. In a forked child, drops return at once.
     unsafe { take(slot) }.map(drop)

@@ -1,6 +1,6 @@
 //! Reports, devices and statistics as JSON.
 
-use front::opening::{Candidate, LoadReport, Origin, Place};
+use front::opening::LoadReport;
 use front::statistics::Statistics;
 use front::{Capabilities, DeviceInfo};
 use serde_json::{Map, Value, json};
@@ -13,39 +13,13 @@ macro_rules! fields {
     }};
 }
 
+/// Returns data as JSON. No data of this library fails to convert.
+fn value(of: &impl serde::Serialize) -> Value {
+    serde_json::to_value(of).unwrap_or_default()
+}
+
 pub(crate) fn report(report: &LoadReport) -> String {
-    json!({
-        "taken": report.taken().map(|candidate| candidate.name.clone()),
-        "backends": report.candidates.iter().map(candidate).collect::<Vec<_>>(),
-        "places": report.places.iter().map(place).collect::<Vec<_>>(),
-    })
-    .to_string()
-}
-
-fn candidate(candidate: &Candidate) -> Value {
-    let path = |path: Option<&std::path::Path>| path.map(|path| path.display().to_string());
-    let tried = candidate.tried.iter().map(|tried| fields!(tried; name reason)).collect::<Vec<_>>();
-    json!({
-        "name": candidate.name,
-        "origin": if candidate.origin == Origin::BuiltIn { "built in" } else { "plugin" },
-        "manifest": path(candidate.origin.manifest()),
-        "library": path(candidate.origin.library()),
-        "outcome": candidate.outcome.as_str(),
-        "reason": candidate.reason,
-        "hint": candidate.hint,
-        "tried": tried,
-        "notes": candidate.notes,
-    })
-}
-
-fn place(place: &Place) -> Value {
-    json!({
-        "kind": place.kind.as_str(),
-        "path": place.path.as_ref().map(|path| path.display().to_string()),
-        "outcome": place.outcome.as_str(),
-        "reason": place.reason,
-        "hint": place.hint,
-    })
+    value(report).to_string()
 }
 
 pub(crate) fn device(info: &DeviceInfo, capabilities: &Capabilities) -> String {
@@ -53,18 +27,10 @@ pub(crate) fn device(info: &DeviceInfo, capabilities: &Capabilities) -> String {
     let bits = |names: &[front::hal::numbers::Constant], set: u64| -> Map<String, Value> {
         names.iter().map(|bit| (bit.rust.to_owned(), json!(set & bit.value != 0))).collect()
     };
-    json!({
-        "ordinal": info.ordinal,
-        "name": info.name,
-        "uuid": info.uuid.iter().map(|byte| format!("{byte:02x}")).collect::<String>(),
-        "architecture": info.architecture,
-        "memory_bytes": info.memory_bytes,
-        "pci_address": info.pci_address,
-        "numa_node": info.numa_node,
-        "abilities": bits(Abilities::NAMES, Abilities::of(capabilities)),
-        "facts": bits(Facts::NAMES, Facts::of(capabilities)),
-    })
-    .to_string()
+    let mut device = value(info);
+    device["abilities"] = bits(Abilities::NAMES, Abilities::of(capabilities)).into();
+    device["facts"] = bits(Facts::NAMES, Facts::of(capabilities)).into();
+    device.to_string()
 }
 
 pub(crate) fn statistics(all: &Statistics) -> Value {

@@ -4,11 +4,14 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use front::hal::DevicePtr;
-use front::{Access, DeviceBuffer, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result, SharedPinnedBuffer};
+use front::{
+    Access, CopyShape, DeviceBuffer, DeviceSlice, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result,
+    SharedPinnedBuffer,
+};
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
-use crate::handle::{self, get, make, place, put, release};
+use crate::handle::{self, Handle, Options, WORDS, get, make_from, place, put, read, release};
 use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
@@ -23,16 +26,38 @@ pub enum highwater_pinned {}
 
 handle::kinds! {
     highwater_buffer: DeviceBuffer<u8> = b"hw-devbf";
-    highwater_pinned: Pinned = b"hw-pinbf";
+    highwater_pinned: Pinned = b"hw-pinbf" in Pinned::memory, if Pinned::is_pooled;
 }
+
+const _: () = assert!(size_of::<Handle<Pinned>>() <= size_of::<[u64; WORDS]>());
 
 /// Page-locked memory, of the pool or of several processes.
 pub(crate) enum Pinned {
     Pooled(PinnedBuffer<u8>),
-    Shared(SharedPinnedBuffer<u8>),
+    /// In a box, so that a buffer of the pool is moved in few words.
+    Shared(Box<SharedPinnedBuffer<u8>>),
 }
 
 impl Pinned {
+    /// Returns a shared buffer, in its box.
+    pub(crate) fn shared(buffer: SharedPinnedBuffer<u8>) -> Self {
+        Self::Shared(Box::new(buffer))
+    }
+
+    /// The memory of the pool's block for the handle. A request that the pool has a block for then allocates nothing.
+    #[inline]
+    fn memory(&self) -> Option<*mut [u64; WORDS]> {
+        match self {
+            Self::Pooled(buffer) => Some(buffer.binding_memory()),
+            Self::Shared(_) => None,
+        }
+    }
+
+    #[inline]
+    fn is_pooled(&self) -> bool {
+        matches!(self, Self::Pooled(_))
+    }
+
     fn data(&self) -> *mut c_void {
         let start = match self {
             Self::Pooled(buffer) => buffer.ptr(),
@@ -84,7 +109,7 @@ impl<'b> From<&'b Pinned> for PinnedSlice<'b, u8> {
     fn from(pinned: &'b Pinned) -> Self {
         match pinned {
             Pinned::Pooled(buffer) => buffer.into(),
-            Pinned::Shared(buffer) => buffer.into(),
+            Pinned::Shared(buffer) => (&**buffer).into(),
         }
     }
 }
@@ -128,10 +153,7 @@ pub unsafe extern "C" fn highwater_device_allocate(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_device_allocate, {
-        let device = get(device)?;
-        make(buffer, || device.allocate::<u8>(bytes))
-    })
+    call!(highwater_device_allocate, { make_from(device, buffer, |device| device.allocate::<u8>(bytes)) })
 }
 
 /// Allocates device memory that other processes can open.
@@ -141,10 +163,7 @@ pub unsafe extern "C" fn highwater_device_allocate_shared(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_device_allocate_shared, {
-        let device = get(device)?;
-        make(buffer, || device.allocate_shared::<u8>(bytes))
-    })
+    call!(highwater_device_allocate_shared, { make_from(device, buffer, |device| device.allocate_shared::<u8>(bytes)) })
 }
 
 /// Allocates device memory from the stream's pool, in the order of its work. It is the cheapest kind of scratch memory.
@@ -154,10 +173,7 @@ pub unsafe extern "C" fn highwater_stream_allocate(
     bytes: usize,
     buffer: *mut *mut highwater_buffer,
 ) -> highwater_status {
-    call!(highwater_stream_allocate, {
-        let stream = get(stream)?;
-        make(buffer, || stream.allocate::<u8>(bytes))
-    })
+    call!(highwater_stream_allocate, { make_from(stream, buffer, |stream| stream.allocate::<u8>(bytes)) })
 }
 
 /// Makes a buffer over device memory that other code allocated. Once the last use has ended, after the release, `keep_alive_end`
@@ -174,8 +190,7 @@ pub unsafe extern "C" fn highwater_device_adopt(
 ) -> highwater_status {
     call!(highwater_device_adopt, {
         let keep = KeepAlive { release: keep_alive_end, user };
-        let device = get(device)?;
-        make(buffer, || device.adopt::<u8>(DevicePtr::new(address), bytes, keep))
+        make_from(device, buffer, |device| device.adopt::<u8>(DevicePtr::new(address), bytes, keep))
     })
 }
 
@@ -231,8 +246,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_pinned_allocate, {
-        let runtime = get(runtime)?;
-        make(pinned, || runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -244,8 +258,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate, {
-        let device = get(device)?;
-        make(pinned, || device.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -351,6 +364,102 @@ pub unsafe extern "C" fn highwater_copy(
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let source = source.slice(range(source_offset, bytes)?)?;
         stream.copy(source, destination.slice(range(destination_offset, bytes)?)?)
+    })
+}
+
+/// The shape of a two-dimensional copy: rows of bytes at equal distances. All fields are in bytes but `height`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct highwater_copy_shape {
+    /// sizeof(highwater_copy_shape).
+    pub size: usize,
+    /// Bytes of each row. With 0, nothing is copied.
+    pub width: usize,
+    /// Number of rows. With 0, nothing is copied.
+    pub height: usize,
+    /// Bytes from the beginning of one row to that of the next in the source, at least `width`; 0 if the rows are adjacent.
+    pub source_pitch: usize,
+    /// The same in the destination.
+    pub destination_pitch: usize,
+}
+
+// SAFETY: It begins with its size, and zeros are numbers.
+unsafe impl Options for highwater_copy_shape {}
+
+/// Reads the shape of a copy.
+///
+/// # Safety
+/// As for [`read`].
+unsafe fn copy_shape(given: *const highwater_copy_shape) -> Result<CopyShape> {
+    // SAFETY: As the caller promises.
+    let given = unsafe { read(given, "highwater_copy_shape") }?;
+    let or = |pitch: usize| if pitch == 0 { given.width } else { pitch };
+    Ok(CopyShape::new(given.width, given.height)
+        .with_src_pitch(or(given.source_pitch))
+        .with_dst_pitch(or(given.destination_pitch)))
+}
+
+/// Returns the memory of a buffer from an offset on.
+fn from_offset(buffer: &DeviceBuffer<u8>, offset: usize) -> Result<DeviceSlice<'_, u8>> {
+    buffer.slice(offset..buffer.len().max(offset))
+}
+
+/// Enqueues a copy of rows of pinned memory to a device, as cudaMemcpy2DAsync does. The first row begins at the offsets. Bytes
+/// between the rows keep their value. Returns at once.
+///
+/// HIGHWATER_ERROR_INVALID_ARGUMENT: a pitch is less than the width, or the rows leave the memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy_2d_to_device(
+    stream: *mut highwater_stream,
+    source: *mut highwater_pinned,
+    source_offset: usize,
+    destination: *mut highwater_buffer,
+    destination_offset: usize,
+    shape: *const highwater_copy_shape,
+) -> highwater_status {
+    call!(highwater_copy_2d_to_device, {
+        let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
+        let shape = copy_shape(shape)?;
+        let source = source.slice(source_offset..source.bytes().max(source_offset))?;
+        stream.copy_2d_to_device(source, from_offset(destination, destination_offset)?, shape)
+    })
+}
+
+/// As highwater_copy_2d_to_device, from a device to pinned memory. highwater_pinned_wait waits for the bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy_2d_to_host(
+    stream: *mut highwater_stream,
+    source: *mut highwater_buffer,
+    source_offset: usize,
+    destination: *mut highwater_pinned,
+    destination_offset: usize,
+    shape: *const highwater_copy_shape,
+) -> highwater_status {
+    call!(highwater_copy_2d_to_host, {
+        let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
+        let shape = copy_shape(shape)?;
+        let source = from_offset(source, source_offset)?;
+        // No slice of this memory exists: C gets its address alone.
+        let destination = destination.slice_mut(destination_offset..destination.bytes().max(destination_offset))?;
+        stream.copy_2d_to_host(source, destination, shape)
+    })
+}
+
+/// As highwater_copy_2d_to_device, between buffers, also of two devices. The buffers may be the same, if no row of one side overlaps a
+/// row of the other.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_copy_2d(
+    stream: *mut highwater_stream,
+    source: *mut highwater_buffer,
+    source_offset: usize,
+    destination: *mut highwater_buffer,
+    destination_offset: usize,
+    shape: *const highwater_copy_shape,
+) -> highwater_status {
+    call!(highwater_copy_2d, {
+        let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
+        let shape = copy_shape(shape)?;
+        stream.copy_2d(from_offset(source, source_offset)?, from_offset(destination, destination_offset)?, shape)
     })
 }
 

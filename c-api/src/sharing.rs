@@ -107,7 +107,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate_shared(
 ) -> highwater_status {
     call!(highwater_pinned_allocate_shared, {
         let runtime = get(runtime)?;
-        make(pinned, || runtime.pinned_shared::<u8>(bytes).map(Pinned::Shared))
+        make(pinned, || runtime.pinned_shared::<u8>(bytes).map(Pinned::shared))
     })
 }
 
@@ -120,7 +120,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate_shared(
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate_shared, {
         let device = get(device)?;
-        make(pinned, || device.pinned_shared::<u8>(bytes).map(Pinned::Shared))
+        make(pinned, || device.pinned_shared::<u8>(bytes).map(Pinned::shared))
     })
 }
 
@@ -166,7 +166,7 @@ pub unsafe extern "C" fn highwater_pinned_open(
         let runtime = get(runtime)?;
         let ticket = ticket_of(ticket, "highwater_pinned_share")?;
         let options = options_of(owner_death)?;
-        make(pinned, || runtime.open_pinned_with::<u8>(&ticket, &options).map(Pinned::Shared))
+        make(pinned, || runtime.open_pinned_with::<u8>(&ticket, &options).map(Pinned::shared))
     })
 }
 

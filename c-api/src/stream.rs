@@ -4,7 +4,7 @@ use front::{Event, Stream};
 
 use crate::device::highwater_device;
 use crate::failure::call;
-use crate::handle::{self, get, make, place, put, release};
+use crate::handle::{self, get, make_from, place, put, release};
 use crate::numbers::highwater_status;
 
 /// Work in order on a device.
@@ -26,10 +26,7 @@ pub unsafe extern "C" fn highwater_stream_create(
     device: *mut highwater_device,
     stream: *mut *mut highwater_stream,
 ) -> highwater_status {
-    call!(highwater_stream_create, {
-        let device = get(device)?;
-        make(stream, || device.create_stream())
-    })
+    call!(highwater_stream_create, { make_from(device, stream, |device| device.create_stream()) })
 }
 
 /// Wraps a stream of other code: the vendor's handle as a number. The caller must keep that stream alive until this handle is
@@ -40,10 +37,7 @@ pub unsafe extern "C" fn highwater_stream_wrap(
     raw: u64,
     stream: *mut *mut highwater_stream,
 ) -> highwater_status {
-    call!(highwater_stream_wrap, {
-        let device = get(device)?;
-        make(stream, || device.stream_from_raw(raw))
-    })
+    call!(highwater_stream_wrap, { make_from(device, stream, |device| device.stream_from_raw(raw)) })
 }
 
 /// Wraps the legacy default stream of the device.
@@ -52,10 +46,7 @@ pub unsafe extern "C" fn highwater_stream_legacy_default(
     device: *mut highwater_device,
     stream: *mut *mut highwater_stream,
 ) -> highwater_status {
-    call!(highwater_stream_legacy_default, {
-        let device = get(device)?;
-        make(stream, || device.legacy_default_stream())
-    })
+    call!(highwater_stream_legacy_default, { make_from(device, stream, |device| device.legacy_default_stream()) })
 }
 
 /// Wraps the default stream of the calling thread. Only this thread can use the handle; in others, calls return
@@ -66,8 +57,7 @@ pub unsafe extern "C" fn highwater_stream_per_thread_default(
     stream: *mut *mut highwater_stream,
 ) -> highwater_status {
     call!(highwater_stream_per_thread_default, {
-        let device = get(device)?;
-        make(stream, || device.per_thread_default_stream())
+        make_from(device, stream, |device| device.per_thread_default_stream())
     })
 }
 
@@ -108,10 +98,7 @@ pub unsafe extern "C" fn highwater_stream_record(
     stream: *mut highwater_stream,
     event: *mut *mut highwater_event,
 ) -> highwater_status {
-    call!(highwater_stream_record, {
-        let stream = get(stream)?;
-        make(event, || stream.record())
-    })
+    call!(highwater_stream_record, { make_from(stream, event, |stream| stream.record()) })
 }
 
 /// As highwater_stream_record, for highwater_event_elapsed_ns.
@@ -120,10 +107,7 @@ pub unsafe extern "C" fn highwater_stream_record_timed(
     stream: *mut highwater_stream,
     event: *mut *mut highwater_event,
 ) -> highwater_status {
-    call!(highwater_stream_record_timed, {
-        let stream = get(stream)?;
-        make(event, || stream.record_timed())
-    })
+    call!(highwater_stream_record_timed, { make_from(stream, event, |stream| stream.record_timed()) })
 }
 
 /// Makes later work of the stream wait for an event. The thread does not wait.
@@ -155,10 +139,7 @@ pub unsafe extern "C" fn highwater_event_wrap(
     raw: u64,
     event: *mut *mut highwater_event,
 ) -> highwater_status {
-    call!(highwater_event_wrap, {
-        let device = get(device)?;
-        make(event, || device.event_from_raw(raw))
-    })
+    call!(highwater_event_wrap, { make_from(device, event, |device| device.event_from_raw(raw)) })
 }
 
 /// Writes whether the stream has passed the event.

@@ -138,12 +138,80 @@ static void memory(void) {
     OK(highwater_copy_to_device(stream, pinned, 1, buffer, 0, 4));
     OK(highwater_pinned_used_on(pinned, stream, false));
     OK(highwater_buffer_used_on(buffer, stream));
+    /* The word of a released handle of pinned memory stays until the block of memory has a new use. */
+    highwater_pinned *copy = pinned, *again = NULL;
+    OK(highwater_pinned_release(&pinned));
+    EXPECT(pinned == NULL);
+    REFUSED(highwater_pinned_data(copy, &data), INVALID_HANDLE, "a released handle, expected a live highwater_pinned");
+    REFUSED(highwater_pinned_release(&copy), INVALID_HANDLE, "highwater_pinned_release: ");
+    EXPECT(copy != NULL);
+    OK(highwater_pinned_allocate(runtime, 8, &again));
+    OK(highwater_pinned_allocate(runtime, 8, &pinned));
+    EXPECT(again != pinned);
+    OK(highwater_pinned_release(&again));
+    OK(highwater_pinned_wait(pinned, true));
     OK(highwater_pinned_release(&pinned));
     OK(highwater_buffer_release(&buffer));
     OK(highwater_buffer_release(&other));
     OK(highwater_stream_synchronize(stream));
     OK(highwater_stream_is_complete(stream, &complete));
     EXPECT(complete);
+}
+
+/* Rows of a matrix, in each direction. */
+static void rows(void) {
+    highwater_buffer *matrix = NULL, *columns = NULL;
+    highwater_pinned *pinned = NULL;
+    unsigned char found[12] = {0};
+    void *data = NULL;
+    OK(highwater_device_allocate(device, 12, &matrix));
+    OK(highwater_device_allocate(device, 6, &columns));
+    OK(highwater_pinned_allocate(runtime, 13, &pinned));
+    OK(highwater_pinned_data(pinned, &data));
+    for (int i = 0; i < 13; i++) {
+        ((unsigned char *)data)[i] = (unsigned char)i;
+    }
+    /* 3 rows of 4 bytes, of which 2 bytes from the column 1 on; the first byte is not part of the matrix. */
+    highwater_copy_shape shape = {.size = sizeof shape, .width = 2, .height = 3, .source_pitch = 4};
+    OK(highwater_copy_2d_to_device(stream, pinned, 2, columns, 0, &shape));
+    OK(highwater_read(stream, columns, 0, found, 6));
+    EXPECT(memcmp(found, "\2\3\6\7\12\13", 6) == 0);
+    OK(highwater_fill(stream, matrix, 0, 12, 99));
+    shape = (highwater_copy_shape){.size = sizeof shape, .width = 2, .height = 3, .destination_pitch = 4};
+    OK(highwater_copy_2d(stream, columns, 0, matrix, 2, &shape));
+    OK(highwater_read(stream, matrix, 0, found, 12));
+    EXPECT(memcmp(found, "cc\2\3cc\6\7cc\12\13", 12) == 0);
+    shape = (highwater_copy_shape){.size = sizeof shape, .width = 1, .height = 2, .source_pitch = 4, .destination_pitch = 8};
+    OK(highwater_copy_2d_to_host(stream, matrix, 7, pinned, 1, &shape));
+    OK(highwater_pinned_wait(pinned, false));
+    EXPECT(memcmp(data, "\0\7\2\3\4\5\6\7\10\13\12\13\14", 13) == 0);
+
+    /* Columns of one buffer. They must not meet. */
+    shape = (highwater_copy_shape){.size = sizeof shape, .width = 2, .height = 3, .source_pitch = 4, .destination_pitch = 4};
+    OK(highwater_copy_2d(stream, matrix, 2, matrix, 0, &shape));
+    OK(highwater_read(stream, matrix, 0, found, 12));
+    EXPECT(memcmp(found, "\2\3\2\3\6\7\6\7\12\13\12\13", 12) == 0);
+    REFUSED(highwater_copy_2d(stream, matrix, 1, matrix, 0, &shape), INVALID_ARGUMENT, "overlap");
+    REFUSED(highwater_copy_2d(stream, matrix, 3, columns, 0, &shape), INVALID_ARGUMENT, "leave the source, which has 9 bytes");
+    REFUSED(highwater_copy_2d(stream, matrix, 13, columns, 0, &shape), INVALID_ARGUMENT, "13");
+    REFUSED(highwater_copy_2d_to_device(stream, pinned, 4, columns, 0, &shape), INVALID_ARGUMENT, "leave the source, which has 9 bytes");
+    REFUSED(highwater_copy_2d_to_device(stream, pinned, SIZE_MAX, matrix, 0, &shape), INVALID_ARGUMENT, "");
+    REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 4, &shape), INVALID_ARGUMENT, "leave the destination, which has 9 bytes");
+    REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 14, &shape), INVALID_ARGUMENT, "14");
+    shape.source_pitch = 1;
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "the pitch of the source is 1 bytes");
+    shape.height = SIZE_MAX;
+    shape.source_pitch = shape.destination_pitch = SIZE_MAX;
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "leave the source");
+    shape.size = 0;
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 0");
+    REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 0, NULL), INVALID_ARGUMENT, "highwater_copy_2d_to_host: invalid argument: the highwater_copy_shape is null");
+    shape = (highwater_copy_shape){.size = sizeof shape, .width = 2};
+    REFUSED(highwater_copy_2d_to_device(stream, NULL, 0, columns, 0, &shape), INVALID_ARGUMENT, "the highwater_pinned is null");
+    OK(highwater_copy_2d(stream, matrix, 12, columns, 6, &shape)); /* No rows. */
+    OK(highwater_pinned_release(&pinned));
+    OK(highwater_buffer_release(&matrix));
+    OK(highwater_buffer_release(&columns));
 }
 
 static void ends(void *user) {
@@ -683,6 +751,7 @@ int main(int count, char **arguments) {
     opening();
     handles();
     memory();
+    rows();
     adopted();
     streams();
     products();

@@ -210,6 +210,17 @@ impl<T: Element> PinnedBuffer<T> {
         self.block().ptr
     }
 
+    /// Returns 6 words that stay with the block of memory while the pool has it, zero at first. A binding to another language keeps the
+    /// handle of the buffer there instead of allocating it. The library does not use the words.
+    ///
+    /// They are valid until the buffer is dropped. Afterward they may be those of a later buffer, or freed.
+    #[doc(hidden)]
+    #[must_use]
+    #[inline]
+    pub fn binding_memory(&self) -> *mut [u64; 6] {
+        self.block().binding_memory()
+    }
+
     /// Returns the registrations of the memory, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order and without
     /// gaps. A buffer of up to 4 MiB has one, unless the backend's pieces are smaller.
     ///

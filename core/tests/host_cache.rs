@@ -43,6 +43,28 @@ fn threads_under_a_cap_keep_to_it_and_lose_nothing() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
+/// The C library keeps its handles there.
+#[test]
+fn the_memory_for_a_binding_stays_with_the_block() {
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let (first, second) = (runtime.pinned::<u8>(4096).unwrap(), runtime.pinned::<u8>(4096).unwrap());
+    let [of_first, of_second] = [&first, &second].map(|buffer| buffer.binding_memory());
+    assert!(of_first != of_second && of_first == first.binding_memory());
+    // SAFETY: the buffer lives, and no other code has the words.
+    unsafe {
+        assert_eq!(*of_first, [0; 6]);
+        *of_first = [7; 6];
+    }
+    let address = first.ptr();
+    drop(first);
+    let again = runtime.pinned::<u8>(4096).unwrap();
+    assert_eq!((again.ptr(), again.binding_memory()), (address, of_first));
+    // SAFETY: as above.
+    assert_eq!(unsafe { *of_first }, [7; 6]);
+    drop((again, second));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 #[test]
 fn a_copy_that_other_code_enqueued_from_inside_a_buffer_is_waited_for() {
     let gpu = MockGpu::open(MockOptions::new()).unwrap();

@@ -1,12 +1,10 @@
 //! `highwater doctor`: the backends that work on this machine, and the reason why each other one does not.
 
-use std::path::Path;
-
 use anyhow::Result;
 use highwater::Runtime;
 use highwater::cuda::mps::{self, Status};
 use highwater::hal::{Identity, display_foreign};
-use highwater::opening::{Candidate, LoadReport, Origin, Outcome, Place};
+use highwater::opening::{Candidate, LoadReport, Origin, Outcome};
 use highwater::sharing::{Rendezvous, SharingReport};
 use serde_json::{Value, json};
 
@@ -26,12 +24,11 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     let has_gpu = findings.iter().any(|finding| finding.is_usable() && finding.candidate.name == "cuda");
     let service = Some(mps::status()).filter(|status| has_gpu || status.running || status.control_program.is_some());
     if json {
-        let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
-        let places: Vec<Value> = report.places.iter().map(place_to_json).collect();
+        let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect::<Result<_>>()?;
         output::object(&json!({
             "usable": usable,
             "backends": backends,
-            "places": places,
+            "places": report.places,
             "sharing": sharing_to_json(&sharing),
             "mps": service.as_ref().map(service_to_json),
         }))?;
@@ -86,29 +83,20 @@ impl Finding {
         }
     }
 
-    fn to_json(&self) -> Value {
+    fn to_json(&self) -> Result<Value> {
         let (reason, hint) = self.reason();
-        let tried: Vec<Value> =
-            self.candidate.tried.iter().map(|t| json!({ "name": t.name, "reason": t.reason })).collect();
         let (devices, versions) = match &self.details {
-            Some(Ok(details)) => (details.devices_to_json(), details.versions_to_json()),
+            Some(Ok(details)) => (details.devices_to_json()?, details.versions_to_json()),
             _ => (json!([]), json!({})),
         };
-        let path = |path: Option<&Path>| path.map(|path| path.display().to_string());
-        json!({
-            "name": self.candidate.name,
-            "origin": if self.candidate.origin == Origin::BuiltIn { "built in" } else { "plugin" },
-            "manifest": path(self.candidate.origin.manifest()),
-            "library": path(self.candidate.origin.library()),
-            "notes": self.candidate.notes,
-            "usable": self.is_usable(),
-            "outcome": self.outcome(),
-            "reason": reason,
-            "hint": hint,
-            "tried": tried,
-            "devices": devices,
-            "versions": versions,
-        })
+        let mut json = serde_json::to_value(&self.candidate)?;
+        json["usable"] = self.is_usable().into();
+        json["outcome"] = self.outcome().into();
+        json["reason"] = reason.into();
+        json["hint"] = hint.into();
+        json["devices"] = devices;
+        json["versions"] = versions;
+        Ok(json)
     }
 }
 
@@ -126,37 +114,13 @@ impl Details {
         Ok(Self { identity: runtime.identity().clone(), devices })
     }
 
-    fn devices_to_json(&self) -> Value {
-        self.devices.iter().map(device_to_json).collect()
+    fn devices_to_json(&self) -> Result<Value> {
+        Ok(serde_json::to_value(&self.devices)?)
     }
 
     fn versions_to_json(&self) -> Value {
         self.identity.versions.iter().map(|(what, version)| (what.clone(), json!(version))).collect()
     }
-}
-
-/// Returns the description of a device that `doctor` prints.
-pub(super) fn device_to_json(device: &highwater::DeviceInfo) -> Value {
-    let uuid: String = device.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    json!({
-        "ordinal": device.ordinal,
-        "name": device.name,
-        "uuid": uuid,
-        "architecture": device.architecture,
-        "memory_bytes": device.memory_bytes,
-        "pci_address": device.pci_address,
-        "numa_node": device.numa_node,
-    })
-}
-
-fn place_to_json(place: &Place) -> Value {
-    json!({
-        "kind": place.kind.as_str(),
-        "path": place.path.as_ref().map(|path| path.display().to_string()),
-        "outcome": place.outcome.as_str(),
-        "reason": place.reason,
-        "hint": place.hint,
-    })
 }
 
 fn sharing_to_json(report: &SharingReport) -> Value {

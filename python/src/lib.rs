@@ -3,6 +3,7 @@
 //! - `error`: errors become the exceptions of `highwater/_errors.py`; `detached`: objects that end without the interpreter's lock
 //! - `dtype`: the element types; `arrays`: shapes, and the arrays of the host that are copied from
 //! - `runtime`, `stream`, `graph`, `memory`, `ticket`, `statistics`: the classes
+//! - `rows`: parts of matrices, for copies
 //! - `dlpack`: tensors of other libraries, both ways
 //! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
@@ -20,6 +21,7 @@ mod error;
 mod graph;
 mod listing;
 mod memory;
+mod rows;
 mod runtime;
 mod statistics;
 mod stream;

@@ -4,6 +4,7 @@
 //! end of such memory waits for the devices first: nothing is reused under running work. If that wait fails, the memory is leaked.
 
 use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -112,6 +113,11 @@ impl Memory {
     /// Returns all values as bytes.
     pub(crate) fn as_bytes(&self) -> Result<DeviceSlice<'_, u8>, Error> {
         with_values!(&*self.values, buffer => Ok(buffer.slice(0..buffer.len())?.as_bytes()))
+    }
+
+    /// Returns a range of values as bytes.
+    pub(crate) fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, u8>, Error> {
+        with_values!(&*self.values, buffer => Ok(buffer.slice(range)?.as_bytes()))
     }
 
     pub(crate) fn address(&self) -> u64 {

@@ -15,6 +15,7 @@ use crate::dtype::DType;
 use crate::error::{invalid, raised, unsupported};
 use crate::graph::{self, Graph};
 use crate::memory::{Buffer, Memory, Pinned, Values, make_values, with_values};
+use crate::rows;
 use crate::waits::Done;
 
 /// A stream of the library. Buffers refer to the streams that used them.
@@ -261,6 +262,55 @@ impl Stream {
             });
         }
         Err(PyTypeError::new_err("copy takes a Buffer and a Buffer, a Pinned and a Buffer, or a Buffer and a Pinned"))
+    }
+
+    /// Enqueues a copy of a part of `src` to a part of `dst`, as `dst[dst_part] = src[src_part]` does in NumPy. Returns at once.
+    ///
+    /// A part is a slice of the rows, or a tuple of a slice of the rows and a slice of the columns, such as `np.s_[10:20, 0:64]`.
+    /// Without a part, all values are copied. Rows may have a step, such as `np.s_[::2]`; columns have none. Lengths are counts of
+    /// values. Both sides have two or more dimensions and the same type, and both parts have the same shape. Values of `dst` outside
+    /// its part stay. One side may be page-locked memory.
+    ///
+    /// Both parts may lie in one buffer, if no row of one overlaps a row of the other. As in `copy`, the values of `src` must stay until
+    /// the copy is done. Raises `InvalidArgument` for parts of two shapes or types, for a step of columns or a negative step, and for
+    /// parts that overlap; `InvalidPointer` for memory of another runtime.
+    #[pyo3(signature = (src, dst, src_part=None, dst_part=None))]
+    fn copy_2d(
+        &self,
+        src: &Bound<'_, PyAny>,
+        dst: &Bound<'_, PyAny>,
+        src_part: Option<&Bound<'_, PyAny>>,
+        dst_part: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let py = src.py();
+        let queue = &self.queue;
+        if let (Ok(src), Ok(dst)) = (src.cast::<Buffer>(), dst.cast::<Buffer>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            let rows = rows::between((&src.shape, src.dtype, src_part), (&dst.shape, dst.dtype, dst_part))?;
+            src.note(py, queue);
+            dst.note(py, queue);
+            let copy = || queue.copy_2d(src.slice(rows.src)?, dst.slice(rows.dst)?, rows.shape);
+            return py.detach(copy).map_err(raised);
+        }
+        if let (Ok(src), Ok(dst)) = (src.cast::<Pinned>(), dst.cast::<Buffer>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            let rows = rows::between((&src.shape, src.dtype, src_part), (&dst.shape, dst.dtype, dst_part))?;
+            dst.note(py, queue);
+            return src.with(py, rows::OPERATION, |pinned| {
+                queue.copy_2d_to_device(pinned.slice(rows.src_bytes())?, dst.slice(rows.dst)?, rows.shape)
+            });
+        }
+        if let (Ok(src), Ok(dst)) = (src.cast::<Buffer>(), dst.cast::<Pinned>()) {
+            let (src, dst) = (&src.get().0, &dst.get().0);
+            let rows = rows::between((&src.shape, src.dtype, src_part), (&dst.shape, dst.dtype, dst_part))?;
+            src.note(py, queue);
+            return dst.with(py, rows::OPERATION, |pinned| {
+                queue.copy_2d_to_host(src.slice(rows.src.clone())?, pinned.slice_mut(rows.dst_bytes())?, rows.shape)
+            });
+        }
+        Err(PyTypeError::new_err(
+            "copy_2d takes a Buffer and a Buffer, a Pinned and a Buffer, or a Buffer and a Pinned",
+        ))
     }
 
     /// Enqueues a fill of a buffer with one value. Devices fill values of 1, 2 or 4 bytes, and any type with 0.

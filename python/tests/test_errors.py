@@ -59,6 +59,10 @@ BAD: dict[str, Call] = {
     "copy of two types": lambda r, d, s, b: s.copy(b, r.pinned((2, 2), "int32")),
     "copy of two page-locked": lambda r, d, s, b: s.copy(r.pinned(4, "float32"), r.pinned(4, "float32")),
     "copy of an array": lambda r, d, s, b: s.copy(np.ones(4), b),  # type: ignore[arg-type]
+    "copy of rows of two shapes": lambda r, d, s, b: s.copy_2d(b, d.allocate((3, 2), "float32")),
+    "copy of rows of an array": lambda r, d, s, b: s.copy_2d(np.ones((2, 2)), b),  # type: ignore[arg-type]
+    "copy of rows by numbers": lambda r, d, s, b: s.copy_2d(b, d.allocate((2, 2), "float32"), (0, 1)),  # type: ignore[arg-type]
+    "copy of rows of another runtime": lambda r, d, s, b: s.copy_2d(highwater.open(BACKEND).pinned((2, 2), "float32"), b),
     "fill with text": lambda r, d, s, b: s.fill(b, "a"),  # type: ignore[arg-type]
     "fill of an integer out of range": lambda r, d, s, b: s.fill(d.allocate(3, "uint8"), 256),
     "fill of an integer with a fraction": lambda r, d, s, b: s.fill(d.allocate(3, "uint8"), 0.5),
@@ -122,6 +126,7 @@ def test_a_child_of_fork_gets_errors_and_ends(
     runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream
 ) -> None:
     buffer, pinned = device.allocate_shared(10, "float32"), runtime.pinned(10, "float32")
+    matrix, page = device.allocate((2, 5), "float32"), runtime.pinned((2, 5), "float32")
     event, ticket = stream.record(), buffer.share()
     stream.fill(buffer, 1.0)
     exported = pinned.array  # The end of exported memory waits for the devices, which a child cannot.
@@ -134,6 +139,7 @@ def test_a_child_of_fork_gets_errors_and_ends(
         lambda: stream.upload([1.0]),
         lambda: stream.download(buffer),
         lambda: stream.copy(pinned, buffer),
+        lambda: stream.copy_2d(matrix, page),
         lambda: stream.fill(buffer, 0.0),
         event.synchronize,
         stream.record,
@@ -157,7 +163,7 @@ def test_a_child_of_fork_gets_errors_and_ends(
             if status:
                 break
         # Destructors return at once.
-        del buffer, pinned, exported, event, stream, device, runtime, calls, call
+        del buffer, matrix, page, pinned, exported, event, stream, device, runtime, calls, call
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert np.array_equal(stream.download(buffer), np.ones(10, "float32"))

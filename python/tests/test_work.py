@@ -112,6 +112,99 @@ def test_a_wrong_batch_is_refused(stream: highwater.Stream) -> None:
             stream.matmul(*factors, square)
 
 
+PARTS: list[tuple[tuple[int, ...], Any, tuple[int, ...], Any]] = [
+    ((6, 4), np.s_[1:4, 1:3], (3, 2), None),
+    ((3, 2), None, (6, 4), np.s_[2:5, 2:4]),
+    ((6, 4), np.s_[::2], (3, 4), None),
+    ((6, 4), np.s_[5:, :], (7, 4), np.s_[3:4]),
+    ((6, 4), np.s_[-3:100:2, -1:], (4, 5), np.s_[1::2, 2:3]),
+    ((6, 4), (slice(1, 3),), (2, 4), None),
+    ((6, 4), np.s_[1 : 2 : 1 << 62, 0 : 1 : 1 << 62], (1, 1), None),
+    ((6, 4), np.s_[6:, :], (2, 4), np.s_[0:0]),
+    ((6, 4), np.s_[:, 4:], (6, 0), None),
+    ((4, 5, 3, 2), np.s_[1::2, 2:4], (2, 2, 3, 2), None),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize(("of_src", "src_part", "of_dst", "dst_part"), PARTS)
+def test_a_copy_of_rows_is_numpys_assignment(
+    stream: highwater.Stream,
+    device: highwater.Device,
+    dtype: str,
+    of_src: tuple[int, ...],
+    src_part: Any,
+    of_dst: tuple[int, ...],
+    dst_part: Any,
+) -> None:
+    in_numpy = "uint16" if dtype == "bfloat16" else dtype
+    src = np.arange(math.prod(of_src)).reshape(of_src).astype(in_numpy)
+    dst = (np.arange(math.prod(of_dst)).reshape(of_dst) + 100).astype(in_numpy)
+    expected = dst.copy()
+    expected[... if dst_part is None else dst_part] = src[... if src_part is None else src_part]
+
+    def on_device(values: Any) -> highwater.Buffer:
+        return stream.upload(values, dtype)
+
+    def pinned(values: Any) -> highwater.Pinned:
+        made = device.pinned(values.shape, dtype)
+        made.array[...] = values
+        return made
+
+    places: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]]
+    places = [(on_device, on_device), (pinned, on_device), (on_device, pinned)]
+    for place, other in places:
+        from_, to = place(src), other(dst)
+        stream.copy_2d(from_, to, src_part, dst_part)
+        found = stream.download(to) if isinstance(to, highwater.Buffer) else to.array
+        assert np.array_equal(found, expected)
+
+
+def test_columns_of_one_buffer_are_copied_unless_they_overlap(stream: highwater.Stream) -> None:
+    matrix = stream.upload(np.arange(12.0).reshape(3, 4))
+    stream.copy_2d(matrix, matrix, np.s_[:, 0:2], np.s_[:, 2:4])
+    assert np.array_equal(stream.download(matrix), [[0, 1, 0, 1], [4, 5, 4, 5], [8, 9, 8, 9]])
+    with pytest.raises(highwater.InvalidArgument, match="overlap"):
+        stream.copy_2d(matrix, matrix, np.s_[:, 0:2], np.s_[:, 1:3])
+
+
+def test_parts_that_do_not_fit_are_refused(stream: highwater.Stream, device: highwater.Device) -> None:
+    matrix, other = stream.upload(np.ones((6, 4), "float32")), stream.upload(np.zeros((3, 2), "float32"))
+    refused: list[tuple[Any, Any, Any, Any, str]] = [
+        (matrix, other, None, None, r"the shape \[6, 4\], that of the destination \[3, 2\]"),
+        (matrix, other, np.s_[4:, :2], None, r"the shape \[2, 2\], that of the destination \[3, 2\]"),
+        (matrix, other, np.s_[:3, ::2], None, "the columns of src have the step 2, expected 1"),
+        (matrix, other, np.s_[2::-1, :2], None, "the part of src has the step -1, expected a positive one"),
+        (other, matrix, None, np.s_[:3, 1::-1], "the part of dst has the step -1"),
+        (matrix, device.pinned((3, 2), "int32"), np.s_[:3, :2], None, "values of float32, the destination of int32"),
+        (device.pinned(6, "float32"), other, None, None, r"src has the shape \[6\]"),
+        (other, device.allocate((), "float32"), None, None, r"dst has the shape \[\]"),
+    ]
+    for src, dst, src_part, dst_part, reason in refused:
+        with pytest.raises(highwater.InvalidArgument, match=reason) as caught:
+            stream.copy_2d(src, dst, src_part, dst_part)
+        assert caught.value.operation == "copy_2d" and caught.value.hint
+    parts: list[Any] = [3, "a", (slice(1), 3), (slice(1), slice(1), slice(1)), [slice(1)], ...]
+    for part in parts:
+        with pytest.raises(TypeError, match="the part of src is .*, expected a slice of rows"):
+            stream.copy_2d(matrix, other, part)
+    with pytest.raises(TypeError, match="copy_2d takes a Buffer and a Buffer"):
+        stream.copy_2d(device.pinned((3, 2), "float32"), device.pinned((3, 2), "float32"))
+    with pytest.raises(ValueError, match="slice step cannot be zero"):
+        stream.copy_2d(matrix, other, np.s_[::0])
+    assert not stream.download(other).any()
+
+
+def test_copies_of_rows_are_recorded(stream: highwater.Stream, device: highwater.Device) -> None:
+    pinned, out = device.pinned((4, 4), "float32"), stream.upload(np.zeros((2, 2), "float32"))
+    pinned.array[...] = 1
+    graph = stream.capture(lambda: stream.copy_2d(pinned, out, np.s_[1:3, 1:3]))
+    assert not stream.download(out).any(), "recorded, not executed"
+    del pinned
+    graph.launch(stream)
+    assert (stream.download(out) == 1).all()
+
+
 def test_a_graph_is_launched_many_times(stream: highwater.Stream, device: highwater.Device) -> None:
     a, b = stream.upload(np.full((2, 2), 2.0, "float32")), stream.upload(np.eye(2, dtype="float32"))
     total = stream.upload(np.zeros((2, 2), "float32"))

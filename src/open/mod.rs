@@ -11,7 +11,7 @@
 //! - `choice`: picks the contender that is opened, and knows nothing of files; `built_in`: the contenders that are part of the program
 //! - `plugins`: the other contenders. `places` and `manifest` find them, `permission` checks whether other users could change them on
 //!   the way from the root to the library, `probe` tries them in another process, `plugin` opens them
-//! - `report`: the outcome, for the user
+//! - `report`: the outcome, for the user; `serial`: the same as data
 //!
 //! A plugin that no process has tried yet is first loaded by a child, because only a child can be killed. The child writes the first
 //! bytes of its answer before it touches the plugin. So a plugin that ends the process differs from a program that cannot probe. The
@@ -25,6 +25,8 @@ mod options;
 mod plugins;
 mod report;
 mod search;
+#[cfg(feature = "serde")]
+mod serial;
 
 pub use built_in::backends;
 pub use options::{Fallback, OpenOptions};

@@ -306,6 +306,32 @@ typedef struct highwater_open_options {
 typedef void (*highwater_end_callback)(void *user);
 
 /**
+ * The shape of a two-dimensional copy: rows of bytes at equal distances. All fields are in bytes but `height`.
+ */
+typedef struct highwater_copy_shape {
+    /**
+     * sizeof(highwater_copy_shape).
+     */
+    size_t size;
+    /**
+     * Bytes of each row. With 0, nothing is copied.
+     */
+    size_t width;
+    /**
+     * Number of rows. With 0, nothing is copied.
+     */
+    size_t height;
+    /**
+     * Bytes from the beginning of one row to that of the next in the source, at least `width`; 0 if the rows are adjacent.
+     */
+    size_t source_pitch;
+    /**
+     * The same in the destination.
+     */
+    size_t destination_pitch;
+} highwater_copy_shape;
+
+/**
  * A product C = alpha * op(A) * op(B) + beta * C of column-major matrices. For row-major matrices, exchange A and B, and m and n.
  * Counts are in elements; offsets are in bytes.
  */
@@ -754,6 +780,40 @@ highwater_status highwater_copy(struct highwater_stream *stream,
                                 struct highwater_buffer *destination,
                                 size_t destination_offset,
                                 size_t bytes);
+
+/**
+ * Enqueues a copy of rows of pinned memory to a device, as cudaMemcpy2DAsync does. The first row begins at the offsets. Bytes
+ * between the rows keep their value. Returns at once.
+ *
+ * HIGHWATER_ERROR_INVALID_ARGUMENT: a pitch is less than the width, or the rows leave the memory.
+ */
+highwater_status highwater_copy_2d_to_device(struct highwater_stream *stream,
+                                             struct highwater_pinned *source,
+                                             size_t source_offset,
+                                             struct highwater_buffer *destination,
+                                             size_t destination_offset,
+                                             const struct highwater_copy_shape *shape);
+
+/**
+ * As highwater_copy_2d_to_device, from a device to pinned memory. highwater_pinned_wait waits for the bytes.
+ */
+highwater_status highwater_copy_2d_to_host(struct highwater_stream *stream,
+                                           struct highwater_buffer *source,
+                                           size_t source_offset,
+                                           struct highwater_pinned *destination,
+                                           size_t destination_offset,
+                                           const struct highwater_copy_shape *shape);
+
+/**
+ * As highwater_copy_2d_to_device, between buffers, also of two devices. The buffers may be the same, if no row of one side overlaps a
+ * row of the other.
+ */
+highwater_status highwater_copy_2d(struct highwater_stream *stream,
+                                   struct highwater_buffer *source,
+                                   size_t source_offset,
+                                   struct highwater_buffer *destination,
+                                   size_t destination_offset,
+                                   const struct highwater_copy_shape *shape);
 
 /**
  * Copies any memory of the host to a device, staged through pinned memory. The caller may change or free the source after the

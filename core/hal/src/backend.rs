@@ -71,6 +71,25 @@ pub struct DeviceInfo {
 }
 
 /// Writes the UUID in hexadecimal.
+#[cfg(feature = "serde")]
+impl serde::Serialize for DeviceInfo {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        use serde::ser::SerializeStruct as _;
+        let Self { ordinal, name, uuid, memory_bytes, pci_address, numa_node, architecture } = self;
+        let uuid: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let mut fields = serializer.serialize_struct("DeviceInfo", 7)?;
+        fields.serialize_field("ordinal", ordinal)?;
+        fields.serialize_field("name", name)?;
+        fields.serialize_field("uuid", &uuid)?;
+        fields.serialize_field("memory_bytes", memory_bytes)?;
+        fields.serialize_field("pci_address", pci_address)?;
+        fields.serialize_field("numa_node", numa_node)?;
+        fields.serialize_field("architecture", architecture)?;
+        fields.end()
+    }
+}
+
+/// Writes the UUID in hexadecimal.
 impl std::fmt::Debug for DeviceInfo {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { ordinal, name, uuid, memory_bytes, pci_address, numa_node, architecture } = self;

@@ -9,7 +9,7 @@
 //! `clone` system call does not run that handler.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind};
 
@@ -90,13 +90,25 @@ fn first_after_fork() -> Generation {
     }
 }
 
+/// The address of the page, or null before the first use. One load finds it, because every call of every object looks here.
+static PAGE: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
+
 #[inline]
 fn page() -> &'static AtomicU64 {
-    static PAGE: OnceLock<&'static AtomicU64> = OnceLock::new();
-    PAGE.get_or_init(map_page)
+    let page = PAGE.load(Ordering::Acquire);
+    // SAFETY: `first_page` stored the address of an atomic that stays for good.
+    if page.is_null() { first_page() } else { unsafe { &*page } }
 }
 
 #[cold]
+#[inline(never)]
+fn first_page() -> &'static AtomicU64 {
+    static FIRST: OnceLock<&'static AtomicU64> = OnceLock::new();
+    let page = FIRST.get_or_init(map_page);
+    PAGE.store(std::ptr::from_ref(*page).cast_mut(), Ordering::Release);
+    page
+}
+
 fn map_page() -> &'static AtomicU64 {
     const BYTES: usize = 4096;
     // SAFETY: an anonymous private mapping of one page at an address of the kernel's choice; nothing else refers to it.

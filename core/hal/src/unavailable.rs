@@ -23,6 +23,18 @@ impl OpenFailure {
     }
 }
 
+#[cfg(feature = "serde")]
+impl serde::Serialize for OpenFailure {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        use serde::ser::SerializeStruct as _;
+        let Self { name, reason } = self;
+        let mut fields = serializer.serialize_struct("OpenFailure", 2)?;
+        fields.serialize_field("name", name)?;
+        fields.serialize_field("reason", reason)?;
+        fields.end()
+    }
+}
+
 impl fmt::Display for OpenFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Most messages of the loader begin with the name.
