@@ -219,10 +219,58 @@ mod tests {
     use std::sync::Weak;
 
     use highwater_hal::{MemoryHandle, Transport};
+    use highwater_mock::{MockGpu, MockOptions};
 
     use super::super::exporter::{Exporter, SharedFile, WeakMemory};
     use super::super::message::ExportKey;
+    use super::super::{ImportOptions, OwnerDeath, Wanted};
     use super::*;
+
+    /// Failed before: the open made a second mapping, whose owner was this process itself, and the next opens found that one.
+    #[test]
+    fn an_heir_that_opens_its_ticket_before_it_has_taken_the_socket_owns_the_memory() {
+        let new = || Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+        let (owner, heir) = (new(), new());
+        let buffer = owner.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
+        let ticket = buffer.share().unwrap();
+        let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+        let kept = heir.open_shared_with::<u32>(&ticket, &options).unwrap();
+        let sharing = heir.inner.sharing.get().unwrap();
+        let link = sharing.importer.links().remove(0);
+        // The thread that takes the socket stops here.
+        let estates = sharing.heirs.lock();
+        std::thread::scope(|scope| {
+            let giving = scope.spawn(|| owner.hand_over(Duration::from_secs(60)));
+            while link.hand_over() != Progress::Offered {
+                std::thread::yield_now();
+            }
+            sharing.take_over(Arc::clone(&link));
+            giving.join().unwrap().unwrap();
+            // The service notices the hand-over.
+            assert!(link.hand_over() == Progress::Done && sharing.importer.handed_over(&link, &sharing.bell));
+            let opening = scope.spawn(|| {
+                let wanted = Wanted { ticket: &ticket, device: 0 };
+                sharing
+                    .importer
+                    .open(wanted, &sharing.mapper())
+                    .map(|import| sharing.importer.release(&import, &sharing.bell))
+            });
+            let until = Instant::now() + Duration::from_secs(1);
+            while !opening.is_finished() && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            drop(estates);
+            opening.join().unwrap().unwrap();
+        });
+        let until = Instant::now() + Duration::from_secs(60);
+        while kept.owner().is_some() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        let opened = heir.open_shared::<u32>(&ticket).unwrap();
+        assert!(opened.owner().is_none() && kept.owner().is_none(), "{:?}, {:?}", opened.owner(), kept.owner());
+        assert_eq!((opened.ptr(), heir.statistics().sharing.mappings), (kept.ptr(), 1));
+        drop((buffer, opened, kept));
+    }
 
     #[derive(Debug)]
     struct Pages;

@@ -136,6 +136,11 @@ impl State {
         there.is_some_and(|there| Arc::ptr_eq(there, import))
     }
 
+    /// Returns the former import of a key for which this process answers.
+    fn inherited(&self, key: ImportKey) -> Option<Arc<Import>> {
+        self.former_imports.iter().find(|former| former.key() == key && former.is_inherited()).cloned()
+    }
+
     fn is_current(&self, link: &Arc<Link>) -> bool {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
@@ -1172,7 +1177,7 @@ impl Importer {
                 Found::Mine(place) => return Ok(Begun::First(place)),
                 Found::There(import) => import,
             };
-            if import.link.is_lost() && !import.is_inherited() {
+            if import.link.is_lost() && !import.is_kept_here() {
                 if !import.link.may_have_heir {
                     return Err(import.link.ended());
                 }
@@ -1185,7 +1190,7 @@ impl Importer {
                 continue;
             }
             import.check(ticket)?;
-            if !import.open.enter() {
+            let Some(acquired) = self.count(&import, mapper.bell()) else {
                 // Another thread is unmapping the import. Wait for the result, then map again unless the backend refused.
                 let mut state = self.state.lock();
                 let stands = |state: &State| {
@@ -1196,18 +1201,26 @@ impl Importer {
                     self.changed.wait(&mut state);
                 }
                 continue;
-            }
-            let acquired = import.slot().acquire();
-            if acquired == Acquired::Yes {
-                return Ok(Begun::Counted(Counted::new(self, import, mapper.bell(), true)));
-            }
-            self.leave(&import, mapper.bell());
+            };
             return Err(match acquired {
+                Acquired::Yes => return Ok(Begun::Counted(Counted::new(self, import, mapper.bell(), true))),
                 Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
                 // The import is mapped, and no thread of this process is about to unmap it.
                 _ => invalid_message(OPERATION, "counts that are not possible"),
             });
         }
+    }
+
+    /// Counts one more open of a mapping. `None` if another thread is unmapping it.
+    fn count(&self, import: &Arc<Import>, bell: &Bell) -> Option<Acquired> {
+        if !import.open.enter() {
+            return None;
+        }
+        let acquired = import.slot().acquire();
+        if acquired != Acquired::Yes {
+            self.leave(import, bell);
+        }
+        Some(acquired)
     }
 
     /// Requests allocations of one exporter, maps them, and counts the opens. Leaves nothing mapped that is not in `opened`.
@@ -1286,6 +1299,14 @@ impl Importer {
         let Wanted { ticket, device } = first.wanted;
         let key = first.wanted.export();
         let abandon = || link.abandon(key, mapper, patience);
+        let known = self.state.lock().inherited(first.wanted.key());
+        if let Some(import) = known.filter(|import| self.count(import, mapper.bell()) == Some(Acquired::Yes)) {
+            // The heir that granted it is this process, which took the memory over during the open.
+            abandon();
+            self.state.lock().former_imports.retain(|former| !Arc::ptr_eq(former, &import));
+            first.place.fill(Arc::clone(&import));
+            return Ok(Counted::new(self, import, mapper.bell(), true));
+        }
         let is_joined = further > 0;
         let is_whole = is_joined || handle.bytes == ticket.allocation_bytes;
         // Page-locked memory has one part.

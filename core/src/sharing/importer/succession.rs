@@ -39,6 +39,18 @@ impl Import {
         }
     }
 
+    /// Returns whether opens go on with this mapping, although its exporter has ended or handed over. This process answers for the memory,
+    /// or it keeps the memory and no process counts it: then this process may be about to answer. A new mapping would be that of another
+    /// owner, which could be this process.
+    pub(in super::super) fn is_kept_here(&self) -> bool {
+        match &*self.succession.lock() {
+            Succession::Inherited(_) => true,
+            Succession::None => self.is_held(),
+            Succession::Registered(registration) => self.is_held() && registration.link.has_no_process(),
+            Succession::Over => false,
+        }
+    }
+
     /// Returns the connection to the process that counts this import.
     fn counted_at(&self) -> Arc<Link> {
         self.heir().unwrap_or_else(|| Arc::clone(&self.link))
