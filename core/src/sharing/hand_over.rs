@@ -17,7 +17,8 @@
 //! counts as the death of the owner.
 //!
 //! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits until then. An importer without a
-//! connection to the former owner gets no pidfd. It takes the heir for dead once no process has had the name for a few seconds.
+//! connection to the former owner opens the pidfd by the mark in the file of readiness (`identity.rs`). Without a mark, it takes the heir
+//! for dead once no process has had the name for a few seconds.
 //!
 //! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 
@@ -252,7 +253,7 @@ mod tests {
                 let wanted = Wanted { ticket: &ticket, device: 0 };
                 sharing
                     .importer
-                    .open(wanted, &sharing.mapper())
+                    .open(wanted, &sharing.mapper(), &mut None)
                     .map(|import| sharing.importer.release(&import, &sharing.bell))
             });
             let until = Instant::now() + Duration::from_secs(1);
@@ -270,6 +271,32 @@ mod tests {
         assert!(opened.owner().is_none() && kept.owner().is_none(), "{:?}, {:?}", opened.owner(), kept.owner());
         assert_eq!((opened.ptr(), heir.statistics().sharing.mappings), (kept.ptr(), 1));
         drop((buffer, opened, kept));
+    }
+
+    /// Failed before: the thread that asks after the work had taken the shares that wait for it out of the list. The heir then answered for a
+    /// share that was never ready.
+    #[test]
+    fn memory_is_not_given_while_a_thread_asks_after_work_that_is_not_done() {
+        let gpu = MockGpu::open(MockOptions::parse("latency=300ms").unwrap()).unwrap();
+        let owner = Runtime::new(gpu).unwrap();
+        let device = owner.device(0).unwrap();
+        let buffer = device.allocate_shared::<u32>(10).unwrap();
+        device.create_stream().unwrap().fill(&buffer, 7_u32).unwrap();
+        let ticket = buffer.share().unwrap();
+        let exporter = &owner.inner.sharing.get().unwrap().exporter;
+        assert_eq!(exporter.offer().unwrap(), 1);
+        let key = ExportKey { index: ticket.index, serial: ticket.serial };
+        exporter.claim_offered(1, key, None).unwrap();
+        let mut given = None;
+        // The service may ask at the same time.
+        while given.is_none() && exporter.is_watching() {
+            exporter.watch(|_| {
+                given.get_or_insert_with(|| exporter.hand_over(1, || Ok(()), |_| ()));
+                Some(false)
+            });
+        }
+        let error = given.expect("the work takes longer").unwrap_err();
+        assert!(error.message().contains("device work before a share is not done"), "{error}");
     }
 
     #[derive(Debug)]
