@@ -243,7 +243,8 @@ impl Process {
                 // Otherwise another process has the id.
                 found.unique_inode().map(|inode| if inode == mark.inode { found } else { gone() })
             }
-            Err(Errno::SRCH) => Some(gone()),
+            // No process has the id, or a thread of another process has it.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Some(gone()),
             Err(_) => None,
         }
     }
