@@ -797,6 +797,8 @@ impl Exporter {
     /// `InvalidState` while the importer lacks an allocation, or device work before a share is not done; otherwise that of `give`.
     pub(super) fn hand_over(&self, peer: u64, give: impl FnOnce() -> Result<()>, tell: impl Fn(&Peer)) -> Result<()> {
         let mut to_ring = Vec::new();
+        let heir = self.state.lock().peers.get(&peer).map(|book| Arc::clone(&book.peer));
+        let mark = heir.and_then(|heir| heir.process.mark());
         {
             let mut state = self.state.lock();
             let state = &mut *state;
@@ -808,7 +810,8 @@ impl Exporter {
             // Before each attempt, the heir claims what it keeps then.
             let claims = offer.claims.remove(&peer).unwrap_or_default();
             let lacking = kept.iter().filter(|key| !claims.contains(*key)).count();
-            let is_pending = state.watches.iter().any(|watch| kept.contains(&watch.key));
+            // A thread that queries the work has the watches, so the published numbers count.
+            let is_pending = kept.iter().any(|key| waits(&state.ready, *key, state.exports.get(key.index as usize)));
             if lacking > 0 || is_pending {
                 let what = match lacking {
                     0 => "device work before a share is not done".to_owned(),
@@ -822,6 +825,8 @@ impl Exporter {
             give()?;
             state.peers.values().filter(|book| book.peer.id != peer).for_each(|book| tell(&book.peer));
             state.hand_over = HandOver::Done;
+            // For importers that the message does not reach.
+            mark.into_iter().for_each(|mark| state.ready.iter().for_each(|part| part.segment.set_heir(mark)));
             state.publish_hand_over(Progress::Done, &mut to_ring);
             for key in kept {
                 let export = state.remove(key.index);
@@ -1085,6 +1090,13 @@ impl Exporter {
         }
         named.join(", ")
     }
+}
+
+/// Returns whether device work before a share is not done yet, and will be.
+fn waits(ready: &[ReadyPart], key: ExportKey, export: Option<&Option<Export>>) -> bool {
+    let (part, slot) = place_of(key.index);
+    let (Some(part), Some(Some(export))) = (ready.get(part), export) else { return false };
+    !part.segment.is_orphaned(slot) && part.segment.readiness(slot, export.number) == Readiness::Waiting
 }
 
 /// Wakes importers.

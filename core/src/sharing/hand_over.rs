@@ -17,7 +17,8 @@
 //! counts as the death of the owner.
 //!
 //! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits until then. An importer without a
-//! connection to the former owner gets no pidfd. It takes the heir for dead once no process has had the name for a few seconds.
+//! connection to the former owner opens the pidfd by the mark in the file of readiness (`identity.rs`). Without a mark, it takes the heir
+//! for dead once no process has had the name for a few seconds.
 //!
 //! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 
@@ -219,10 +220,84 @@ mod tests {
     use std::sync::Weak;
 
     use highwater_hal::{MemoryHandle, Transport};
+    use highwater_mock::{MockGpu, MockOptions};
 
     use super::super::exporter::{Exporter, SharedFile, WeakMemory};
     use super::super::message::ExportKey;
+    use super::super::{ImportOptions, OwnerDeath, Wanted};
     use super::*;
+
+    /// Failed before: the open made a second mapping, whose owner was this process itself, and the next opens found that one.
+    #[test]
+    fn an_heir_that_opens_its_ticket_before_it_has_taken_the_socket_owns_the_memory() {
+        let new = || Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+        let (owner, heir) = (new(), new());
+        let buffer = owner.device(0).unwrap().allocate_shared::<u32>(10).unwrap();
+        let ticket = buffer.share().unwrap();
+        let options = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+        let kept = heir.open_shared_with::<u32>(&ticket, &options).unwrap();
+        let sharing = heir.inner.sharing.get().unwrap();
+        let link = sharing.importer.links().remove(0);
+        // The thread that takes the socket stops here.
+        let estates = sharing.heirs.lock();
+        std::thread::scope(|scope| {
+            let giving = scope.spawn(|| owner.hand_over(Duration::from_secs(60)));
+            while link.hand_over() != Progress::Offered {
+                std::thread::yield_now();
+            }
+            sharing.take_over(Arc::clone(&link));
+            giving.join().unwrap().unwrap();
+            // The service notices the hand-over.
+            assert!(link.hand_over() == Progress::Done && sharing.importer.handed_over(&link, &sharing.bell));
+            let opening = scope.spawn(|| {
+                let wanted = Wanted { ticket: &ticket, device: 0 };
+                sharing
+                    .importer
+                    .open(wanted, &sharing.mapper(), &mut None)
+                    .map(|import| sharing.importer.release(&import, &sharing.bell))
+            });
+            let until = Instant::now() + Duration::from_secs(1);
+            while !opening.is_finished() && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            drop(estates);
+            opening.join().unwrap().unwrap();
+        });
+        let until = Instant::now() + Duration::from_secs(60);
+        while kept.owner().is_some() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        let opened = heir.open_shared::<u32>(&ticket).unwrap();
+        assert!(opened.owner().is_none() && kept.owner().is_none(), "{:?}, {:?}", opened.owner(), kept.owner());
+        assert_eq!((opened.ptr(), heir.statistics().sharing.mappings), (kept.ptr(), 1));
+        drop((buffer, opened, kept));
+    }
+
+    /// Failed before: the thread that asks after the work had taken the shares that wait for it out of the list. The heir then answered for a
+    /// share that was never ready.
+    #[test]
+    fn memory_is_not_given_while_a_thread_asks_after_work_that_is_not_done() {
+        let gpu = MockGpu::open(MockOptions::parse("latency=300ms").unwrap()).unwrap();
+        let owner = Runtime::new(gpu).unwrap();
+        let device = owner.device(0).unwrap();
+        let buffer = device.allocate_shared::<u32>(10).unwrap();
+        device.create_stream().unwrap().fill(&buffer, 7_u32).unwrap();
+        let ticket = buffer.share().unwrap();
+        let exporter = &owner.inner.sharing.get().unwrap().exporter;
+        assert_eq!(exporter.offer().unwrap(), 1);
+        let key = ExportKey { index: ticket.index, serial: ticket.serial };
+        exporter.claim_offered(1, key, None).unwrap();
+        let mut given = None;
+        // The service may ask at the same time.
+        while given.is_none() && exporter.is_watching() {
+            exporter.watch(|_| {
+                given.get_or_insert_with(|| exporter.hand_over(1, || Ok(()), |_| ()));
+                Some(false)
+            });
+        }
+        let error = given.expect("the work takes longer").unwrap_err();
+        assert!(error.message().contains("device work before a share is not done"), "{error}");
+    }
 
     #[derive(Debug)]
     struct Pages;

@@ -5,7 +5,8 @@
 //! | the owner is alive | its pidfd: the process binds the owner's name. A hand-over: the owner gives its socket (`hand_over.rs`) |
 //! | inherited: this process has the name and answers | the process drops its last buffer, and no other heir keeps it: closed, as by an owner |
 //! | registered: another heir has the name and counts this process | the pidfd of that heir: as the death of the owner |
-//! | without an heir: no process answers | an heir that appears within a few seconds |
+//! | orphaned: no process answers yet; this process opens the memory by its own mapping | it inherits or registers |
+//! | without an heir, at a process that does not inherit: no process answers | an heir that appears within a few seconds |
 //!
 //! *One heir.* The kernel gives a name to one process at a time (`rendezvous.rs`), so binding it decides. *No early answer.* A process
 //! binds the name after the pidfd of the owner is readable, never because a connection was cut. The driver has ended the owner's

@@ -11,6 +11,7 @@ use super::heir::{Estate, Pause};
 use super::held::no_descriptor;
 use super::identity::Process;
 use super::importer::{Import, Link, Mapper as _};
+use super::patience::Patience;
 use super::rendezvous::Meeting;
 use super::searches::{Search, Searches};
 use super::ticket::Ticket;
@@ -60,8 +61,8 @@ impl Sharing {
     }
 
     /// Keeps the handles of an import, so that this process can inherit it.
-    pub(crate) fn hold(self: &Arc<Self>, import: &Arc<Import>) -> Result<()> {
-        self.importer.hold(import, &self.mapper())?;
+    pub(super) fn hold(self: &Arc<Self>, import: &Arc<Import>, patience: &mut Option<Patience>) -> Result<()> {
+        self.importer.hold(import, &self.mapper(), patience)?;
         if import.link.is_lost() {
             // The owner died or handed over in the meantime.
             self.succeed(import.ticket.incarnation);
@@ -139,8 +140,8 @@ impl Sharing {
         match self.importer.register(&widowed, &mut quest.answering, &mapper, &self.bell) {
             Ok(()) => true,
             Err(_) if mapper.check().is_err() => true,
-            // A process has the name, and does not answer.
-            Err(error) if error.kind() == ErrorKind::InvalidState => {
+            // A process has the name and does not answer, or this process or that one lacks descriptors. Neither says that no heir lives.
+            Err(error) if proves_nothing(error.kind()) => {
                 quest.since = Instant::now();
                 false
             }
@@ -174,6 +175,11 @@ impl Sharing {
             over.iter().for_each(|estate| estate.close(&self.meeting));
         }
     }
+}
+
+/// Returns whether an error of this kind also comes while an heir lives.
+fn proves_nothing(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::InvalidState | ErrorKind::OperatingSystem | ErrorKind::OutOfMemory)
 }
 
 /// What a search has found out.

@@ -149,7 +149,11 @@ impl Held {
     /// Returns the process that answered last, if it may be alive, and those that may open the memory.
     fn owner(&self) -> Option<(Arc<Process>, Openers)> {
         match &self.place {
-            Place::Other(link) => Some((Arc::clone(link.named_heir().unwrap_or(&link.process)), link.openers())),
+            Place::Other(link) => {
+                // Reads the name of an heir that has come.
+                let _ = link.named_heir();
+                Some((Arc::clone(link.last_process()), link.openers()))
+            }
             Place::Former(process, openers) => Some((Arc::clone(process), *openers)),
             Place::Here { .. } | Place::Released => None,
         }

@@ -117,6 +117,34 @@ fn last_errno() -> Errno {
     Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
 }
 
+/// The numbers by which the processes of one PID namespace find a process, without a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mark {
+    pid: u64,
+    /// The number that no other process has had since the boot: [`Process::unique_inode`].
+    inode: u64,
+    /// The number of the PID namespace in which the id is valid.
+    namespace: u64,
+}
+
+impl Mark {
+    pub(super) const WORDS: usize = 3;
+
+    pub(super) fn to_words(self) -> [u64; Self::WORDS] {
+        [self.pid, self.inode, self.namespace]
+    }
+
+    /// Returns `None` for zeros, which stand for a process without a mark.
+    pub(super) fn of_words([pid, inode, namespace]: [u64; Self::WORDS]) -> Option<Self> {
+        (pid != 0 && inode != 0 && namespace != 0).then_some(Self { pid, inode, namespace })
+    }
+}
+
+/// Returns the number of this process's PID namespace.
+fn pid_namespace() -> Option<u64> {
+    rustix::fs::stat("/proc/self/ns/pid").ok().map(|stat| stat.st_ino)
+}
+
 /// The process at the other end of a socket.
 #[derive(Debug)]
 pub(crate) struct Process {
@@ -126,6 +154,8 @@ pub(crate) struct Process {
     pidfd: OnceLock<Arc<OwnedFd>>,
     /// True if the kernel cannot name the process at the other end of a socket by itself.
     kernel_is_old: bool,
+    /// True if the process had ended before its pidfd could be opened.
+    has_gone: bool,
 }
 
 /// Writes the process for a message.
@@ -162,6 +192,7 @@ impl Process {
             pid: peer.pid,
             pidfd: pidfd.map_or_else(OnceLock::new, |pidfd| OnceLock::from(Arc::new(pidfd))),
             kernel_is_old,
+            has_gone: false,
         };
         let process = match kernel.pidfd(socket) {
             Ok(pidfd) => process(Some(pidfd), false),
@@ -186,7 +217,36 @@ impl Process {
         // The kernel shows the id in the namespace of `/proc`: 0 for a process of another one, and -1 for one that has ended.
         let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
         let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<i32>().ok());
-        Some(Self { pid: pid.unwrap_or(0).max(0), pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false })
+        let (pid, pidfd) = (pid.unwrap_or(0).max(0), OnceLock::from(Arc::new(pidfd)));
+        Some(Self { pid, pidfd, kernel_is_old: false, has_gone: false })
+    }
+
+    /// Returns the numbers by which other processes of this PID namespace find the process. `None` before Linux 6.9, without `/proc`, and
+    /// for a process of another namespace.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        let pid = u64::try_from(self.pid()?).ok()?;
+        Mark::of_words([pid, self.unique_inode()?, pid_namespace()?])
+    }
+
+    /// Finds the process of a mark. `None` if this process cannot know whether that one lives: it has another PID namespace, or no descriptor
+    /// is left.
+    pub(super) fn of_mark(mark: Mark) -> Option<Self> {
+        if pid_namespace()? != mark.namespace {
+            return None;
+        }
+        let number = i32::try_from(mark.pid).ok()?;
+        let gone = || Self { pid: number, pidfd: OnceLock::new(), kernel_is_old: false, has_gone: true };
+        match Kernel.open(Pid::from_raw(number)?) {
+            Ok(pidfd) => {
+                let found =
+                    Self { pid: number, pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false, has_gone: false };
+                // Otherwise another process has the id.
+                found.unique_inode().map(|inode| if inode == mark.inode { found } else { gone() })
+            }
+            // No process has the id, or a thread of another process has it.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Some(gone()),
+            Err(_) => None,
+        }
     }
 
     /// Returns the descriptor of this process that the other one needs, if the kernel gives it none. It goes with the greeting.
@@ -214,7 +274,7 @@ impl Process {
     /// Returns whether the process has ended: its pidfd is readable. No other sign is reliable. A socket can be closed while
     /// work of a dead process still runs on the device, and a forked child can keep it open.
     pub(crate) fn has_ended(&self) -> bool {
-        self.pidfd().is_some_and(is_readable)
+        self.has_gone || self.pidfd().is_some_and(is_readable)
     }
 
     /// Returns the pidfd. `None` before the greeting of a process that has to send it.
@@ -569,7 +629,8 @@ mod tests {
 
     #[test]
     fn hidden_processes_are_told_apart_by_their_pidfds() {
-        let hidden = |pidfd| Process { pid: 0, pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false };
+        let known = |pidfd| OnceLock::from(Arc::new(pidfd));
+        let hidden = |pidfd| Process { pid: 0, pidfd: known(pidfd), kernel_is_old: false, has_gone: false };
         let (ours, again, other) = (hidden(own().unwrap()), hidden(own().unwrap()), hidden(reaped().unwrap()));
         assert_eq!(ours.key(), again.key());
         // Since Linux 6.9, each process has an inode.
@@ -588,7 +649,26 @@ mod tests {
         assert_eq!(process.pid(), Some(i32::try_from(std::process::id()).unwrap()));
         let own_groups = rustix::process::getgroups().unwrap();
         assert_eq!(Kernel.groups(ours.as_fd()).unwrap().len(), own_groups.len());
-        let process = Process { pid: 0, pidfd: OnceLock::from(Arc::new(reaped().unwrap())), kernel_is_old: false };
+        let process = Process::of_pidfd(reaped().unwrap()).unwrap();
         assert!(process.has_ended());
+    }
+
+    #[test]
+    fn a_mark_finds_its_process_and_no_other_one() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pidfd = Kernel.open(Pid::from_child(&child)).unwrap();
+        let process = Process::of_pidfd(pidfd).unwrap();
+        // Before Linux 6.9, no process has a mark.
+        let Some(mark) = process.mark() else { return child.kill().unwrap() };
+        assert_eq!(Mark::of_words(mark.to_words()), Some(mark));
+        assert_eq!(Mark::of_words([0; Mark::WORDS]), None);
+        let found = Process::of_mark(mark).unwrap();
+        assert!(!found.has_ended() && found.key() == process.key());
+        assert!(Process::of_mark(Mark { namespace: mark.namespace + 1, ..mark }).is_none());
+        let another = Process::of_mark(Mark { inode: mark.inode + 1, ..mark }).unwrap();
+        assert!(another.has_ended() && another.pidfd().is_none(), "the id is that of another process");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(found.has_ended() && Process::of_mark(mark).unwrap().has_ended());
     }
 }

@@ -48,9 +48,6 @@ const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
-/// Time without an answer after which an open checks whether the exporter is stopped.
-const STOPPED_AFTER: Duration = Duration::from_secs(1);
-
 /// Time between two checks of a thread that waits for the requests of another thread.
 const LOCK_LOOKS_EVERY: Duration = Duration::from_millis(20);
 
@@ -136,6 +133,11 @@ impl State {
         there.is_some_and(|there| Arc::ptr_eq(there, import))
     }
 
+    /// Returns the former import of a key for which this process answers.
+    fn inherited(&self, key: ImportKey) -> Option<Arc<Import>> {
+        self.former_imports.iter().find(|former| former.key() == key && former.is_inherited()).cloned()
+    }
+
     fn is_current(&self, link: &Arc<Link>) -> bool {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
@@ -192,6 +194,8 @@ pub(crate) struct Link {
     handed_over: AtomicBool,
     /// The heir that the exporter has named after a hand-over.
     named_heir: OnceLock<Arc<Process>>,
+    /// The exporter's socket, if the answer with it came after this process had given the request up.
+    late: Mutex<Option<OwnedFd>>,
     /// Set when the connection is found to be cut.
     cut: AtomicBool,
     /// Number of mappings that it opened; written under the lock of the tables.
@@ -373,18 +377,22 @@ impl Import {
     }
 
     /// Waits until the device work before a share is done. Only a running exporter can report that.
-    fn wait(&self, number: u64, mapper: &dyn Mapper) -> Result<()> {
+    fn wait(&self, number: u64, mapper: &dyn Mapper, patience: Option<Patience>) -> Result<()> {
         let link = &self.link;
-        let mut look = None;
+        let mut waits = None;
         wait_ready(&self.ready, self.index(), number, || {
             mapper.check()?;
             if link.process.has_ended() {
                 return Err(link.ended());
             }
-            let now = Instant::now();
-            if *look.get_or_insert(now + STOPPED_AFTER) <= now {
+            // The work has no limit.
+            let (patience, look) = *waits.get_or_insert_with(|| {
+                let patience = patience.unwrap_or_else(|| Patience::new(Duration::ZERO));
+                (patience, patience.next_look())
+            });
+            if look <= Instant::now() {
                 link.check_running()?;
-                look = Some(now + STOPPED_AFTER);
+                waits = Some((patience, patience.next_look()));
             }
             Ok(())
         })
@@ -486,12 +494,14 @@ impl Link {
                         mapper.check()?;
                         std::thread::sleep(pause.next().min(heir.left()));
                     }
-                    Fault::OwnerEnded | Fault::Other => return Err(first_error.unwrap_or(error)),
-                    // The exporter may have handed over while the connection waited for it.
-                    Fault::Cut => {
+                    // The exporter may have handed over while the connection waited for it. An heir sends valid messages.
+                    Fault::Cut if error.kind() != ErrorKind::InvalidArgument => {
                         first_error.get_or_insert(error);
                         connections += 1;
                     }
+                    // A process has the name, and does not answer. So the ticket may open later.
+                    _ if error.kind() == ErrorKind::InvalidState => return Err(error),
+                    _ => return Err(first_error.unwrap_or(error)),
                 },
             }
         }
@@ -534,6 +544,7 @@ impl Link {
             lost: AtomicBool::new(false),
             handed_over: AtomicBool::new(false),
             named_heir: OnceLock::new(),
+            late: Mutex::default(),
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
@@ -548,8 +559,7 @@ impl Link {
             let (dead, process) = (ticket.pid, &link.process);
             expired(format!("the exporter (process {dead}) has ended, and {process} has taken its name"))
         };
-        let patience_for_other = Patience::new(patience.left().min(HEIR_ANSWERS_WITHIN));
-        let heard = link.hear(mapper, if is_other { patience_for_other } else { patience });
+        let heard = link.hear(mapper, if is_other { patience.at_most(HEIR_ANSWERS_WITHIN) } else { patience });
         if link.is_cut() {
             *fault = Fault::Cut;
         } else if link.process.has_ended() {
@@ -635,7 +645,10 @@ impl Link {
             // After a refusal, the other answers are awaited: an allocation that is abandoned must have been granted.
             match self.answer(first.wrapping_add(at as u32), &mut belated, mapper, *patience) {
                 Ok(Answer::Opened(opened, descriptors)) => {
-                    patience.renew();
+                    // The parts of this allocation have no time of their own.
+                    if at + 1 < keys.len() {
+                        patience.renew();
+                    }
                     match self.take_in(opened, descriptors, keys[at]) {
                         Ok(taken) => granted.push((at, taken)),
                         Err(error) => {
@@ -701,7 +714,7 @@ impl Link {
         }
         // Relaxed: the lock orders the count.
         let stops = self.stops.load(Ordering::Relaxed);
-        let mut look = Instant::now() + STOPPED_AFTER;
+        let mut look = patience.next_look();
         loop {
             mapper.check()?;
             if patience.is_over() {
@@ -710,7 +723,7 @@ impl Link {
             let channel = self.channel.try_lock_for(LOCK_LOOKS_EVERY);
             let is_due = Instant::now() >= look;
             if is_due {
-                look += STOPPED_AFTER;
+                look = patience.next_look();
             }
             if is_due || self.stops.load(Ordering::Relaxed) != stops {
                 self.check_running()?;
@@ -746,6 +759,9 @@ impl Link {
                     if *belated < question =>
                 {
                     *belated += 1;
+                    if matches!(answer, Message::HandedOver { .. }) {
+                        *self.late.lock() = descriptors.into_iter().next();
+                    }
                 }
                 other => {
                     self.cut.store(true, Ordering::Relaxed);
@@ -877,7 +893,7 @@ impl Link {
         }
     }
 
-    /// Waits until the socket of the exporter is ready, for at most one second.
+    /// Waits until the socket of the exporter is ready, or until the next look at a stopped exporter.
     fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
         if process.has_ended() {
@@ -890,7 +906,7 @@ impl Link {
         let mut ends = vec![PollFd::from_borrowed_fd(self.socket.as_fd(), what)];
         let others = process.pidfd().into_iter().chain(mapper.ending());
         ends.extend(others.map(|other| PollFd::from_borrowed_fd(other, PollFlags::IN)));
-        let most = patience.left().min(STOPPED_AFTER);
+        let most = patience.until.min(patience.next_look()).saturating_duration_since(Instant::now());
         let most = rustix::time::Timespec { tv_sec: most.as_secs().cast_signed(), tv_nsec: most.subsec_nanos().into() };
         // Interrupted or not, the caller checks everything again.
         if rustix::event::poll(&mut ends, Some(&most)) == Ok(0) {
@@ -1075,7 +1091,7 @@ impl Importer {
                 Found::There(link) if link.is_dead() => self.state.lock().retire(&link),
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
-                    let heir = Patience::new(patience.left().min(HEIR_LISTENS_WITHIN));
+                    let heir = patience.at_most(HEIR_LISTENS_WITHIN);
                     let link = Link::connect_or_wait(ticket, mapper, patience, heir);
                     self.note_answer(ticket, &link);
                     let link = Arc::new(link?);
@@ -1088,10 +1104,15 @@ impl Importer {
         }
     }
 
-    /// Opens an allocation for a device and counts the open. Waits until the device work before the share is done.
-    pub(crate) fn open(&self, wanted: Wanted<'_>, mapper: &dyn Mapper) -> Result<Arc<Import>> {
-        let mut patience = None;
-        let counted = match self.begin(wanted, mapper, &mut patience)? {
+    /// Opens an allocation for a device and counts the open. Waits until the device work before the share is done. `patience` is that of
+    /// the whole call. It is set by the first wait.
+    pub(crate) fn open(
+        &self,
+        wanted: Wanted<'_>,
+        mapper: &dyn Mapper,
+        patience: &mut Option<Patience>,
+    ) -> Result<Arc<Import>> {
+        let counted = match self.begin(wanted, mapper, patience)? {
             Begun::Counted(counted) => counted,
             Begun::First(place) => {
                 let mut opened = [None];
@@ -1101,7 +1122,10 @@ impl Importer {
                 counted
             }
         };
-        self.finish(counted, wanted, mapper)
+        if let Some(import) = &counted.import {
+            import.wait(wanted.ticket.number, mapper, *patience)?;
+        }
+        self.note_open(counted).ok_or_else(not_mapped)
     }
 
     /// Opens allocations as [`Importer::open`] does, each once. If one cannot be opened, none is.
@@ -1111,8 +1135,8 @@ impl Importer {
         &self,
         wanted: &[Wanted<'_>],
         mapper: &dyn Mapper,
+        patience: &mut Option<Patience>,
     ) -> std::result::Result<Vec<Arc<Import>>, Failed> {
-        let mut patience = None;
         let mut opened: Vec<Option<Counted<'_>>> = wanted.iter().map(|_| None).collect();
         // In the order of the keys: two calls that wait for entries of each other would never end.
         let mut order: Vec<usize> = (0..wanted.len()).collect();
@@ -1120,7 +1144,7 @@ impl Importer {
         let mut firsts = VecDeque::new();
         for at in order {
             let wanted = wanted[at];
-            match self.begin(wanted, mapper, &mut patience).map_err(|error| (at, error))? {
+            match self.begin(wanted, mapper, patience).map_err(|error| (at, error))? {
                 Begun::Counted(counted) => opened[at] = Some(counted),
                 Begun::First(place) => firsts.push_back(First { at, wanted, place }),
             }
@@ -1131,25 +1155,20 @@ impl Importer {
             let others = firsts.iter().position(|first| first.wanted.ticket.incarnation != exporter);
             let others = others.map(|others| firsts.split_off(others)).unwrap_or_default();
             self.map_all(std::mem::replace(&mut firsts, others), mapper, patience, &mut opened)?;
+            if wanted.len() > 1 {
+                patience.iter_mut().for_each(Patience::renew);
+            }
         }
         // Each wait of its own, so that an error leaves the rest to be released.
         for (at, (counted, wanted)) in opened.iter().zip(wanted).enumerate() {
             let import = counted.as_ref().and_then(|counted| counted.import.as_ref());
             import
                 .ok_or_else(not_mapped)
-                .and_then(|import| import.wait(wanted.ticket.number, mapper))
+                .and_then(|import| import.wait(wanted.ticket.number, mapper, *patience))
                 .map_err(|error| (at, error))?;
         }
         let finish = |counted: Option<Counted<'_>>| counted.and_then(|counted| self.note_open(counted));
         Ok(opened.into_iter().filter_map(finish).collect())
-    }
-
-    /// Ends an open: waits until the device work before the share is done.
-    fn finish(&self, counted: Counted<'_>, wanted: Wanted<'_>, mapper: &dyn Mapper) -> Result<Arc<Import>> {
-        if let Some(import) = &counted.import {
-            import.wait(wanted.ticket.number, mapper)?;
-        }
-        self.note_open(counted).ok_or_else(not_mapped)
     }
 
     /// Hands an open over to the caller.
@@ -1172,7 +1191,7 @@ impl Importer {
                 Found::Mine(place) => return Ok(Begun::First(place)),
                 Found::There(import) => import,
             };
-            if import.link.is_lost() && !import.is_inherited() {
+            if import.link.is_lost() && !import.is_kept_here() {
                 if !import.link.may_have_heir {
                     return Err(import.link.ended());
                 }
@@ -1185,7 +1204,7 @@ impl Importer {
                 continue;
             }
             import.check(ticket)?;
-            if !import.open.enter() {
+            let Some(acquired) = self.count(&import, mapper.bell()) else {
                 // Another thread is unmapping the import. Wait for the result, then map again unless the backend refused.
                 let mut state = self.state.lock();
                 let stands = |state: &State| {
@@ -1193,16 +1212,16 @@ impl Importer {
                     there.is_some_and(|there| Arc::ptr_eq(there, &import))
                 };
                 while stands(&state) && import.open.is_gone() {
-                    self.changed.wait(&mut state);
+                    let patience = *patience.get_or_insert_with(|| self.limits.patience(&state, ticket));
+                    if patience.is_over() {
+                        return Err(patience.lost_with("the thread of this process that unmaps the memory"));
+                    }
+                    self.changed.wait_until(&mut state, patience.until);
                 }
                 continue;
-            }
-            let acquired = import.slot().acquire();
-            if acquired == Acquired::Yes {
-                return Ok(Begun::Counted(Counted::new(self, import, mapper.bell(), true)));
-            }
-            self.leave(&import, mapper.bell());
+            };
             return Err(match acquired {
+                Acquired::Yes => return Ok(Begun::Counted(Counted::new(self, import, mapper.bell(), true))),
                 Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
                 // The import is mapped, and no thread of this process is about to unmap it.
                 _ => invalid_message(OPERATION, "counts that are not possible"),
@@ -1210,25 +1229,38 @@ impl Importer {
         }
     }
 
+    /// Counts one more open of a mapping. `None` if another thread is unmapping it.
+    fn count(&self, import: &Arc<Import>, bell: &Bell) -> Option<Acquired> {
+        if !import.open.enter() {
+            return None;
+        }
+        let acquired = import.slot().acquire();
+        if acquired != Acquired::Yes {
+            self.leave(import, bell);
+        }
+        Some(acquired)
+    }
+
     /// Requests allocations of one exporter, maps them, and counts the opens. Leaves nothing mapped that is not in `opened`.
     fn map_all<'i>(
         &'i self,
         mut firsts: VecDeque<First<'i, '_>>,
         mapper: &'i dyn Mapper,
-        patience: Option<Patience>,
+        patience: &mut Option<Patience>,
         opened: &mut [Option<Counted<'i>>],
     ) -> std::result::Result<(), Failed> {
         let Some(first) = firsts.front() else { return Ok(()) };
         let ticket = first.wanted.ticket;
         // An exporter that breaks the connection does not get more time with the next one.
-        let mut patience = patience.unwrap_or_else(|| self.limits.patience(&self.state.lock(), ticket));
+        let patience = patience.get_or_insert_with(|| self.limits.patience(&self.state.lock(), ticket));
         let mut has_reconnected = false;
+        let is_batch = opened.len() > 1;
         while let Some(first) = firsts.front() {
             let at = first.at;
-            let link = self.link(ticket, mapper, patience).map_err(|error| (at, error))?;
+            let link = self.link(ticket, mapper, *patience).map_err(|error| (at, error))?;
             let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
             let secrets: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.ticket.secret).collect();
-            let (mut granted, failed) = link.open(&keys, &secrets, true, mapper, &mut patience);
+            let (mut granted, failed) = link.open(&keys, &secrets, true, mapper, patience);
             let answered = failed.clone().map_or(Ok(()), Err);
             self.note_answer(ticket, &answered);
             if let Some(error) = failed {
@@ -1238,7 +1270,7 @@ impl Importer {
                 // The exporter may still be alive: it drops idle connections.
                 let retries = link.is_cut() && error.kind() == ErrorKind::Expired && !has_reconnected;
                 if !retries {
-                    granted.iter().for_each(|(at, _)| link.abandon(keys[*at], mapper, patience));
+                    granted.iter().for_each(|(at, _)| link.abandon(keys[*at], mapper, *patience));
                     let refused =
                         keys.iter().enumerate().map(|(at, _)| at).find(|at| granted.iter().all(|(has, _)| has != at));
                     return Err((refused.map_or(at, |refused| firsts[refused].at), error));
@@ -1256,8 +1288,12 @@ impl Importer {
             }
             drop(answers);
             firsts = rest;
+            if is_batch && !batch.is_empty() {
+                patience.renew();
+            }
+            let patience = *patience;
             let map = |(first, granted): (First<'i, '_>, Granted)| {
-                (first.at, self.map(first, granted, &link, mapper, patience))
+                (first.at, self.map(first, granted, &link, mapper, (patience, is_batch)))
             };
             let mut failure = None;
             for (at, mapped) in spread(batch, &self.slow, map) {
@@ -1280,12 +1316,20 @@ impl Importer {
         granted: Granted,
         link: &Arc<Link>,
         mapper: &'i dyn Mapper,
-        patience: Patience,
+        (patience, is_batch): (Patience, bool),
     ) -> Result<Counted<'i>> {
         let Granted { handle, further, counts, ready } = granted;
         let Wanted { ticket, device } = first.wanted;
         let key = first.wanted.export();
         let abandon = || link.abandon(key, mapper, patience);
+        let known = self.state.lock().inherited(first.wanted.key());
+        if let Some(import) = known.filter(|import| self.count(import, mapper.bell()) == Some(Acquired::Yes)) {
+            // The heir that granted it is this process, which took the memory over during the open.
+            abandon();
+            self.state.lock().former_imports.retain(|former| !Arc::ptr_eq(former, &import));
+            first.place.fill(Arc::clone(&import));
+            return Ok(Counted::new(self, import, mapper.bell(), true));
+        }
         let is_joined = further > 0;
         let is_whole = is_joined || handle.bytes == ticket.allocation_bytes;
         // Page-locked memory has one part.
@@ -1298,7 +1342,9 @@ impl Importer {
             let like = (handle.transport, handle.device_uuid);
             let (here, arrived, count) = (VecDeque::from([handle]), 1, further + 1);
             let mut pieces = Pieces { link, key, mapper, patience, like, here, arrived, count };
-            pieces.patience.renew();
+            if is_batch {
+                pieces.patience.renew();
+            }
             mapper.map_joined(device, ticket.allocation_bytes, &mut pieces)
         } else {
             mapper.map(device, &handle)
@@ -1751,7 +1797,8 @@ mod tests {
             .map(|_| {
                 let started = Instant::now();
                 let mapper = NoMapper::new();
-                let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
+                let error =
+                    importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper, &mut None).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
                 assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
                 started.elapsed()
@@ -1814,6 +1861,11 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         answer.send(()).unwrap();
         let connection = owner.join().unwrap();
+        // A thread that looks for the name of the heir reads the answer first.
+        let (ready, _) = ReadySegment::create().unwrap();
+        ready.set_hand_over(Progress::Done);
+        link.parts.lock().push(Part { counts: None, ready: Some(Arc::new(ready)) });
+        assert!(link.named_heir().is_none());
         // It is the socket that has the name.
         let socket = link.read_late(&mapper).unwrap();
         let name = rustix::net::getsockname(&socket).unwrap();
@@ -1847,7 +1899,7 @@ mod tests {
         importer.state.lock().silent.insert(incarnation, silent);
         let started = Instant::now();
         let mapper = NoMapper::new();
-        let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper).unwrap_err();
+        let error = importer.open(Wanted { ticket: &ticket(incarnation), device: 0 }, &mapper, &mut None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
         assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
         importer.disconnect();

@@ -110,6 +110,7 @@ use joined::{Joined, unmap_joined};
 use message::Standing;
 use name::Name;
 use owner::{Deaths, NoticesDeaths};
+use patience::Patience;
 use pinned_handle::PINNED;
 use rendezvous::Listener;
 use searches::Search;
@@ -566,9 +567,10 @@ impl Sharing {
         Ok(memory)
     }
 
-    pub(crate) fn open(self: &Arc<Self>, wanted: Wanted<'_>) -> Result<Arc<Import>> {
+    /// Opens an allocation of another runtime. `patience` is that of the whole call, which the first wait sets.
+    fn open(self: &Arc<Self>, wanted: Wanted<'_>, patience: &mut Option<Patience>) -> Result<Arc<Import>> {
         self.check_boot(wanted.ticket)?;
-        let import = self.importer.open(wanted, &self.mapper())?;
+        let import = self.importer.open(wanted, &self.mapper(), patience)?;
         self.look_after_open(&import);
         Ok(import)
     }
@@ -581,11 +583,15 @@ impl Sharing {
     }
 
     /// Opens allocations of other runtimes, each once. If one cannot be opened, none is.
-    pub(crate) fn open_all(self: &Arc<Self>, wanted: &[Wanted<'_>]) -> std::result::Result<Vec<Arc<Import>>, Failed> {
+    fn open_all(
+        self: &Arc<Self>,
+        wanted: &[Wanted<'_>],
+        patience: &mut Option<Patience>,
+    ) -> std::result::Result<Vec<Arc<Import>>, Failed> {
         for (at, wanted) in wanted.iter().enumerate() {
             self.check_boot(wanted.ticket).map_err(|error| (at, error))?;
         }
-        let imports = self.importer.open_all(wanted, &self.mapper())?;
+        let imports = self.importer.open_all(wanted, &self.mapper(), patience)?;
         imports.iter().for_each(|import| self.look_after_open(import));
         Ok(imports)
     }
@@ -612,8 +618,8 @@ impl Sharing {
     /// Notes a block that is revoked when the owner of its memory dies.
     pub(crate) fn watch_owner(self: &Arc<Self>, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
         self.importer.add_revocable(import, block);
-        // In the meantime.
-        if import.link.is_dead() {
+        // In the meantime. What this process keeps beyond the death has another owner now.
+        if import.link.is_dead() && !import.is_kept_here() {
             self.revoke(&import.link);
         } else if import.link.is_lost() {
             self.succeed(import.ticket.incarnation);

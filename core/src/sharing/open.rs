@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::batch::{BatchBuilder, BatchSlice, too_many};
 use super::exporter::Memory;
+use super::patience::Patience;
 use super::ticket::{not_given_out, values};
 use super::{Import, ImportOptions, Imported, OwnerDeath, Sharing, SharingProcess, Ticket, TicketBatch, Wanted};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
@@ -37,8 +38,13 @@ pub(super) fn check_heir(sharing: &Sharing, ticket: &Ticket, options: &ImportOpt
 }
 
 /// Keeps the handles of an import that this process may inherit.
-pub(super) fn hold(sharing: &Arc<Sharing>, import: &Arc<Import>, options: &ImportOptions) -> Result<()> {
-    if options.owner_death() == OwnerDeath::Inherit { sharing.hold(import) } else { Ok(()) }
+pub(super) fn hold(
+    sharing: &Arc<Sharing>,
+    import: &Arc<Import>,
+    options: &ImportOptions,
+    patience: &mut Option<Patience>,
+) -> Result<()> {
+    if options.owner_death() == OwnerDeath::Inherit { sharing.hold(import, patience) } else { Ok(()) }
 }
 
 /// Returns an error of one part of a batch, with the name of the part.
@@ -74,8 +80,8 @@ impl Runtime {
     ///   ([`Openers`](crate::Openers)), or the ticket lacks its secret.
     /// - `Unsupported`: the device does not support the ticket's transport.
     /// - `InvalidState`: the exporter is stopped and has not answered for 1 second, or it runs and has not answered for 10
-    ///   seconds. The second limit is 2 seconds for an exporter that did not answer the last open. It holds for all requests and
-    ///   connections of one call together. The wait for device work that was enqueued before the share has no limit, unless the
+    ///   seconds. The second limit is 2 seconds for an exporter that did not answer the last open. Both hold for all requests,
+    ///   connections and heirs of one call together. The wait for device work that was enqueued before the share has no limit, unless the
     ///   exporter is stopped.
     /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
     /// - `Capture`: this thread is inside a capture.
@@ -107,8 +113,10 @@ impl Runtime {
         }
         check_heir(sharing, ticket, options)?;
         let device = device_with_transport(OPERATION, device, ticket)?;
-        let import = sharing.open(Wanted { ticket, device })?;
-        hold(sharing, &import, options)
+        // Of both steps together.
+        let mut patience = None;
+        let import = sharing.open(Wanted { ticket, device }, &mut patience)?;
+        hold(sharing, &import, options, &mut patience)
             .inspect_err(|_| sharing.release_after(Arc::clone(&import), Vec::new(), false))?;
         Ok(DeviceBuffer::part(self.clone(), self.imported(import, options), range))
     }
@@ -266,9 +274,16 @@ impl Runtime {
             }
         }
         let wanted: Vec<_> = foreign.iter().map(|(_, wanted)| *wanted).collect();
-        let imports = sharing.open_all(&wanted).map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
+        let mut patience = None;
+        let opened = sharing.open_all(&wanted, &mut patience);
+        let imports = opened.map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
         // From here on, the blocks release the imports if the call fails.
-        let held: Vec<_> = imports.iter().map(|import| hold(sharing, import, options)).collect();
+        let mut hold = |import| {
+            // Each allocation of a batch has the time.
+            patience.iter_mut().for_each(Patience::renew);
+            hold(sharing, import, options, &mut patience)
+        };
+        let held: Vec<_> = imports.iter().map(&mut hold).collect();
         let mut imported =
             imports.into_iter().map(|import| self.imported(import, options)).collect::<Vec<_>>().into_iter();
         for (held, (number, _)) in held.into_iter().zip(&foreign) {

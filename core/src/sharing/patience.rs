@@ -6,21 +6,38 @@ use highwater_hal::{Error, ErrorKind};
 
 pub(super) const OPERATION: &str = "open_shared";
 
-/// The time that one open waits for its exporter.
+/// Time without an answer after which an open checks whether the exporter is stopped.
+const STOPPED_AFTER: Duration = Duration::from_secs(1);
+
+/// The time that one open waits, over all its requests, connections and processes: the exporter, and the heirs that follow it meanwhile.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patience {
     limit: Duration,
+    began: Instant,
     pub(super) until: Instant,
 }
 
 impl Patience {
     pub(super) fn new(limit: Duration) -> Self {
-        Self { limit, until: Instant::now() + limit }
+        let began = Instant::now();
+        Self { limit, began, until: began + limit }
     }
 
     /// Starts the time again, for the next allocation of a batch.
     pub(super) fn renew(&mut self) {
         *self = Self::new(self.limit);
+    }
+
+    /// Returns the same, with at most this time from now on.
+    pub(super) fn at_most(self, time: Duration) -> Self {
+        Self { until: self.until.min(Instant::now() + time), ..self }
+    }
+
+    /// Returns the time of the next check for a stopped process. The checks are one second apart, counted from the begin of the open. A
+    /// process that is found stopped ends the open. So several processes that are stopped one after the other delay it by as much as one.
+    pub(super) fn next_look(self) -> Instant {
+        let looks = self.began.elapsed().as_nanos() / STOPPED_AFTER.as_nanos() + 1;
+        self.began + STOPPED_AFTER.saturating_mul(u32::try_from(looks).unwrap_or(u32::MAX))
     }
 
     pub(super) fn left(self) -> Duration {
@@ -63,4 +80,19 @@ pub(super) fn refusal(kind: ErrorKind, text: String) -> Error {
         ErrorKind::InvalidArgument => "pass the ticket unchanged",
         _ => "find the cause in the exporter, then open the ticket again",
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_are_a_second_apart_from_the_begin_of_the_open() {
+        let mut patience = Patience::new(Duration::from_secs(10));
+        assert_eq!(patience.next_look(), patience.began + Duration::from_secs(1));
+        patience.began -= Duration::from_millis(2700);
+        assert_eq!(patience.at_most(Duration::from_secs(1)).next_look(), patience.began + Duration::from_secs(3));
+        assert!(patience.at_most(Duration::from_secs(1)).left() <= Duration::from_secs(1));
+        assert!(patience.at_most(Duration::from_secs(60)).left() <= Duration::from_secs(10));
+    }
 }

@@ -280,8 +280,11 @@ pub(crate) fn open(runtime: &Runtime, ticket: &Ticket, options: &ImportOptions) 
         return Err(not_given_out("it names both page-locked memory and a device"));
     }
     check_heir(sharing, ticket, options)?;
-    let import = sharing.open(Wanted { ticket, device: PINNED })?;
-    hold(sharing, &import, options).inspect_err(|_| sharing.release_after(Arc::clone(&import), Vec::new(), false))?;
+    // Of both steps together.
+    let mut patience = None;
+    let import = sharing.open(Wanted { ticket, device: PINNED }, &mut patience)?;
+    hold(sharing, &import, options, &mut patience)
+        .inspect_err(|_| sharing.release_after(Arc::clone(&import), Vec::new(), false))?;
     // Mapped while the import is open.
     let Some((ptr, borders, access)) = files.opened_at(import.ptr.get() as usize) else {
         sharing.release_after(import, Vec::new(), false);

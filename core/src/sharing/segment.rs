@@ -15,6 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::counts::{Flags, Slot};
+use super::identity::Mark;
 use super::system::{invalid_message, os_error};
 use highwater_hal::Result;
 
@@ -39,6 +40,8 @@ const COUNT_WORDS: usize = COUNTS + SLOTS;
 const READY_HEADER: usize = 8;
 /// The word with the state of a hand-over.
 const HAND_OVER: usize = 1;
+/// The words with the mark of the heir.
+const HEIR: usize = 2;
 const READY: usize = READY_HEADER;
 const ISSUED: usize = READY + SLOTS;
 const READY_WORDS: usize = ISSUED + SLOTS;
@@ -236,6 +239,22 @@ impl ReadySegment {
     pub(crate) fn set_hand_over(&self, progress: Progress) {
         // Release: a process that reads the state sees the numbers and the words that the exporter wrote before.
         self.0.words()[HAND_OVER].store(progress as u64, Ordering::Release);
+    }
+
+    /// Writes the mark of the heir. Call it before [`ReadySegment::set_hand_over`], which publishes it.
+    pub(super) fn set_heir(&self, heir: Mark) {
+        for (word, number) in self.0.range(HEIR, Mark::WORDS).iter().zip(heir.to_words()) {
+            word.store(number, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the mark of the heir, once the memory was handed over.
+    pub(super) fn heir(&self) -> Option<Mark> {
+        if self.hand_over() != Progress::Done {
+            return None;
+        }
+        let words = self.0.range(HEIR, Mark::WORDS);
+        Mark::of_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed)))
     }
 
     /// Returns the state of a hand-over.

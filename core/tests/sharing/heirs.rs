@@ -78,7 +78,12 @@ fn tickets_of_a_dead_owner_stay_valid_and_its_heir_frees_the_memory() {
         // The heir itself opens the ticket, and shares the memory as before.
         let own = heir.runtime.open_shared::<u32>(&kept.share().unwrap()).unwrap();
         heir.assert_value(&own, 99);
-        drop((own, kept));
+        // Its owner is this process, so no death revokes it. Failed before: it was revoked at once.
+        let options = ImportOptions::new().with_owner_death(OwnerDeath::Release);
+        let released = heir.runtime.open_shared_with::<u32>(&ticket, &options).unwrap();
+        heir.assert_value(&released, 99);
+        assert_eq!(heir.runtime.statistics().sharing.mappings, 1);
+        drop((released, own, kept));
         // Closed as by an owner: nobody opens it any more, and it waits for those that hold it.
         until("it is in limbo", || heir.exports().1 == 1);
         assert_eq!(Peer::start().ask(&format!("open a {ticket}")).split(' ').nth(1), Some("Expired"));

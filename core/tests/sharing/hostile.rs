@@ -2,10 +2,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::time::{Duration, Instant};
 
 use highwater_core::{ErrorKind, Ticket};
 use highwater_mock::MockOptions;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::Signal;
 
 use crate::Exporter;
 use crate::peer::{Peer, until};
@@ -148,6 +150,38 @@ pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
     rustix::net::bind(&socket, &address).unwrap();
     rustix::net::listen(&socket, 8).unwrap();
     socket
+}
+
+/// As when owners hand over one after the other, and each is stopped. Failed before: each new connection waited for a second of its own.
+#[test]
+fn an_open_waits_one_second_for_all_stopped_owners_together() {
+    let (exporter, importer) = (Exporter::new(), Exporter::new());
+    let (buffer, ticket) = exporter.make_shared(1000, 7);
+    let mut owner = Peer::start();
+    let ticket = forged(&ticket, |bytes| {
+        bytes[32] ^= 1;
+        bytes[64..68].copy_from_slice(&owner.pid().to_le_bytes());
+    });
+    owner.tell(&format!("stall {ticket}"));
+    owner.signal(Signal::STOP);
+    let (error, took) = std::thread::scope(|scope| {
+        let opening = scope.spawn(|| {
+            let started = Instant::now();
+            let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
+            (error, started.elapsed())
+        });
+        while !opening.is_finished() {
+            // It is continued for a moment, and cuts the connection.
+            std::thread::sleep(Duration::from_millis(700));
+            owner.signal(Signal::CONT);
+        }
+        opening.join().unwrap()
+    });
+    owner.kill();
+    assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+    assert!(took < Duration::from_millis(1900), "{took:?}: {error}");
+    importer.end();
+    exporter.end_after(buffer);
 }
 
 #[test]

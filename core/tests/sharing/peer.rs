@@ -19,7 +19,7 @@ use rustix::net::{
 };
 
 use crate::adopted::adopt_segments;
-use crate::hostile::{HELLO, name_of};
+use crate::hostile::{HELLO, listen, name_of};
 use crate::pinned;
 
 const PEER: &str = "HIGHWATER_SHARING_PEER";
@@ -153,6 +153,7 @@ pub(crate) fn obey() {
         pinned: HashMap::new(),
         children: Vec::new(),
         holder: None,
+        files: Vec::new(),
     };
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -228,6 +229,7 @@ struct Obedient {
     pinned: HashMap<String, SharedPinnedBuffer<u32>>,
     children: Vec<Child>,
     holder: Option<Holder>,
+    files: Vec<std::fs::File>,
 }
 
 impl Obedient {
@@ -363,6 +365,31 @@ impl Obedient {
                     }
                 }
                 Ok(closed.to_string())
+            }
+            // Opens descriptors until none is left.
+            ["use-descriptors"] => {
+                while let Ok(file) = std::fs::File::open("/dev/null") {
+                    self.files.push(file);
+                }
+                Ok(self.files.len().to_string())
+            }
+            ["free-descriptors"] => {
+                self.files.clear();
+                Ok("freed".to_owned())
+            }
+            // Listens in the place of an exporter, cuts each connection, and then stops the process. Answers no open.
+            ["stall", ticket] => {
+                let listener = listen(&ticket.parse()?);
+                std::thread::spawn(move || {
+                    while let Ok(connection) = rustix::net::accept(&listener) {
+                        drop(connection);
+                        let this = rustix::process::getpid();
+                        rustix::process::kill_process(this, rustix::process::Signal::STOP).unwrap();
+                        // Another thread may have the signal first.
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                });
+                Ok("stalls".to_owned())
             }
             // Ends the runtime and the holder. Returns the sockets that the process has left, and the milliseconds that it took.
             ["close"] => {

@@ -39,6 +39,18 @@ impl Import {
         }
     }
 
+    /// Returns whether opens go on with this mapping, although its exporter has ended or handed over. This process answers for the memory,
+    /// or it keeps the memory and no process counts it: then this process may be about to answer. A new mapping would be that of another
+    /// owner, which could be this process.
+    pub(in super::super) fn is_kept_here(&self) -> bool {
+        match &*self.succession.lock() {
+            Succession::Inherited(_) => true,
+            Succession::None => self.is_held(),
+            Succession::Registered(registration) => self.is_held() && registration.link.has_no_process(),
+            Succession::Over => false,
+        }
+    }
+
     /// Returns the connection to the process that counts this import.
     fn counted_at(&self) -> Arc<Link> {
         self.heir().unwrap_or_else(|| Arc::clone(&self.link))
@@ -60,9 +72,9 @@ impl Import {
         let is_handed_over = self.link.is_handed_over();
         match heir.filter(|_| is_handed_over) {
             // The heir may have handed over, too.
-            Some(heir) => Some(Arc::clone(heir.named_heir.get().unwrap_or(&heir.process))),
+            Some(heir) => Some(Arc::clone(heir.last_process())),
             None if is_handed_over && self.is_inherited() => None,
-            None => Some(Arc::clone(self.link.named_heir.get().unwrap_or(&self.link.process))),
+            None => Some(Arc::clone(self.link.last_process())),
         }
     }
 
@@ -86,14 +98,16 @@ impl Import {
 
 impl Importer {
     /// Keeps the handles of an import, which is open, so that this process can be the heir of its exporter.
-    pub(crate) fn hold(&self, import: &Import, mapper: &dyn Mapper) -> Result<()> {
+    ///
+    /// `patience` is that of the open.
+    pub(crate) fn hold(&self, import: &Import, mapper: &dyn Mapper, patience: &mut Option<Patience>) -> Result<()> {
         if import.is_held() {
             return Ok(());
         }
-        let mut patience = self.limits.patience(&self.state.lock(), &import.ticket);
-        let (handles, _) = import.link.fetch(&import.ticket, mapper, &mut patience)?;
+        let patience = patience.get_or_insert_with(|| self.limits.patience(&self.state.lock(), &import.ticket));
+        let (handles, _) = import.link.fetch(&import.ticket, mapper, patience)?;
         // The open that the caller has counts already.
-        import.link.abandon(import.export(), mapper, patience);
+        import.link.abandon(import.export(), mapper, *patience);
         let device = (import.device != PINNED).then_some(import.device);
         let held = HeldMemory::of(&import.ticket, device, handles)?;
         // Another thread may have been faster, with handles of the same memory.
@@ -284,6 +298,17 @@ impl Link {
         mapper: &dyn Mapper,
         patience: &mut Patience,
     ) -> Result<OwnedFd> {
+        let given = self.claim_all(held, mapper, patience);
+        // The answer to an earlier attempt may have come during this one.
+        self.late.lock().take().map_or(given, Ok)
+    }
+
+    fn claim_all<'h>(
+        &self,
+        held: impl Iterator<Item = &'h HeldMemory>,
+        mapper: &dyn Mapper,
+        patience: &mut Patience,
+    ) -> Result<OwnedFd> {
         for held in held {
             patience.renew();
             self.entrust(held, None, (0, 0), mapper, *patience)?;
@@ -309,7 +334,7 @@ impl Link {
         loop {
             // A thread that waits for an answer may have the lock for as long as an open.
             if let Some(channel) = self.channel.try_lock_for(LOCK_LOOKS_EVERY) {
-                return self.read_unasked(&channel);
+                return self.late.lock().take().or_else(|| self.read_unasked(&channel));
             }
             mapper.check().ok()?;
         }
@@ -334,6 +359,11 @@ impl Link {
         heir.into_iter().for_each(|heir| drop(self.named_heir.set(Arc::new(heir))));
     }
 
+    /// Returns the heir that the exporter has named, or else the exporter. An heir that was found dead may have no pidfd to wait for.
+    pub(in super::super) fn last_process(&self) -> &Arc<Process> {
+        self.named_heir.get().filter(|heir| heir.pidfd().is_some()).unwrap_or(&self.process)
+    }
+
     /// Returns the heir that the exporter has named after a hand-over. `None` if the name did not reach this process, or this process is the
     /// heir.
     pub(in super::super) fn named_heir(&self) -> Option<&Arc<Process>> {
@@ -342,9 +372,25 @@ impl Link {
             && let Some(channel) = self.channel.try_lock()
         {
             // The name came before the flag. A thread that has the lock reads it itself.
-            let _ = self.read_unasked(&channel);
+            if let Some(socket) = self.read_unasked(&channel) {
+                *self.late.lock() = Some(socket);
+            }
+            drop(channel);
+            self.find_heir();
         }
         self.named_heir.get()
+    }
+
+    /// Finds the heir by its mark in the file of readiness. The connection may have been cut before the name came.
+    fn find_heir(&self) {
+        if self.named_heir.get().is_some() {
+            return;
+        }
+        let mark = self.parts.lock().iter().find_map(|part| part.ready.as_ref()?.heir());
+        let heir = mark.and_then(Process::of_mark);
+        // A process needs no proof that it lives itself.
+        let heir = heir.filter(|heir| heir.pid().map(i32::cast_unsigned) != Some(std::process::id()));
+        heir.into_iter().for_each(|heir| drop(self.named_heir.set(Arc::new(heir))));
     }
 
     /// Opens an allocation. Returns the handles of all parts, and the count.
