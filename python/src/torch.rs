@@ -251,7 +251,15 @@ unsafe extern "C" fn host_used(address: *mut c_void, device: i32, stream: *mut c
             })?;
             // SAFETY: As the caller promises.
             let stream = unsafe { standing.stream(device, stream as u64) }?;
-            stream.note_host_use(address, Access::Write)
+            stream.note_host_use(address, Access::Write).map_err(|error| match error.kind() {
+                ErrorKind::Capture => {
+                    let message = "a CUDA graph of PyTorch uses the memory, and may use it again at any time";
+                    Error::new(ErrorKind::Capture, OPERATION, message).with_hint(
+                        "record graphs over long-lived tensors, because the memory stays until the process ends",
+                    )
+                }
+                _ => error,
+            })
         };
         note().map(|()| 1).inspect_err(|_| {
             HAS_RETIRED.store(true, Ordering::Release);
