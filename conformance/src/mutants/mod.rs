@@ -44,7 +44,7 @@ pub use run::{
     Class, MutantOptions, MutantProgress, Mutated, Outcome, Score, Survivor, Verdict, run_mutants, run_mutants_on,
 };
 
-use generated::{Applied, Mutation};
+use generated::{Applied, Condition, Mutation};
 use hooks::Hooks;
 use wrapper::Wrapper;
 
@@ -134,14 +134,20 @@ impl Mutant {
             devices
         };
         let unmet = |need: &Need| (0..devices.len()).map(|device| need.unmet(&seen_from(device))).min().flatten();
-        self.needs.iter().chain(self.need_of_its_clause()).find_map(unmet)
+        self.needs.iter().chain(self.implied_need()).find_map(unmet)
     }
 
-    /// Returns the ability that every written mutant of the clause needs. Cases of the clause that prove others too may run without it.
-    fn need_of_its_clause(&self) -> Option<&'static Need> {
-        match (self.act, self.clause.split('.').next()) {
-            (Act::Written(_), Some("plan")) => Some(&has::lt_plans),
-            (Act::Written(_), Some("capture")) => Some(&has::capture),
+    /// Returns the ability that the clause or the condition of the mutant implies. A case of the clause may run without it.
+    fn implied_need(&self) -> Option<&'static Need> {
+        let condition = match self.act {
+            Act::Generated(mutation) => mutation.condition,
+            Act::Written(_) => Condition::Always,
+        };
+        match (condition, self.clause.split('.').next()) {
+            (Condition::Priority, _) => Some(&has::stream_priority),
+            (Condition::Foreign, _) => Some(&has::foreign_objects),
+            (Condition::Recording, _) | (_, Some("capture")) => Some(&has::capture),
+            (_, Some("plan")) => Some(&has::lt_plans),
             _ => None,
         }
     }

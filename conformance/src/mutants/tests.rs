@@ -112,6 +112,19 @@ fn a_mutant_of_an_absent_ability_or_device_is_skipped_with_the_reason() {
     }
     let mutant = Mutant::named("one-uuid-for-all").unwrap();
     assert_eq!(mutant.unmet(&[Capabilities::none(); 2]), None);
+    // Mutants by construction, whose condition never holds without the ability.
+    for (name, ability) in [
+        ("fill-drop-recording", "capture"),
+        ("fill-drop-priority", "stream_priority"),
+        ("fill-drop-foreign", "foreign_objects"),
+        ("launch-graph-drop-always", "capture"),
+        ("run-plan-drop-always", "lt_plans"),
+    ] {
+        let mutant = Mutant::named(name).unwrap();
+        let expected = format!("the capability `{ability}` is false");
+        assert_eq!(mutant.unmet(&[Capabilities::none()]), Some(expected), "{name}");
+        assert_eq!(mutant.unmet(&[mock(MockOptions::new()).capabilities(0).unwrap()]), None, "{name}");
+    }
 }
 
 /// Attempts are never in time if an event is complete too early. The failure must not blame the machine.
