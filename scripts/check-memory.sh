@@ -25,10 +25,9 @@ sanitize -p highwater-mock
 if command -v valgrind >/dev/null; then
   printf '=== valgrind: the C library\n'
   programs=$(realpath "$build")/c-examples
-  # Left out are `share` and `hand_over`: valgrind does not emulate pidfd_open.
-  for example in gemm threads graph load_weights; do
+  for example in gemm threads graph share hand_over load_weights; do
     make -s -C examples/c BUILD="$programs" "$programs/$example"
-    HIGHWATER_BACKEND=mock valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
+    HIGHWATER_BACKEND=mock valgrind --quiet --trace-children=yes --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
       --errors-for-leak-kinds=definite "$programs/$example" >/dev/null
   done
 else

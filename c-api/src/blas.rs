@@ -48,9 +48,9 @@ pub struct highwater_gemm {
     pub stride_b: usize,
     /// Elements from one C of the batch to the next.
     pub stride_c: usize,
-    /// The factor of the product.
+    /// The factor of the product. With 0, the default, the product is not computed: set it, for example to 1.
     pub alpha: f64,
-    /// The factor of the earlier C.
+    /// The factor of the earlier C. With 0, the earlier C is not read.
     pub beta: f64,
     /// The memory of A.
     pub a: *mut highwater_buffer,
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn highwater_gemm_run(
 
 /// Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
 /// It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
-/// jump. The call then restores every setting of the handle.
+/// jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library takes it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_blas_lend(
     stream: *mut highwater_stream,

@@ -58,8 +58,50 @@ fn refused(operation: &'static str, error: Error) -> highwater_status {
         _ => error,
     };
     let status = error.kind().code().cast_signed();
-    keep(Last { message: c_text(&error.to_string()), hint: c_text(error.hint()), error: Some(error) });
+    let (message, hint) = (in_c(&named(operation, &error)), in_c(error.hint()));
+    keep(Last { message: c_text(&message), hint: c_text(&hint), error: Some(error) });
     status
+}
+
+/// Returns the message of an error, which begins with the name of the function of the header.
+fn named(operation: &str, error: &Error) -> String {
+    let inner = error.operation();
+    if inner == operation {
+        error.to_string()
+    } else if operation.strip_prefix("highwater_") == Some(inner) {
+        format!("highwater_{error}")
+    } else {
+        format!("{operation}: {error}")
+    }
+}
+
+/// The names in the errors of the Rust crates that C has too, and those of C.
+const NAMES: [(&str, &str); 20] = [
+    ("the bytes of `Ticket::to_bytes`", "the text of highwater_buffer_share or highwater_pinned_share"),
+    ("`Device::allocate`", "highwater_device_allocate"),
+    ("`Device::allocate_shared`", "highwater_device_allocate_shared"),
+    ("`Device::legacy_default_stream`", "highwater_stream_legacy_default"),
+    ("`Device::per_thread_default_stream`", "highwater_stream_per_thread_default"),
+    ("`Device::warm`", "highwater_device_warm"),
+    ("`DeviceMemoryOptions::with_cap_bytes`", "highwater_open_options.device_cap_bytes"),
+    ("`EventOptions::with_timing`", "highwater_stream_record_timed"),
+    ("`Owner::wait`", "highwater_owner_wait"),
+    ("`OwnerDeath::Inherit`", "HIGHWATER_OWNER_DEATH_INHERIT"),
+    ("`OwnerDeath::Keep`", "HIGHWATER_OWNER_DEATH_KEEP"),
+    ("`Runtime::close`", "highwater_close"),
+    ("`Runtime::open_pinned`", "highwater_pinned_open"),
+    ("`Runtime::open_shared`", "highwater_ticket_open"),
+    ("`Runtime::pinned`", "highwater_pinned_allocate"),
+    ("`Runtime::trim`", "highwater_trim"),
+    ("`SharedPinnedBuffer::share`", "highwater_pinned_share"),
+    ("`Stream::capture`", "highwater_capture"),
+    ("`Stream::note_device_use`", "highwater_buffer_used_on"),
+    ("ranges count values, not bytes", "offsets count bytes"),
+];
+
+/// Returns a text of the Rust crates with the names of the header.
+fn in_c(text: &str) -> String {
+    NAMES.iter().fold(text.to_owned(), |text, (rust, c)| text.replace(rust, c))
 }
 
 #[cold]
@@ -137,6 +179,22 @@ mod tests {
         assert_eq!(vendor_code(), None);
         // A callback's status of an earlier error does not bring back a panic.
         assert_eq!(of_callback("highwater_test", HIGHWATER_PANICKED).kind(), ErrorKind::InvalidState);
+    }
+
+    #[test]
+    fn errors_of_the_crates_name_the_function_and_what_c_has() {
+        let refusal =
+            |operation| Error::new(ErrorKind::InvalidArgument, operation, "the buffer was not allocated to be shared");
+        let shared = |operation| Err(refusal(operation).with_hint("allocate it with `Device::allocate_shared`"));
+        let expected = "invalid argument: the buffer was not allocated to be shared; allocate it with highwater_device_allocate_shared";
+        contained("highwater_test", || shared("highwater_test"));
+        assert_eq!(last(), format!("highwater_test: {expected}"));
+        contained("highwater_test", || shared("test"));
+        assert_eq!(last(), format!("highwater_test: {expected}"));
+        contained("highwater_test", || shared("slice"));
+        assert_eq!(last(), format!("highwater_test: slice: {expected}"));
+        // SAFETY: The text is that of this thread, and no call comes between.
+        assert_eq!(unsafe { CStr::from_ptr(hint()) }, c"allocate it with highwater_device_allocate_shared");
     }
 
     #[test]

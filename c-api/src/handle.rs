@@ -75,8 +75,8 @@ macro_rules! kinds {
 pub(crate) use kinds;
 
 #[cold]
-fn null(name: &str, expected: &str) -> Error {
-    invalid(format!("the {name} is null, expected {expected}"), "check the status of the call that makes it")
+fn null(name: &str, expected: &str, hint: &str) -> Error {
+    invalid(format!("the {name} is null, expected {expected}"), hint)
 }
 
 #[cold]
@@ -94,7 +94,11 @@ fn stale<K: Kind>(found: u64) -> Error {
 fn checked<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
     let handle = handle.cast::<Handle<K::Object>>();
     if handle.is_null() {
-        return Err(null(K::NAME, "a live handle"));
+        return Err(null(
+            K::NAME,
+            "a live handle",
+            "check the status of the call that makes it; a release sets a handle to null",
+        ));
     }
     if !handle.is_aligned() {
         return Err(stale::<K>(0));
@@ -259,7 +263,11 @@ pub(crate) unsafe trait Options: Copy {}
 /// The caller must pass null, or a struct that begins with its size.
 pub(crate) unsafe fn read<T: Options>(given: *const T, name: &str) -> Result<T> {
     if given.is_null() || !given.is_aligned() {
-        return Err(null(name, "the address of such a struct"));
+        return Err(null(
+            name,
+            "the address of such a struct",
+            "pass the address of an aligned struct, with its size set",
+        ));
     }
     // SAFETY: The caller passes a struct that begins with its size.
     let size = unsafe { given.cast::<usize>().read() };

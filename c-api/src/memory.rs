@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use front::hal::DevicePtr;
 use front::{
-    Access, CopyShape, DeviceBuffer, DeviceSlice, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result,
+    Access, CopyShape, DeviceBuffer, DeviceSlice, Error, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result,
     SharedPinnedBuffer,
 };
 
@@ -135,11 +135,21 @@ impl Drop for KeepAlive {
     }
 }
 
-fn range(offset: usize, bytes: usize) -> Result<Range<usize>> {
-    let end = offset.checked_add(bytes).ok_or_else(|| {
-        invalid(format!("offset {offset} and {bytes} bytes exceed every address"), "pass a range inside the buffer")
-    })?;
-    Ok(offset..end)
+/// Returns a range of memory that has some bytes.
+#[inline]
+fn range(offset: usize, bytes: usize, memory: usize) -> Result<Range<usize>> {
+    match offset.checked_add(bytes) {
+        Some(end) if end <= memory => Ok(offset..end),
+        _ => Err(outside(offset, bytes, memory)),
+    }
+}
+
+#[cold]
+fn outside(offset: usize, bytes: usize, memory: usize) -> Error {
+    invalid(
+        format!("{bytes} bytes at offset {offset} leave the memory, which has {memory} bytes"),
+        "pass a range inside the memory, in bytes",
+    )
 }
 
 fn access(writes: bool) -> Access {
@@ -326,8 +336,8 @@ pub unsafe extern "C" fn highwater_copy_to_device(
 ) -> highwater_status {
     call!(highwater_copy_to_device, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
-        let source = source.slice(range(source_offset, bytes)?)?;
-        stream.copy_to_device(source, destination.slice(range(destination_offset, bytes)?)?)
+        let source = source.slice(range(source_offset, bytes, source.bytes())?)?;
+        stream.copy_to_device(source, destination.slice(range(destination_offset, bytes, destination.len())?)?)
     })
 }
 
@@ -343,9 +353,9 @@ pub unsafe extern "C" fn highwater_copy_to_host(
 ) -> highwater_status {
     call!(highwater_copy_to_host, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
-        let source = source.slice(range(source_offset, bytes)?)?;
+        let source = source.slice(range(source_offset, bytes, source.len())?)?;
         // No slice of this memory exists: C gets its address alone.
-        let destination = destination.slice_mut(range(destination_offset, bytes)?)?;
+        let destination = destination.slice_mut(range(destination_offset, bytes, destination.bytes())?)?;
         stream.copy_to_host(source, destination)
     })
 }
@@ -362,8 +372,8 @@ pub unsafe extern "C" fn highwater_copy(
 ) -> highwater_status {
     call!(highwater_copy, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
-        let source = source.slice(range(source_offset, bytes)?)?;
-        stream.copy(source, destination.slice(range(destination_offset, bytes)?)?)
+        let source = source.slice(range(source_offset, bytes, source.len())?)?;
+        stream.copy(source, destination.slice(range(destination_offset, bytes, destination.len())?)?)
     })
 }
 
@@ -401,7 +411,7 @@ unsafe fn copy_shape(given: *const highwater_copy_shape) -> Result<CopyShape> {
 
 /// Returns the memory of a buffer from an offset on.
 fn from_offset(buffer: &DeviceBuffer<u8>, offset: usize) -> Result<DeviceSlice<'_, u8>> {
-    buffer.slice(offset..buffer.len().max(offset))
+    buffer.slice(range(offset, buffer.len().saturating_sub(offset), buffer.len())?)
 }
 
 /// Enqueues a copy of rows of pinned memory to a device, as cudaMemcpy2DAsync does. The first row begins at the offsets. Bytes
@@ -420,7 +430,8 @@ pub unsafe extern "C" fn highwater_copy_2d_to_device(
     call!(highwater_copy_2d_to_device, {
         let (stream, source, destination) = (get(stream)?, get(source)?, get(destination)?);
         let shape = copy_shape(shape)?;
-        let source = source.slice(source_offset..source.bytes().max(source_offset))?;
+        let source =
+            source.slice(range(source_offset, source.bytes().saturating_sub(source_offset), source.bytes())?)?;
         stream.copy_2d_to_device(source, from_offset(destination, destination_offset)?, shape)
     })
 }
@@ -440,7 +451,11 @@ pub unsafe extern "C" fn highwater_copy_2d_to_host(
         let shape = copy_shape(shape)?;
         let source = from_offset(source, source_offset)?;
         // No slice of this memory exists: C gets its address alone.
-        let destination = destination.slice_mut(destination_offset..destination.bytes().max(destination_offset))?;
+        let destination = destination.slice_mut(range(
+            destination_offset,
+            destination.bytes().saturating_sub(destination_offset),
+            destination.bytes(),
+        )?)?;
         stream.copy_2d_to_host(source, destination, shape)
     })
 }
@@ -475,7 +490,7 @@ pub unsafe extern "C" fn highwater_write(
 ) -> highwater_status {
     call!(highwater_write, {
         let (stream, destination) = (get(stream)?, get(destination)?);
-        let destination = destination.slice(range(destination_offset, bytes)?)?;
+        let destination = destination.slice(range(destination_offset, bytes, destination.len())?)?;
         memory_of_caller(source, bytes, "source")?;
         if bytes == 0 {
             return Ok(());
@@ -495,7 +510,7 @@ pub unsafe extern "C" fn highwater_read(
 ) -> highwater_status {
     call!(highwater_read, {
         let (stream, source) = (get(stream)?, get(source)?);
-        let source = source.slice(range(source_offset, bytes)?)?;
+        let source = source.slice(range(source_offset, bytes, source.len())?)?;
         memory_of_caller(destination, bytes, "destination")?;
         if bytes == 0 {
             return Ok(());
@@ -518,7 +533,7 @@ pub unsafe extern "C" fn highwater_fill(
 ) -> highwater_status {
     call!(highwater_fill, {
         let (stream, buffer) = (get(stream)?, get(buffer)?);
-        stream.fill(buffer.slice(range(offset, bytes)?)?, value)
+        stream.fill(buffer.slice(range(offset, bytes, buffer.len())?)?, value)
     })
 }
 

@@ -175,7 +175,8 @@ pub unsafe extern "C" fn highwater_trim(runtime: *mut highwater_runtime) -> high
 
 /// Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
 /// `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
-/// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. The runtime then ends with the last of them.
+/// HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live, or another process has its memory open. The message counts them, and
+/// `live` keeps its value. The runtime then ends with the last of its objects. highwater_runtime_release ends it without this check.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_close(runtime: *mut *mut highwater_runtime, live: *mut u64) -> highwater_status {
     call!(highwater_close, {

@@ -66,6 +66,9 @@ fn owner_of(owner: Option<Owner>, opened_by: &str) -> Result<Owner> {
 
 /// Makes a ticket that lets other processes open the buffer: a text without line breaks. Work that was enqueued on the buffer
 /// before is done when they have opened it. Release the text with highwater_text_release.
+///
+/// The ticket keeps nothing alive: keep the buffer until the others have opened it.
+/// HIGHWATER_ERROR_INVALID_ARGUMENT: the buffer is not from highwater_device_allocate_shared, and not adopted.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_buffer_share(
     buffer: *mut highwater_buffer,

@@ -24,6 +24,7 @@
 #define REFUSED(call, kind, words)                                              \
     do {                                                                        \
         EXPECT((call) == HIGHWATER_ERROR_##kind);                               \
+        EXPECT(strncmp(highwater_last_error(), #call, strcspn(#call, "(")) == 0); \
         EXPECT(strstr(highwater_last_error(), (words)) != NULL);                \
         EXPECT(strlen(highwater_last_hint()) > 10);                             \
         EXPECT(strstr(highwater_last_error(), highwater_last_hint()) != NULL);  \
@@ -116,8 +117,8 @@ static void memory(void) {
     OK(highwater_buffer_bytes(buffer, &count));
     OK(highwater_buffer_address(buffer, &address));
     EXPECT(count == 8 && address != 0);
-    REFUSED(highwater_write(stream, bytes, buffer, 4, 8), INVALID_ARGUMENT, "4..12");
-    REFUSED(highwater_write(stream, bytes, buffer, SIZE_MAX, 8), INVALID_ARGUMENT, "exceed");
+    REFUSED(highwater_write(stream, bytes, buffer, 4, 8), INVALID_ARGUMENT, "highwater_write: invalid argument: 8 bytes at offset 4 leave the memory");
+    REFUSED(highwater_write(stream, bytes, buffer, SIZE_MAX, 8), INVALID_ARGUMENT, "leave the memory");
     REFUSED(highwater_write(stream, NULL, buffer, 0, 8), INVALID_ARGUMENT, "the source is null");
     REFUSED(highwater_read(stream, buffer, 0, NULL, 8), INVALID_ARGUMENT, "the destination is null");
     OK(highwater_write(stream, NULL, buffer, 0, 0));
@@ -134,7 +135,7 @@ static void memory(void) {
     OK(highwater_copy_to_host(stream, buffer, 0, pinned, 1, 7));
     OK(highwater_pinned_wait(pinned, false));
     EXPECT(count == 8 && ((unsigned char *)data)[7] == 7);
-    REFUSED(highwater_copy_to_host(stream, buffer, 0, pinned, 2, 7), INVALID_ARGUMENT, "2..9");
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, pinned, 2, 7), INVALID_ARGUMENT, "7 bytes at offset 2 leave the memory");
     OK(highwater_copy_to_device(stream, pinned, 1, buffer, 0, 4));
     OK(highwater_pinned_used_on(pinned, stream, false));
     OK(highwater_buffer_used_on(buffer, stream));
@@ -254,7 +255,7 @@ static void streams(void) {
     EXPECT(complete);
     OK(highwater_event_elapsed_ns(earlier, later, &nanoseconds));
     OK(highwater_stream_record(stream, &event));
-    REFUSED(highwater_event_elapsed_ns(earlier, event, &nanoseconds), INVALID_ARGUMENT, "tim");
+    REFUSED(highwater_event_elapsed_ns(earlier, event, &nanoseconds), INVALID_ARGUMENT, "highwater_stream_record_timed");
     REFUSED(highwater_stream_wait_raw(stream, 0), INVALID_ARGUMENT, "0");
     OK(highwater_event_release(&event));
     OK(highwater_event_release(&later));
@@ -379,7 +380,7 @@ static void tickets(void) {
     char *ticket = NULL;
     highwater_owner *owner = NULL;
     OK(highwater_device_allocate(device, 8, &buffer));
-    REFUSED(highwater_buffer_share(buffer, &ticket), INVALID_ARGUMENT, "");
+    REFUSED(highwater_buffer_share(buffer, &ticket), INVALID_ARGUMENT, "highwater_device_allocate_shared");
     OK(highwater_buffer_release(&buffer));
     OK(highwater_device_allocate_shared(device, 8, &buffer));
     OK(highwater_buffer_share(buffer, &ticket));
@@ -423,7 +424,7 @@ static void shared_pinned(void) {
     REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "read-only");
     char *writable = NULL;
     REFUSED(highwater_pinned_share(made, true, &writable), INVALID_STATE, "");
-    REFUSED(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer), INVALID_ARGUMENT, "page-locked");
+    REFUSED(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer), INVALID_ARGUMENT, "open it with highwater_pinned_open");
 
     highwater_runtime *other = NULL;
     highwater_device *other_device = NULL;

@@ -44,7 +44,7 @@ static FILE *start(char *program, pid_t *child) {
     EXPECT(pipe(ends) == 0 && posix_spawn_file_actions_init(&actions) == 0);
     EXPECT(posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO) == 0);
     EXPECT(posix_spawn_file_actions_addclose(&actions, ends[0]) == 0);
-    EXPECT(posix_spawn(child, "/proc/self/exe", &actions, NULL, arguments, environ) == 0);
+    EXPECT(posix_spawnp(child, program, &actions, NULL, arguments, environ) == 0);
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     FILE *tickets = fdopen(ends[0], "r");

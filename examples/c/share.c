@@ -39,7 +39,7 @@ static void share(highwater_device *device, highwater_stream *stream, char *prog
     char *arguments[] = {program, ticket, NULL};
     pid_t child = 0;
     int status = -1;
-    EXPECT(posix_spawn(&child, "/proc/self/exe", NULL, NULL, arguments, environ) == 0);
+    EXPECT(posix_spawnp(&child, program, NULL, NULL, arguments, environ) == 0);
     EXPECT(waitpid(child, &status, 0) == child && status == 0);
     highwater_text_release(&ticket);
 

@@ -397,11 +397,11 @@ typedef struct highwater_gemm {
      */
     size_t stride_c;
     /**
-     * The factor of the product.
+     * The factor of the product. With 0, the default, the product is not computed: set it, for example to 1.
      */
     double alpha;
     /**
-     * The factor of the earlier C.
+     * The factor of the earlier C. With 0, the earlier C is not read.
      */
     double beta;
     /**
@@ -516,7 +516,8 @@ highwater_status highwater_trim(struct highwater_runtime *runtime);
 /**
  * Ends the runtime: waits for its devices and frees everything. Writes the number of objects that the backend still counts to
  * `live`, which may be null. The handle is released, and null afterward, also if the call returns an error.
- * HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live. The runtime then ends with the last of them.
+ * HIGHWATER_ERROR_INVALID_STATE: objects of the runtime are live, or another process has its memory open. The message counts them, and
+ * `live` keeps its value. The runtime then ends with the last of its objects. highwater_runtime_release ends it without this check.
  */
 highwater_status highwater_close(struct highwater_runtime **runtime,
                                  uint64_t *live);
@@ -851,7 +852,7 @@ highwater_status highwater_gemm_run(struct highwater_stream *stream, const struc
 /**
  * Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
  * It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
- * jump. The call then restores every setting of the handle.
+ * jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library takes it.
  */
 highwater_status highwater_blas_lend(struct highwater_stream *stream,
                                      highwater_blas_callback callback,
@@ -899,6 +900,9 @@ highwater_status highwater_graph_release(struct highwater_graph **graph);
 /**
  * Makes a ticket that lets other processes open the buffer: a text without line breaks. Work that was enqueued on the buffer
  * before is done when they have opened it. Release the text with highwater_text_release.
+ *
+ * The ticket keeps nothing alive: keep the buffer until the others have opened it.
+ * HIGHWATER_ERROR_INVALID_ARGUMENT: the buffer is not from highwater_device_allocate_shared, and not adopted.
  */
 highwater_status highwater_buffer_share(struct highwater_buffer *buffer,
                                         char **ticket);
