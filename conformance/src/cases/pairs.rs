@@ -203,7 +203,7 @@ impl<'b> Operands<'b> {
 
     fn on(backend: &'b dyn Backend, device: u32, load: usize) -> Result<Self> {
         let load = load.min(32);
-        let bytes = load << 20;
+        let bytes = load << 21;
         let other = (device + 1) % backend.device_count();
         let crosses = other != device && backend.capabilities(device)?.peer_copy;
         let there = || crosses.then(|| Block::on(backend, other, bytes)).transpose();
@@ -356,14 +356,12 @@ fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult
                 handles[1] = Some(Handle::new(backend, BlasKind::Lt, &stream)?);
             }
         }
-        let mut operands = Operands::on(backend, device, 1)?;
+        let usual = Operands::on(backend, device, 1)?;
         for work in Work::of(backend, device)? {
             for observed in Observed::ALL {
                 let mut attempt = |load: usize| {
-                    if operands.load < load.min(32) {
-                        operands = Operands::on(backend, device, load)?;
-                    }
-                    let all = &operands;
+                    let larger = if load > 1 { Some(Operands::on(backend, device, load)?) } else { None };
+                    let all = larger.as_ref().unwrap_or(&usual);
                     let plan = match (work, work.shape(all.load), &mut handles[1]) {
                         (Work::Plan, Some(shape), Some(handle)) => {
                             Some(handle.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::None, 0))?)
