@@ -37,7 +37,7 @@ cases! {
     slots_of_graphs: ["backend.ids-checked"] needs [has::capture];
     slots_of_physical_memory: ["backend.ids-checked"] needs [has::mapped_memory];
     ordinals: ["backend.device-checked"];
-    ordinals_of_memory: ["backend.device-checked", "copy.zero", "copy-2d.zero", "fill.zero"];
+    ordinals_of_memory: ["backend.device-checked"];
     ordinals_of_mapped_memory: ["backend.device-checked"] needs [has::mapped_memory];
     events_with_timing_for_other_processes: ["backend.live-objects"]
         needs [has::event_timing, has::interprocess_events];

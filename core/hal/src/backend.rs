@@ -280,7 +280,8 @@ impl std::fmt::Display for LiveObjects {
 ///
 /// # Clauses of every method
 /// - `backend.ids-checked`: a stale, foreign or forged id returns `InvalidHandle` and has no effect.
-/// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`.
+/// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`, also in a copy or a fill of
+///   nothing.
 /// - `backend.lacking`: a call that a capability denies returns `Unsupported` and has no effect.
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
@@ -630,7 +631,6 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `copy.exact`: exactly `bytes` bytes arrive, unchanged; bytes beside the destination keep their value.
     /// - `copy.ordered`: the copy runs in the order of the stream.
     /// - `copy.zero`: a copy of 0 bytes succeeds and copies nothing. Its addresses need not lie in a block, and may be null.
-    ///   The stream and the ordinals are checked as for other copies.
     ///
     /// # Safety
     /// The caller must ensure that:
