@@ -332,7 +332,7 @@ fn above_sixty_four_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
 /// More bytes than a number of 32 bits counts, with and without a sign. Only the last ones are compared, and those at which such a number
 /// begins again.
 fn above_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
-    const BYTES: usize = (4 << 30) + 4099;
+    const BYTES: usize = (4 << 30) + (1 << 17) + 3;
     const END: usize = 64;
     const PITCH: usize = 65_521;
     needs_free(backend, DEVICE, 2 * BYTES)?;

@@ -159,9 +159,12 @@ mutants! {
         handle.wait()
     });
 
-    "queues-of-512": "Waits for the stream before each 512th operation of it." => |h| {
+    "queues-of-512": "Waits for the stream before each 512th operation since the last wait for it." => |h| {
         let counts = Shared::<HashMap<StreamId, usize>>::default();
         h.before(move |reference, method, stream| {
+            if let ("synchronize_stream", Some(stream)) = (method, stream) {
+                counts.with(|counts| counts.remove(&stream));
+            }
             let Some(stream) = stream.filter(|_| matches!(method, "copy" | "copy_2d" | "fill" | "record_event")) else {
                 return Ok(());
             };
