@@ -218,9 +218,9 @@ mutants! {
                 let place = own.iter().position(|other| *other == stream).filter(|place| *place >= QUEUES);
                 place.map(|place| own[place % QUEUES])
             });
-            match partner.filter(|&partner| !reference.is_recording(stream) && reference.is_pending(partner)) {
-                Some(partner) => reference.let_wait(stream, partner)?,
-                None => {}
+            let is_free = |partner: &StreamId| reference.is_recording(stream) || !reference.is_pending(*partner);
+            if let Some(partner) = partner.filter(|partner| !is_free(partner)) {
+                reference.let_wait(stream, partner)?;
             }
             reference.fill(fill, stream)
         });
