@@ -82,11 +82,18 @@ impl<'b> StreamLoad<'b> {
     /// Enqueues the load `times` times. If the vendor's queue is full, the call waits for a part of the work and returns with a
     /// full queue outstanding.
     pub(crate) fn enqueue(&self, stream: &Stream<'_>, times: usize) -> Result<()> {
+        self.enqueue_at_most(stream, times, usize::MAX).map(drop)
+    }
+
+    /// Enqueues the load `times` times, or as many of its copies. Returns the number of copies.
+    pub(crate) fn enqueue_at_most(&self, stream: &Stream<'_>, times: usize, most: usize) -> Result<usize> {
         let (dst, src) = match self.direction {
             Direction::ToDevice => (self.block.all(), self.pinned.all()),
             Direction::ToHost => (self.pinned.all(), self.block.all()),
         };
-        as_one(|| (0..self.copies * times).try_for_each(|_| stream.copy(dst, src)))
+        let copies = (self.copies * times).min(most);
+        as_one(|| (0..copies).try_for_each(|_| stream.copy(dst, src)))?;
+        Ok(copies)
     }
 }
 

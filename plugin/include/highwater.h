@@ -26,7 +26,8 @@
  * the clauses that it must keep. `highwater conformance --plugin FILE` tests every clause, and names those of each failed case.
  * Every operation must keep these:
  *  - backend.ids-checked: a stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect.
- *  - backend.device-checked: an ordinal of `device_count` or above returns HW_ERROR_INVALID_ARGUMENT.
+ *  - backend.device-checked: an ordinal of `device_count` or above returns HW_ERROR_INVALID_ARGUMENT, also in a copy or a
+ *    fill of nothing.
  *  - backend.lacking: a call that a capability denies returns HW_ERROR_UNSUPPORTED and has no effect.
  *  - backend.concurrent: calls from several threads at once do not disturb each other.
  *  - backend.live-objects: each object counts in `live_objects` from its creation to its destruction.
@@ -701,11 +702,14 @@ struct hw_table {
     int32_t (*is_exiting)(hw_backend *backend, uint32_t *answer, hw_error *error);
     /* Creates a stream.
      *  - stream.order: the work of one stream is executed in the order of the calls that enqueued it.
-     *  - stream.asynchronous: a call that enqueues work returns without waiting for earlier work.
+     *  - stream.asynchronous: a call that enqueues work returns without waiting for earlier work. It may wait while 1,000
+     *    operations or more of its stream are outstanding, because queues of vendors are full then.
      *  - stream.enqueues: a call that enqueues work leaves its execution to the device, also on an idle stream. If the work
      *    takes long, the call returns while the work is outstanding.
      *  - stream.independent: work of one stream waits for work of another stream of the device only through
-     *    `stream_wait_event`. The two default streams of a device may wait for each other. */
+     *    `stream_wait_event`, while at most 8 streams of the device have outstanding work. Beyond that, streams may share a
+     *    queue of the device, and work waits for earlier work in its queue. The two default streams of a device may wait for
+     *    each other. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
      *  - stream.destroy-pending: work that was enqueued before is still executed.
@@ -726,7 +730,8 @@ struct hw_table {
     int32_t (*synchronize_device)(hw_backend *backend, uint32_t device, hw_error *error);
     /* Makes the stream wait, on the device, for the event's latest record at the time of the call.
      *  - event.wait-orders: work enqueued after the wait runs after the work before the record, also across devices.
-     *  - event.wait-snapshot: the stream does not wait for a record made after the call.
+     *  - event.wait-snapshot: the stream does not wait for a record made after the call, also if the event is recorded again
+     *    before the stream gets to the wait.
      *  - event.never-recorded: a wait for an event that was never recorded succeeds and has no effect. */
     int32_t (*stream_wait_event)(hw_backend *backend, hw_id stream, hw_id event, hw_error *error);
     /* Creates an event. Timing and sharing at once return HW_ERROR_INVALID_ARGUMENT. */
@@ -772,7 +777,7 @@ struct hw_table {
     /* ---- group timing: elapsed time between events */
     /* Returns the nanoseconds between the records of two events with timing.
      *  - event.elapsed: the result is at least the time that the device spent between the records, up to the vendor's
-     *    rounding.
+     *    rounding. The order of the calls does not matter.
      *  - event.elapsed-order: if the device reached the record of `end` first, the result is 0.
      *  - event.elapsed-invalid: an event without timing or without a record returns HW_ERROR_INVALID_ARGUMENT; a record that
      *    is not reached yet returns HW_ERROR_INVALID_STATE. */
@@ -1042,7 +1047,8 @@ struct hw_table {
      *    their value on both sides.
      *  - copy-2d.ordered: the copy runs in the order of the stream.
      *  - copy-2d.zero: a copy of 0 rows, or of rows of 0 bytes, succeeds and copies nothing.
-     *  - copy-2d.pitch: a pitch less than the width returns HW_ERROR_INVALID_ARGUMENT, and nothing is enqueued. */
+     *  - copy-2d.pitch: a pitch less than the width returns HW_ERROR_INVALID_ARGUMENT, and nothing is enqueued. A pitch has
+     *    no largest value. */
     int32_t (*copy_2d)(hw_backend *backend, const hw_memory_copy_2d *copy, hw_id stream, hw_error *error);
 };
 

@@ -99,7 +99,10 @@ fn conforms(file: &Path) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for skip in report["skips"].as_array().expect("a list of cases that were left out") {
         let reason = skip["reason"].as_str().expect("a reason");
-        assert!(reason.starts_with("the capability `") || reason == "the backend has one device", "{skip}");
+        // One case needs more memory than these devices have.
+        let is_small = skip["case"] == "copies.above_four_gibibytes_are_exact" && reason.contains("of free memory");
+        let is_lacking = reason.starts_with("the capability `") || reason == "the backend has one device";
+        assert!(is_lacking || is_small, "{skip}");
     }
 }
 

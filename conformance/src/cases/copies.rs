@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use highwater_hal::{
-    Backend, DevicePtr, FillPattern, HostMemoryKind, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
+    Backend, CopyShape, DevicePtr, FillPattern, HostMemoryKind, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
 };
 
 use super::memory::{Maker, makers};
 use crate::case::{CaseResult, Failure, cases, check};
-use crate::device::{Block, DEVICE, Pinned, Registered, Span, Stream};
+use crate::device::{Block, DEVICE, Pinned, Registered, Span, Stream, read_span};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -27,6 +27,7 @@ cases! {
     of_nothing_do_nothing_in_memory_of_each_kind: ["copy.zero", "fill.zero"];
     above_sixteen_mebibytes_are_exact: ["copy.exact", "fill.exact"];
     above_sixty_four_mebibytes_are_exact: ["copy.exact"];
+    above_four_gibibytes_are_exact: ["copy.exact", "copy-2d.exact", "fill.exact"];
     of_nothing_need_no_memory: ["copy.zero", "fill.zero"];
     run_in_order: ["copy.ordered"];
     run_after_pending_work: ["copy.ordered"];
@@ -324,6 +325,41 @@ fn above_sixty_four_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
         // SAFETY: the stream was synchronized, and nothing was enqueued on this memory since.
         let got = unsafe { target.bytes_now(part.clone()) };
         alike(got, content, part.start, &format!("{LARGE} bytes after a copy to the device, on it, and back"))?;
+    }
+    Ok(())
+}
+
+/// More bytes than a number of 32 bits counts, with and without a sign. Only the last ones are compared, and those at which such a number
+/// begins again.
+fn above_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = (4 << 30) + (1 << 17) + 3;
+    const END: usize = 64;
+    const PITCH: usize = 65_521;
+    needs_free(backend, DEVICE, 2 * BYTES)?;
+    let stream = Stream::new(backend)?;
+    let (first, second) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
+    let places = [0..END, (2 << 30) - END..(2 << 30) + END, (4 << 30) - END..(4 << 30) + END, BYTES - END..BYTES];
+    let holds = |block: &Block<'_>, byte: u8, what: &str| -> CaseResult {
+        for place in &places {
+            let got = read_span(backend, DEVICE, block.span(place.clone()))?;
+            check!(got.iter().all(|&got| got == byte), "{what} of {BYTES} bytes did not reach the bytes {place:?}");
+        }
+        Ok(())
+    };
+    stream.set(first.all(), 1)?;
+    stream.set(second.all(), 2)?;
+    stream.synchronize()?;
+    holds(&first, 1, "a fill")?;
+    stream.copy(second.all(), first.all())?;
+    stream.synchronize()?;
+    holds(&second, 1, "a copy")?;
+    stream.set(first.all(), 3)?;
+    let rows = CopyShape::new(PITCH, BYTES / PITCH);
+    stream.copy_rows(second.all(), first.all(), rows)?;
+    stream.synchronize()?;
+    for place in &places[..3] {
+        let got = read_span(backend, DEVICE, second.span(place.clone()))?;
+        check!(got.iter().all(|&got| got == 3), "a copy of {rows:?} did not reach the bytes {place:?}");
     }
     Ok(())
 }

@@ -487,6 +487,8 @@ fn replace_objects(backend: &dyn Backend) -> CaseResult {
 }
 
 fn events_order_after_their_stream(backend: &dyn Backend) -> CaseResult {
+    const FRESH: usize = 4;
+    const PART: usize = 256;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     until_conclusive("the producer was done before it was destroyed", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -497,12 +499,22 @@ fn events_order_after_their_stream(backend: &dyn Backend) -> CaseResult {
         producer.record(&event)?;
         let outstanding = event.is_pending()?;
         producer.destroy()?;
+        // One of these may have the place of the destroyed stream.
+        let fresh = (0..FRESH).map(|_| Stream::new(backend)).collect::<Result<Vec<_>, _>>()?;
+        let copies = Block::filled(backend, FRESH * PART, OLD)?;
+        for (index, stream) in fresh.iter().enumerate() {
+            stream.wait(&event)?;
+            stream.copy(copies.span(index * PART..(index + 1) * PART), shared.span(0..PART))?;
+        }
         replace_objects(backend)?;
         consumer.wait(&event)?;
         consumer.copy(copied.all(), shared.all())?;
         idle.let_others_begin()?;
         consumer.synchronize()?;
+        fresh.iter().try_for_each(|stream| stream.synchronize())?;
         read_new(&copied, "a stream that waits for an event whose stream was destroyed")?;
+        let seen = copies.read()?;
+        check!(seen == [NEW; FRESH * PART], "a new stream overtook the work of a destroyed one that it waits for");
         Ok(Attempt::seen(outstanding))
     })
 }

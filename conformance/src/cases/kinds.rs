@@ -21,13 +21,16 @@ cases! {
     long_work_is_waited_for: ["stream.synchronize", "event.synchronize", "devices.synchronize"];
     a_thread_that_waits_disturbs_no_other: ["backend.concurrent"];
     events_that_were_never_recorded: ["event.never-recorded", "event.query-never-recorded", "event.synchronize"];
-    events_are_waited_for_as_they_are: ["event.wait-snapshot", "event.wait-orders"];
+    events_are_waited_for_as_they_are: ["event.wait-snapshot", "event.wait-orders", "stream.independent"];
     records_move_events: ["event.record-moves", "event.query"];
+    answers_follow_the_calls_of_other_threads:
+        ["event.query", "stream.query", "event.synchronize", "event.wait-orders", "event.record-moves"];
     records_behind_a_wait: ["event.query", "event.wait-orders"];
     records_on_another_device: ["event.record-device"] needs [TWO_DEVICES];
     destroyed_events_are_stale: ["event.destroy-stale", "backend.ids-checked"];
     destroyed_streams_are_stale: ["stream.destroy-stale", "backend.ids-checked"];
     elapsed_time_between_streams: ["event.elapsed"] needs [has::event_timing];
+    elapsed_time_follows_the_device_and_not_the_calls: ["event.elapsed", "event.elapsed-order"] needs [has::event_timing];
     elapsed_time_of_unreached_records: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_of_one_event: ["event.elapsed-invalid"] needs [has::event_timing];
     events_order_devices_after_their_stream: ["event.outlives-stream", "event.wait-orders"] needs [TWO_DEVICES];
@@ -36,6 +39,7 @@ cases! {
     elapsed_time_follows_the_latest_record: ["event.elapsed-invalid", "event.record-moves"] needs [has::event_timing];
     launches_are_pending_work: ["stream.query", "capture.replay"] needs [has::capture];
     streams_that_joined_through_others_are_joined_too: ["capture.unjoined", "capture.lost"] needs [has::capture];
+    captures_of_one_thread_are_seen_by_others: ["capture.any-thread", "capture.not-executed"] needs [has::capture];
     graphs_run_on_each_kind_of_stream: ["capture.replay", "stream.order"] needs [has::capture];
     graphs_keep_what_they_recorded: ["capture.by-value"] needs [has::capture];
     joined_streams_execute_nothing: ["capture.not-executed", "capture.joins"] needs [has::capture];
@@ -231,20 +235,28 @@ fn streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// More streams than vendors give a queue of its own by default.
-const MANY: usize = 12;
+/// More streams than vendors have queues.
+const MANY: usize = 130;
 
+/// Only two streams have work at a time. The others that are asked would share a queue with the busy one, if streams took turns at
+/// 8, 16, 32, 64 or 128 queues, and are those around them.
 fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let block = Block::on(backend, device, BYTES)?;
-        let streams = (0..MANY).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        let streams =
+            crate::sweep::as_one(|| (0..MANY).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>())?;
         for occupied in [0, MANY - 1] {
+            let is_asked = |index: &usize| {
+                let distance = index.abs_diff(occupied);
+                distance > 0 && distance < 13 || [16, 32, 64, 128].iter().any(|queues| distance.abs_diff(*queues) < 2)
+            };
+            let asked: Vec<usize> = (0..MANY).filter(is_asked).collect();
             until_conclusive("one of many streams waits for another that it has nothing to do with", |load| {
                 busy.enqueue(&streams[occupied], load)?;
-                for (_, stream) in streams.iter().enumerate().filter(|(index, _)| *index != occupied) {
-                    stream.set(block.all(), 1)?;
-                    stream.synchronize()?;
+                for &index in &asked {
+                    streams[index].set(block.all(), 1)?;
+                    streams[index].synchronize()?;
                 }
                 let outstanding = streams[occupied].is_pending()?;
                 streams[occupied].synchronize()?;
@@ -432,19 +444,31 @@ fn events_that_were_never_recorded(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// Streams of each kind wait for a record that is still to be reached. The stream of the record gets more work before the waits, and
+/// the event is recorded again after them, each behind work that lasts longer than the waits.
 fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
     on_each_event(backend, |device, _, event| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        let (first, second, waiting) =
-            (Stream::on(backend, device)?, Stream::on(backend, device)?, Stream::on(backend, device)?);
-        until_conclusive("a stream waits for a record that was made after its wait", |load| {
+        let (first, second, later) =
+            (Stream::on(backend, device)?, Stream::on(backend, device)?, Event::on(backend, device)?);
+        let kinds = StreamKind::of(backend, device)?;
+        let waiting = kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
+        let mut mark = Mark::on(backend, device)?;
+        until_conclusive("a stream waits for work or a record that came after the record that it waits for", |load| {
+            busy.enqueue(&first, load)?;
+            mark.enqueue(&first)?;
             first.record(event)?;
-            waiting.wait(event)?;
-            busy.enqueue(&second, load)?;
+            busy.enqueue(&first, load * 2)?;
+            first.record(&later)?;
+            waiting.iter().try_for_each(|made| made.stream.wait(event))?;
+            busy.enqueue(&second, load * 2)?;
             second.record(event)?;
-            waiting.synchronize()?;
-            let outstanding = event.is_pending()?;
+            waiting.iter().try_for_each(|made| made.stream.synchronize())?;
+            let outstanding = event.is_pending()? && later.is_pending()?;
+            let has_arrived = mark.has_arrived();
             second.synchronize()?;
+            first.synchronize()?;
+            check!(has_arrived, "one of {kinds:?} did not wait for a record, as the event was recorded again since");
             Ok(Attempt::seen(outstanding))
         })
     })
@@ -473,12 +497,60 @@ fn records_move_events(backend: &dyn Backend) -> CaseResult {
                 seen.record(event)?;
                 event.synchronize()?;
                 check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
+                // With the last record, as many as a byte can count.
+                crate::sweep::as_one(|| (1..=u8::MAX).try_for_each(|_| seen.record(event)))?;
                 busy.enqueue(next, load)?;
                 mark.enqueue(next)?;
                 next.record(event)?;
                 let pending = event.is_pending()?;
                 event.synchronize()?;
                 check!(mark.has_arrived(), "an event is complete, and the work before its last record is not");
+                Ok(Attempt::seen(pending))
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// One thread has asked for everything that it can know. Another one enqueues work, and the first asks again.
+fn answers_follow_the_calls_of_other_threads(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (stream, other) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (event, mut mark) = (Event::on(backend, device)?, Mark::on(backend, device)?);
+        for waits_by_stream in [false, true] {
+            until_conclusive("a thread does not see what another thread has enqueued", |load| {
+                stream.record(&event)?;
+                other.wait(&event)?;
+                stream.synchronize()?;
+                event.synchronize()?;
+                other.synchronize()?;
+                let before = [stream.query()?, other.query()?, event.query()?];
+                check!(
+                    before.iter().all(|answer| answer.is_complete()),
+                    "pending after it was synchronized: {before:?}"
+                );
+                std::thread::scope(|scope| {
+                    let enqueue = || {
+                        busy.enqueue(&stream, load)?;
+                        mark.enqueue(&stream)?;
+                        stream.record(&event)
+                    };
+                    scope.spawn(enqueue).join().map_err(|_| Failure::new("a thread panicked"))
+                })??;
+                let pending = stream.is_pending()? && event.is_pending()?;
+                if waits_by_stream {
+                    other.wait(&event)?;
+                    other.synchronize()?;
+                } else {
+                    event.synchronize()?;
+                }
+                let has_arrived = mark.has_arrived();
+                stream.synchronize()?;
+                check!(
+                    has_arrived,
+                    "a thread does not wait for a record of another thread, as it has seen an earlier one"
+                );
                 Ok(Attempt::seen(pending))
             })?;
         }
@@ -586,17 +658,34 @@ fn timed(backend: &dyn Backend, device: u32) -> Result<Event<'_>> {
 }
 
 fn elapsed_time_between_streams(backend: &dyn Backend) -> CaseResult {
+    time_between_streams(backend, false)
+}
+
+/// The event whose record the device reaches last is recorded by an earlier call than the other one.
+fn elapsed_time_follows_the_device_and_not_the_calls(backend: &dyn Backend) -> CaseResult {
+    time_between_streams(backend, true)
+}
+
+fn time_between_streams(backend: &dyn Backend, end_is_called_first: bool) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let (start, end) = (timed(backend, device)?, timed(backend, device)?);
         let mut short = None;
         let outcome = until_conclusive("the work between two records was over before it could be timed", |load| {
+            let enqueue_end = || {
+                busy.enqueue(&second, load * 2)?;
+                second.record(&end)
+            };
+            if end_is_called_first {
+                enqueue_end()?;
+            }
             first.record(&start)?;
             start.synchronize()?;
             let begun = Instant::now();
-            busy.enqueue(&second, load * 2)?;
-            second.record(&end)?;
+            if !end_is_called_first {
+                enqueue_end()?;
+            }
             let mut least = Duration::ZERO;
             // The time is taken before the query: this thread may be preempted after it.
             loop {
@@ -607,6 +696,11 @@ fn elapsed_time_between_streams(backend: &dyn Backend) -> CaseResult {
                 least = now;
             }
             let elapsed = Duration::from_nanos(backend.event_elapsed_ns(start.id(), end.id())?);
+            let reverse = backend.event_elapsed_ns(end.id(), start.id())?;
+            check!(
+                reverse == 0 || least.is_zero(),
+                "{reverse} ns passed from a record to one that was reached before it"
+            );
             // A record may be timed earlier than it is reported, and clocks drift.
             let is_enough = elapsed + elapsed / 50 + Duration::from_micros(50) >= least;
             if !is_enough {
@@ -665,6 +759,26 @@ fn elapsed_time_of_one_event(backend: &dyn Backend) -> CaseResult {
 }
 
 // ------------------------------------------------------------------------------------------------------------ the graphs
+
+fn captures_of_one_thread_are_seen_by_others(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (stream, block) = (Stream::on(backend, device)?, Block::filled_on(backend, device, BYTES, 1)?);
+        let is_capturing = || backend.is_capturing(stream.id());
+        for _ in 0..2 {
+            check!(!is_capturing()?, "a stream takes part in a capture that nobody began");
+            let begun =
+                std::thread::scope(|scope| scope.spawn(|| Capture::begin(&stream, CaptureMode::Relaxed)).join());
+            let capture = begun.map_err(|_| Failure::new("a thread panicked"))??;
+            check!(is_capturing()?, "a thread does not see that another one began a capture");
+            stream.set(block.all(), 2)?;
+            let ended = std::thread::scope(|scope| scope.spawn(|| capture.end(&[&block]).map(drop)).join());
+            ended.map_err(|_| Failure::new("a thread panicked"))??;
+            check!(!is_capturing()?, "a thread does not see that another one ended a capture");
+            check!(block.read()? == [1; BYTES], "a fill during a capture of another thread was executed");
+        }
+        Ok(())
+    })
+}
 
 fn graphs_run_on_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {

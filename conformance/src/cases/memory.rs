@@ -20,6 +20,7 @@ cases! {
     blocks_of_several_sizes_fill_the_memory: ["memory.exhausted", "memory.free-returns", "memory.disjoint", "memory.info-counts"];
     freed_bytes_come_back: ["memory.free-returns"];
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
+    answers_about_memory_follow_other_threads: ["memory.info-counts"];
     freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
@@ -292,6 +293,8 @@ fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
                     Err(error) => return Err(error.into()),
                 }
                 live += bytes as u64;
+                // The answer about one device is none about another, whichever was asked last.
+                (0..backend.device_count()).try_for_each(|other| backend.memory_info(other).map(drop))?;
                 let memory = backend.memory_info(device)?;
                 check!(
                     memory.free <= memory.total.saturating_sub(live),
@@ -307,16 +310,38 @@ fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Frees a block of each kind that vendors do not keep. Another program may take the memory at the same time, so one
-/// success is proof.
+/// One thread has asked for the free memory, another one allocates, and the first asks again.
+fn answers_about_memory_follow_other_threads(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let free = backend.memory_info(device)?.free;
+        let bytes = even(backend, device, free / 10 * 4)?;
+        let made = std::thread::scope(|scope| scope.spawn(|| Block::on(backend, device, bytes)).join());
+        let block = made.map_err(|_| Failure::new("a thread panicked"))??;
+        let memory = backend.memory_info(device)?;
+        check!(
+            memory.free <= memory.total - bytes as u64,
+            "{} of {} bytes of device {device} are free, and another thread has allocated {bytes}",
+            memory.free,
+            memory.total
+        );
+        drop(block);
+    }
+    Ok(())
+}
+
+/// Frees a block of each kind that vendors do not keep, while a stream of the device is busy with other work. Another program may take
+/// the memory at the same time, so one success is proof.
 fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
-    const BYTES: u64 = 64 << 20;
+    const SIZES: [u64; 2] = [64 << 20, 200 << 20];
     const TIMES: usize = 20;
     for device in 0..backend.device_count() {
-        let stream = Stream::on(backend, device)?;
-        for Maker { what, make, .. } in makers(backend, &stream)?.into_iter().filter(|maker| !maker.is_ordered) {
+        let (stream, occupied) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let makers = makers(backend, &stream)?;
+        let kinds = makers.iter().filter(|maker| !maker.is_ordered);
+        for (Maker { what, make, .. }, bytes) in kinds.flat_map(|maker| SIZES.map(|bytes| (maker, bytes))) {
             let granularity = backend.capabilities(device)?.mapped_memory_granularity.max(1);
-            let bytes = usize::try_from(BYTES).unwrap_or(usize::MAX).next_multiple_of(granularity);
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).next_multiple_of(granularity);
             if backend.memory_info(device)?.free < bytes as u64 {
                 continue;
             }
@@ -324,6 +349,9 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
             for _ in 0..TIMES {
                 let block = make(bytes)?;
                 let before = backend.memory_info(device)?.free;
+                if !occupied.is_pending()? {
+                    busy.enqueue(&occupied, 1)?;
+                }
                 block.give_back()?;
                 grown.push(backend.memory_info(device)?.free.saturating_sub(before));
                 if grown.last() >= Some(&(bytes as u64)) {
@@ -332,9 +360,11 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
             }
             check!(
                 grown.last() >= Some(&(bytes as u64)),
-                "the free memory of device {device} grew by {grown:?} bytes when {bytes} bytes of {what} memory were given back"
+                "the free memory of device {device} grew by {grown:?} bytes when {bytes} bytes of {what} memory were given \
+                 back and another stream was busy"
             );
         }
+        occupied.synchronize()?;
     }
     Ok(())
 }

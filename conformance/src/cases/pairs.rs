@@ -3,24 +3,32 @@
 
 use std::time::Duration;
 
-use highwater_hal::{Backend, BlasKind, CaptureMode, Completion, DataType, GemmShape, Result};
+use highwater_hal::{
+    Backend, BlasKind, CaptureMode, Completion, CopyShape, DataType, DevicePtr, Epilogue, FillPattern, Gemm, GemmShape,
+    PlanOptions, Result, StreamId, StridedBatch,
+};
 
 use super::blas::kinds as kinds_of_handles;
 use super::kinds::{EventKind, StreamKind};
-use crate::case::{CaseResult, cases, check, check_eq, on_devices};
-use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, on_devices};
+use crate::device::{Block, Capture, Event, Handle, Pinned, Span, Stream};
 use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
+use crate::sweep::as_one;
 
 cases! {
     group "pairs";
     each_wait_covers_each_kind_of_stream:
         ["stream.synchronize", "event.synchronize", "devices.synchronize", "stream.query", "event.query", "event.wait-orders"];
+    each_wait_covers_each_kind_of_work_alone: ["stream.query", "stream.synchronize", "event.query", "event.synchronize",
+        "devices.synchronize", "event.wait-orders", "stream.enqueues"];
     each_kind_of_event_orders_each_kind_of_stream: ["event.wait-orders", "event.query", "event.synchronize"];
+    default_streams_of_threads_wait_for_each_other: ["event.wait-orders", "event.query"] needs [has::per_thread_default_stream];
     many_streams_wait_for_one_event: ["event.wait-orders"];
     one_stream_waits_for_many_events: ["event.wait-orders"];
+    many_operations_are_outstanding: ["stream.asynchronous", "stream.order"];
     many_objects_live_at_once: ["backend.live-objects", "memory.disjoint", "event.query", "backend.exiting"];
     many_handles_live_at_once: ["backend.live-objects", "gemm.value", "blas.stream-bound", "backend.exiting"] needs [has::gemm_f32];
     many_operations_are_recorded: ["capture.replay", "stream.order"] needs [has::capture];
@@ -97,6 +105,323 @@ fn each_wait_covers_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+// ------------------------------------------------------------------------------------------------------- work that is alone
+
+/// The kinds of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Fill,
+    ToDevice,
+    ToHost,
+    OnDevice,
+    ToOther,
+    FromOther,
+    RowsToDevice,
+    RowsToHost,
+    RowsOnDevice,
+    RowsToOther,
+    RowsFromOther,
+    Product,
+    Batch,
+    Plan,
+    Launch,
+}
+
+impl Work {
+    /// Returns the kinds that a device has.
+    fn of(backend: &dyn Backend, device: u32) -> Result<Vec<Self>> {
+        let can = backend.capabilities(device)?;
+        let crosses = backend.device_count() > 1 && can.peer_copy;
+        let kinds = [
+            (true, Self::Fill),
+            (true, Self::ToDevice),
+            (true, Self::ToHost),
+            (true, Self::OnDevice),
+            (crosses, Self::ToOther),
+            (crosses, Self::FromOther),
+            (true, Self::RowsToDevice),
+            (true, Self::RowsToHost),
+            (true, Self::RowsOnDevice),
+            (crosses, Self::RowsToOther),
+            (crosses, Self::RowsFromOther),
+            (can.gemm_f32, Self::Product),
+            (can.gemm_f32 && can.strided_batch, Self::Batch),
+            (can.gemm_f32 && can.lt_plans, Self::Plan),
+            (can.capture, Self::Launch),
+        ];
+        Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
+    }
+
+    fn is_rows(self) -> bool {
+        matches!(
+            self,
+            Self::RowsToDevice | Self::RowsToHost | Self::RowsOnDevice | Self::RowsToOther | Self::RowsFromOther
+        )
+    }
+
+    /// Returns the shape of a product of square matrices.
+    fn shape(self, load: usize) -> Option<GemmShape> {
+        let size = 64 * load.min(16);
+        let shape = GemmShape::new(DataType::F32, size, size, size);
+        let stride = size * size;
+        match self {
+            Self::Product | Self::Plan => Some(shape),
+            Self::Batch => {
+                Some(shape.with_batch(StridedBatch { count: 3, stride_a: 0, stride_b: 0, stride_c: stride }))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The operands of work that is alone on its stream. Every element of each source is 1.
+struct Operands<'b> {
+    backend: &'b dyn Backend,
+    load: usize,
+    bytes: usize,
+    ones: Block<'b>,
+    target: Block<'b>,
+    pinned_ones: Pinned<'b>,
+    pinned_target: Pinned<'b>,
+    other_ones: Option<Block<'b>>,
+    other_target: Option<Block<'b>>,
+    /// Receives the end of a target.
+    seen: Pinned<'b>,
+    /// Streams of this device and of the other one.
+    near: Stream<'b>,
+    far: Option<Stream<'b>>,
+}
+
+impl<'b> Operands<'b> {
+    const ONE: FillPattern = FillPattern::U32(1.0_f32.to_bits());
+    /// The distance of two rows.
+    const PITCH: usize = 4096;
+    /// The rows end before the next row begins.
+    const WIDTH: usize = Self::PITCH - 64;
+    /// The bytes that show whether the work is done: in the last row, or of the last elements of a product.
+    const SEEN: usize = 256;
+
+    fn on(backend: &'b dyn Backend, device: u32, load: usize) -> Result<Self> {
+        let load = load.min(32);
+        let bytes = load << 21;
+        let other = (device + 1) % backend.device_count();
+        let crosses = other != device && backend.capabilities(device)?.peer_copy;
+        let there = || crosses.then(|| Block::on(backend, other, bytes)).transpose();
+        let new = Self {
+            backend,
+            load,
+            bytes,
+            ones: Block::on(backend, device, bytes)?,
+            target: Block::on(backend, device, bytes)?,
+            pinned_ones: Pinned::holding(backend, &1.0_f32.to_ne_bytes().repeat(bytes / 4))?,
+            pinned_target: Pinned::new(backend, bytes)?,
+            other_ones: there()?,
+            other_target: there()?,
+            seen: Pinned::new(backend, Self::SEEN)?,
+            near: Stream::on(backend, device)?,
+            far: crosses.then(|| Stream::on(backend, other)).transpose()?,
+        };
+        new.near.fill(new.ones.all(), Self::ONE)?;
+        new.near.synchronize()?;
+        if let (Some(far), Some(ones)) = (&new.far, &new.other_ones) {
+            far.fill(ones.all(), Self::ONE)?;
+            far.synchronize()?;
+        }
+        Ok(new)
+    }
+
+    fn far(&self) -> Result<(&Stream<'b>, &Block<'b>, &Block<'b>), Failure> {
+        match (&self.far, &self.other_ones, &self.other_target) {
+            (Some(stream), Some(ones), Some(target)) => Ok((stream, ones, target)),
+            _ => Err(Failure::new("a case copies to another device, and there is none")),
+        }
+    }
+
+    /// Returns the destination and the source.
+    fn sides(&self, work: Work) -> Result<(Span<'_>, Span<'_>), Failure> {
+        Ok(match work {
+            Work::ToDevice | Work::RowsToDevice => (self.target.all(), self.pinned_ones.all()),
+            Work::ToHost | Work::RowsToHost => (self.pinned_target.all(), self.ones.all()),
+            Work::ToOther | Work::RowsToOther => (self.far()?.2.all(), self.ones.all()),
+            Work::FromOther | Work::RowsFromOther => (self.target.all(), self.far()?.1.all()),
+            _ => (self.target.all(), self.ones.all()),
+        })
+    }
+
+    fn enqueue(
+        &self,
+        work: Work,
+        stream: &Stream<'_>,
+        handles: &mut [Option<Handle<'_>>; 2],
+        made: Made<'_, '_>,
+    ) -> CaseResult {
+        let operands = [(&self.ones, 0), (&self.ones, 0), (&self.target, 0)];
+        match (work, work.shape(self.load), handles) {
+            (Work::Fill, ..) => stream.fill(self.target.all(), Self::ONE)?,
+            (Work::Plan, Some(shape), [_, Some(handle)]) => {
+                if let Made::Plan(plan) = made {
+                    handle.run_plan(plan, &shape, (1.0, 0.0), operands, None, None)?;
+                }
+            }
+            (Work::Product | Work::Batch, Some(shape), [Some(handle), _]) => {
+                let nowhere = DevicePtr::new(0);
+                handle.gemm(&Gemm::new(shape, nowhere, nowhere, nowhere).with_scale(1.0, 0.0), operands)?;
+            }
+            (Work::Launch, ..) => {
+                if let Made::Executable(executable) = made {
+                    executable.launch(stream)?;
+                }
+            }
+            (work, ..) => {
+                let (dst, src) = self.sides(work)?;
+                if work.is_rows() {
+                    let rows = CopyShape::new(Self::WIDTH, self.bytes / Self::PITCH);
+                    stream.copy_rows(dst, src, rows.with_src_pitch(Self::PITCH).with_dst_pitch(Self::PITCH))?;
+                } else {
+                    stream.copy(dst, src)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns where the end of the result is, and its elements.
+    fn end(&self, work: Work) -> (usize, f32) {
+        match work.shape(self.load) {
+            Some(shape) => (shape.m * shape.n * shape.batch_count() * 4 - Self::SEEN, shape.k as f32),
+            None => (self.bytes - Self::PITCH, 1.0),
+        }
+    }
+
+    /// Returns the end of the result in device memory, and a stream of its device.
+    fn place(&self, work: Work) -> Result<Option<(&Stream<'b>, Span<'_>)>, Failure> {
+        let start = self.end(work).0;
+        let range = start..start + Self::SEEN;
+        Ok(match work {
+            Work::ToHost | Work::RowsToHost => None,
+            Work::ToOther | Work::RowsToOther => {
+                let (far, _, target) = self.far()?;
+                Some((far, target.span(range)))
+            }
+            _ => Some((&self.near, self.target.span(range))),
+        })
+    }
+
+    fn clear(&self, work: Work) -> CaseResult {
+        match self.place(work)? {
+            Some((stream, span)) => {
+                stream.set(span, 0)?;
+                stream.synchronize()?;
+            }
+            None => self.pinned_target.write_at(self.end(work).0, &[0; Self::SEEN])?,
+        }
+        Ok(())
+    }
+
+    /// Returns whether the end of the result is there. The caller has waited for the work.
+    fn has_arrived(&self, work: Work) -> Result<bool, Failure> {
+        let (start, element) = self.end(work);
+        let expected = element.to_ne_bytes().repeat(Self::SEEN / 4);
+        Ok(match self.place(work)? {
+            Some((stream, span)) => {
+                stream.copy(self.seen.all(), span)?;
+                stream.synchronize()?;
+                // SAFETY: the stream of the copy was synchronized.
+                (unsafe { self.seen.read_now() }) == expected
+            }
+            // SAFETY: the caller has waited for the work, by one of the ways that the contract has.
+            None => (unsafe { self.pinned_target.bytes_now(start..start + Self::SEEN) }) == expected,
+        })
+    }
+}
+
+/// What work is made of beside its operands.
+#[derive(Clone, Copy)]
+enum Made<'e, 'm> {
+    Nothing,
+    Plan(highwater_hal::PlanId),
+    Executable(&'e crate::device::Executable<'m>),
+}
+
+/// A stream is synchronized, and then has one operation and nothing else. Each wait waits for it, and each query sees it.
+fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (stream, captured) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let (other, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+        let can = backend.capabilities(device)?;
+        let mut handles = [None, None];
+        if can.gemm_f32 {
+            handles[0] = Some(Handle::new(backend, BlasKind::Blas, &stream)?);
+            if can.lt_plans {
+                handles[1] = Some(Handle::new(backend, BlasKind::Lt, &stream)?);
+            }
+        }
+        let usual = Operands::on(backend, device, 1)?;
+        for work in Work::of(backend, device)? {
+            for observed in Observed::ALL {
+                let mut attempt = |load: usize| {
+                    let larger = if load > 1 { Some(Operands::on(backend, device, load)?) } else { None };
+                    let all = larger.as_ref().unwrap_or(&usual);
+                    let plan = match (work, work.shape(all.load), &mut handles[1]) {
+                        (Work::Plan, Some(shape), Some(handle)) => {
+                            Some(handle.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::None, 0))?)
+                        }
+                        _ => None,
+                    };
+                    let executable = match work {
+                        Work::Launch => {
+                            let capture = Capture::begin(&captured, CaptureMode::ThreadLocal)?;
+                            captured.copy(all.target.all(), all.ones.all())?;
+                            Some(capture.end(&[&all.ones, &all.target])?.instantiate()?)
+                        }
+                        _ => None,
+                    };
+                    let made = match (plan, &executable) {
+                        (Some(plan), _) => Made::Plan(plan),
+                        (_, Some(executable)) => Made::Executable(executable),
+                        _ => Made::Nothing,
+                    };
+                    if observed as usize == 0 || load > 1 {
+                        // The first call of a kind may load what later ones find loaded.
+                        all.enqueue(work, &stream, &mut handles, made)?;
+                    }
+                    stream.synchronize()?;
+                    all.clear(work)?;
+                    all.enqueue(work, &stream, &mut handles, made)?;
+                    let pending = match observed {
+                        Observed::Stream | Observed::Device | Observed::StreamQuery => stream.is_pending()?,
+                        Observed::Event | Observed::EventQuery | Observed::OtherStream => {
+                            stream.record(&event)?;
+                            event.is_pending()?
+                        }
+                    };
+                    observed.wait(&stream, &event, &other, backend)?;
+                    let arrived = all.has_arrived(work);
+                    // The memory of the case outlives the work in any case.
+                    all.backend.synchronize_device(device)?;
+                    stream.synchronize()?;
+                    if let (Some(plan), Some(handle)) = (plan, &mut handles[1]) {
+                        handle.raw_mut().destroy_plan(plan)?;
+                    }
+                    check!(
+                        arrived?,
+                        "{work:?}, alone on its stream, was not done after a wait of the kind {observed:?}"
+                    );
+                    Ok(Attempt::seen(pending))
+                };
+                // The calls are those of the first way to wait, with one more.
+                let mut prove =
+                    || until_conclusive("work that is alone on its stream is never seen pending", &mut attempt);
+                let proved = if observed as usize == 0 { prove() } else { as_one(prove) };
+                proved.map_err(|failure| failure.with_details(&format!("{work:?}, {observed:?}")))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+// ------------------------------------------------------------------------------------------------------------- the pairs
+
 fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
@@ -129,6 +454,45 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
                 }
             }
             idle = None;
+        }
+        Ok(())
+    })
+}
+
+/// The default stream of one thread waits for that of another, and the default streams of a device for each other.
+fn default_streams_of_threads_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let tag = backend.identity().tag;
+        let (of_thread, legacy) = (StreamId::per_thread_default(tag, device), StreamId::legacy_default(tag, device));
+        let mut ways = vec![(of_thread, of_thread)];
+        if backend.capabilities(device)?.legacy_default_stream {
+            ways.extend([(legacy, of_thread), (of_thread, legacy)]);
+        }
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, copy) = (Block::on(backend, device, BYTES)?, Block::on(backend, device, BYTES)?);
+        let event = Event::on(backend, device)?;
+        let mut byte = 0;
+        for (first, second) in ways {
+            let (recorder, waiting) = (Stream::borrowed(backend, first), Stream::borrowed(backend, second));
+            until_conclusive("the work of one thread was over before another thread waited for it", |load| {
+                byte = byte % 250 + 1;
+                busy.enqueue(&recorder, load)?;
+                recorder.set(block.all(), byte)?;
+                recorder.record(&event)?;
+                let waits = || -> Result<(bool, bool)> {
+                    waiting.wait(&event)?;
+                    waiting.copy(copy.all(), block.all())?;
+                    let pending = event.is_pending()?;
+                    waiting.synchronize()?;
+                    Ok((pending, event.query()?.is_complete()))
+                };
+                let waited = std::thread::scope(|scope| scope.spawn(waits).join());
+                recorder.synchronize()?;
+                let (pending, reached) = waited.map_err(|_| Failure::new("a thread panicked"))??;
+                check!(reached, "{second:?} of another thread did not wait for an event of {first:?}");
+                check!(copy.read()? == [byte; BYTES], "{second:?} of another thread overtook the work of {first:?}");
+                Ok(Attempt::seen(pending))
+            })?;
         }
         Ok(())
     })
@@ -226,6 +590,8 @@ fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
         let block = Block::on(backend, device, 256 * MANY)?;
         let copy = Block::on(backend, device, 256 * MANY)?;
         let events = streams.iter().map(|_| Event::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        let reached = Event::on(backend, device)?;
+        last.record(&reached)?;
         // The stream that is late is the first, the last, and one between.
         for late in [0, MANY / 2, MANY - 1] {
             until_conclusive("the work was over before it was waited for", |load| {
@@ -238,6 +604,8 @@ fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
                     stream.set(block.span(index * 256..(index + 1) * 256), 9)?;
                     stream.record(event)?;
                 }
+                // Many waits in a row, of which the ones that count are the last.
+                as_one(|| (0..EVENTS).try_for_each(|_| last.wait(&reached)))?;
                 events.iter().try_for_each(|event| last.wait(event))?;
                 last.copy(copy.all(), block.all())?;
                 let pending = events[late].is_pending()?;
@@ -247,6 +615,56 @@ fn one_stream_waits_for_many_events(backend: &dyn Backend) -> CaseResult {
             })?;
         }
         Ok(())
+    })
+}
+
+/// Operations that are outstanding on one stream, a little fewer than a call may wait for.
+const OUTSTANDING: usize = 900;
+
+/// Work of five kinds behind a load. The calls return while the load is outstanding, and each operation keeps its place.
+fn many_operations_are_outstanding(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (stream, before) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+        let (event, reached) = (Event::on(backend, device)?, Event::on(backend, device)?);
+        let (block, copies) =
+            (Block::on(backend, device, 4 * OUTSTANDING)?, Block::on(backend, device, 4 * OUTSTANDING)?);
+        stream.record(&reached)?;
+        let mut round = 0;
+        until_conclusive("a call waits, and fewer than 1,000 operations of its stream are outstanding", |load| {
+            round += 1;
+            stream.set(copies.all(), 0)?;
+            stream.synchronize()?;
+            let loaded = busy.enqueue_at_most(&stream, load, OUTSTANDING / 2)?;
+            stream.record(&before)?;
+            let element = |index: usize| FillPattern::U32((round << 16 | index) as u32);
+            // Each fill changes the word that the copies behind it take, so that each copy has the value of its place.
+            as_one(|| {
+                (loaded + 1..OUTSTANDING).try_for_each(|index| {
+                    let (from, to) = (block.span(0..4), copies.span(4 * index..4 * index + 4));
+                    match index % 5 {
+                        0 => stream.fill(from, element(index)),
+                        1 => stream.copy(to, from),
+                        2 => stream.copy_rows(to, from, CopyShape::new(2, 2)),
+                        3 => stream.record(&event),
+                        _ => stream.wait(&reached),
+                    }
+                })
+            })?;
+            let outstanding = before.is_pending()?;
+            stream.synchronize()?;
+            let seen = copies.read()?;
+            for index in (loaded + 1..OUTSTANDING).filter(|index| index % 5 == 1 || index % 5 == 2) {
+                let filled = index / 5 * 5;
+                if filled <= loaded {
+                    continue;
+                }
+                let got = u32::from_ne_bytes([0, 1, 2, 3].map(|byte| seen[4 * index + byte]));
+                let expected = (round << 16 | filled) as u32;
+                check!(got == expected, "operation {index} of {OUTSTANDING} copied {got:#x}, expected {expected:#x}");
+            }
+            Ok(Attempt::seen(outstanding))
+        })
     })
 }
 

@@ -579,7 +579,17 @@ fn ordinals_of_memory(backend: &dyn Backend) -> CaseResult {
         // SAFETY: the blocks outlive the calls. If one succeeds against the promise, the case fails.
         let copy = |dst, src| unsafe { backend.copy(&MemoryCopy::new(dst, src, BYTES / 2), stream.id()) };
         // SAFETY: as above.
+        let copy_nothing = |dst, src| unsafe { backend.copy(&MemoryCopy::new(dst, src, 0), stream.id()) };
+        // SAFETY: as above.
         let copy_rows = |dst, src| unsafe { backend.copy_2d(&MemoryCopy2d::new(dst, src, ROWS), stream.id()) };
+        let no_rows = CopyShape::new(16, 0);
+        // SAFETY: as above.
+        let copy_no_rows = |dst, src| unsafe { backend.copy_2d(&MemoryCopy2d::new(dst, src, no_rows), stream.id()) };
+        let fill = |device, count| {
+            let fill = MemoryFill::new(device, block.ptr(), FillPattern::U8(2), count);
+            // SAFETY: as above.
+            unsafe { backend.fill(&fill, stream.id()) }
+        };
         let mut calls: Vec<Call<'_, u32>> = vec![
             ("allocate", Box::new(move |device| make(device, DeviceMemoryKind::Plain))),
             // SAFETY: as above.
@@ -588,20 +598,23 @@ fn ordinals_of_memory(backend: &dyn Backend) -> CaseResult {
             ("copy to the host", Box::new(|device| copy(host, there(device)))),
             ("copy of rows from the host", Box::new(|device| copy_rows(there(device), host))),
             ("copy of rows to the host", Box::new(|device| copy_rows(host, there(device)))),
-            (
-                "fill",
-                Box::new(|device| {
-                    let fill = MemoryFill::new(device, block.ptr(), FillPattern::U8(2), BYTES);
-                    // SAFETY: as above.
-                    unsafe { backend.fill(&fill, stream.id()) }
-                }),
-            ),
+            ("copy of 0 bytes from the host", Box::new(|device| copy_nothing(there(device), host))),
+            ("copy of 0 bytes to the host", Box::new(|device| copy_nothing(host, there(device)))),
+            ("copy of 0 bytes to a device", Box::new(|device| copy_nothing(there(device), here))),
+            ("copy of 0 bytes from a device", Box::new(|device| copy_nothing(here, there(device)))),
+            ("copy of no rows from the host", Box::new(|device| copy_no_rows(there(device), host))),
+            ("copy of no rows to the host", Box::new(|device| copy_no_rows(host, there(device)))),
+            ("copy of no rows to a device", Box::new(|device| copy_no_rows(there(device), here))),
+            ("copy of no rows from a device", Box::new(|device| copy_no_rows(here, there(device)))),
+            ("fill", Box::new(|device| fill(device, BYTES))),
+            ("fill of 0 elements", Box::new(|device| fill(device, 0))),
             ("device_address", Box::new(|device| allocator.device_address(pinned.ptr(), device).map(drop))),
         ];
         if can.peer_copy {
             calls.push(("copy to another device", Box::new(|device| copy(there(device), here))));
             calls.push(("copy of rows to another device", Box::new(|device| copy_rows(there(device), here))));
             calls.push(("copy from another device", Box::new(|device| copy(here, there(device)))));
+            calls.push(("copy of rows from another device", Box::new(|device| copy_rows(here, there(device)))));
         }
         if can.stream_ordered_memory {
             let kind = DeviceMemoryKind::StreamOrdered(stream.id());

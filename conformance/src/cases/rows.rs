@@ -20,6 +20,8 @@ cases! {
     pitches_between_devices_are_checked: ["copy-2d.pitch"] needs [TWO_DEVICES, has::peer_copy];
     columns_of_one_block_are_exact: ["copy-2d.exact"];
     in_memory_of_each_kind_are_exact: ["copy-2d.exact"];
+    of_many_rows_are_exact: ["copy-2d.exact"];
+    pitches_may_be_large: ["copy-2d.exact", "copy-2d.pitch"];
     across_mappings_are_exact: ["copy-2d.exact", "mapped.contiguous"] needs [has::mapped_memory];
     run_in_order_on_each_kind_of_stream: ["copy-2d.ordered", "copy-2d.exact", "stream.order"];
     run_after_pending_work: ["copy-2d.ordered"];
@@ -205,6 +207,79 @@ fn across_mappings_are_exact(backend: &dyn Backend) -> CaseResult {
         let pinned = Pinned::new(backend, 3 * piece)?;
         for pitch in [piece / 2 + 100, piece, piece + 64] {
             there_and_back(&stream, &block, &pinned, pitch, "several mappings")?;
+        }
+        Ok(())
+    })
+}
+
+/// More rows than a grid has blocks in its second dimension, in each direction.
+fn of_many_rows_are_exact(backend: &dyn Backend) -> CaseResult {
+    const ROWS: usize = 65_539;
+    on_devices(backend, |device| {
+        let (dense, sparse) = (CopyShape::new(1, ROWS), CopyShape::new(1, ROWS).with_src_pitch(2).with_dst_pitch(2));
+        let content = Random::new(6).bytes(2 * ROWS);
+        let stream = Stream::on(backend, device)?;
+        let source = Block::on(backend, device, 2 * ROWS)?;
+        source.write(0, &content)?;
+        let (pinned, target) = (Pinned::new(backend, 2 * ROWS)?, Block::on(backend, device, 2 * ROWS)?);
+        let proves = |what: &str, got: &[u8], shape: CopyShape| -> CaseResult {
+            let expected = copied(&vec![0; 2 * ROWS], &content, shape);
+            let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
+            check!(wrong.is_none(), "a copy {what} of {shape:?} gave another byte {wrong:?} than it should");
+            Ok(())
+        };
+        let gathered = dense.with_src_pitch(2);
+        pinned.write(&vec![0; 2 * ROWS])?;
+        stream.set(target.all(), 0)?;
+        stream.copy_rows(target.all(), source.all(), sparse)?;
+        stream.copy_rows(pinned.all(), source.all(), gathered)?;
+        stream.synchronize()?;
+        proves("on the device", &target.read()?, sparse)?;
+        proves("to the host", &pinned.read()?, gathered)?;
+        pinned.write(&content)?;
+        stream.set(target.all(), 0)?;
+        stream.copy_rows(target.all(), pinned.all(), sparse)?;
+        stream.synchronize()?;
+        proves("to the device", &target.read()?, sparse)?;
+        let other = (device + 1) % backend.device_count();
+        if other != device && backend.capabilities(device)?.peer_copy {
+            let there = Block::filled_on(backend, other, 2 * ROWS, 0)?;
+            stream.copy_rows(there.all(), source.all(), sparse)?;
+            stream.synchronize()?;
+            proves("to another device", &there.read()?, sparse)?;
+            there.write(0, &content)?;
+            stream.set(target.all(), 0)?;
+            stream.copy_rows(target.all(), there.all(), gathered)?;
+            stream.synchronize()?;
+            proves("from another device", &target.read()?, gathered)?;
+        }
+        Ok(())
+    })
+}
+
+/// Pitches beyond the numbers of vendors. With one row, no byte is that far away.
+fn pitches_may_be_large(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        let (block, other) =
+            (Block::filled_on(backend, device, BYTES, 1)?, Block::filled_on(backend, device, BYTES, 2)?);
+        let pinned = Pinned::holding(backend, &[3; BYTES])?;
+        for pitch in [1 << 31, (1 << 32) + 8, 1 << 40] {
+            for shape in [CopyShape::new(16, 1).with_src_pitch(pitch), CopyShape::new(16, 1).with_dst_pitch(pitch)] {
+                stream.copy_rows(block.span(0..16), other.span(0..16), shape)?;
+                stream.copy_rows(block.span(16..32), pinned.span(0..16), shape)?;
+                stream.copy_rows(pinned.span(16..32), other.span(0..16), shape)?;
+                stream.synchronize()?;
+                let (got, host) = (block.read()?, pinned.read()?);
+                let expected: Vec<u8> = [[2; 16], [3; 16], [1; 16]].concat();
+                check!(
+                    got[..48] == expected && host[16..48] == [[2; 16], [3; 16]].concat(),
+                    "{shape:?} gave other bytes"
+                );
+                stream.set(block.all(), 1)?;
+                stream.synchronize()?;
+                pinned.write(&[3; BYTES])?;
+            }
         }
         Ok(())
     })

@@ -6,6 +6,7 @@ use highwater_hal::{
 };
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error};
@@ -13,6 +14,7 @@ use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Strea
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
+use crate::sweep::as_one;
 
 cases! {
     group "streams";
@@ -95,13 +97,22 @@ fn runs_in_order(backend: &dyn Backend) -> CaseResult {
 }
 
 fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
-    const STEPS: u32 = 2000;
+    /// More than queues of 8,192 places hold.
+    const STEPS: u32 = 9000;
+    /// The elements of one fill, at most.
+    const AHEAD: usize = 500;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let block = Block::filled(backend, STEPS as usize * 4, 0)?;
-    // Operation `step` fills all elements from `step` on, so each element keeps the value of its own step.
-    for step in 0..STEPS {
-        stream.fill(block.span(step as usize * 4..block.bytes()), FillPattern::U32(step))?;
-    }
+    busy.enqueue(&stream, 1)?;
+    // Operation `step` fills the elements from `step` on, so each element keeps the value of its own step.
+    as_one(|| {
+        (0..STEPS).try_for_each(|step| {
+            let start = step as usize * 4;
+            let end = block.bytes().min(start + AHEAD * 4);
+            stream.fill(block.span(start..end), FillPattern::U32(step))
+        })
+    })?;
     stream.synchronize()?;
     let got = block.read()?;
     for (step, word) in (0..STEPS).zip(got.as_chunks::<4>().0) {
@@ -393,26 +404,63 @@ fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Another thread makes the streams, uses them, and ends.
+/// Another thread makes a stream, uses it, and ends. Or it uses its default stream, and goes on.
 fn synchronizing_the_device_waits_for_streams_of_other_threads(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
-        until_conclusive("no stream was pending before the device was synchronized", |load| {
-            let make = || -> highwater_hal::Result<Stream<'_>> {
-                let stream = Stream::on(backend, device)?;
-                busy.enqueue(&stream, load)?;
-                Ok(stream)
-            };
-            let made = std::thread::scope(|scope| scope.spawn(make).join());
-            let stream = made.map_err(|_| Failure::new("a thread panicked"))??;
-            let pending = stream.is_pending()?;
-            backend.synchronize_device(device)?;
-            let complete = stream.query()?.is_complete();
-            // The memory of the load outlives its work in any case.
-            stream.synchronize()?;
-            check!(complete, "a stream of another thread is pending after its device {device} was synchronized");
-            Ok(Attempt::seen(pending))
-        })?;
+        let (event, default) =
+            (Event::on(backend, device)?, StreamId::per_thread_default(backend.identity().tag, device));
+        for is_default in [false, true] {
+            if is_default && !backend.capabilities(device)?.per_thread_default_stream {
+                continue;
+            }
+            until_conclusive("no stream was pending before the device was synchronized", |load| {
+                let (enqueued, has_enqueued) = mpsc::channel::<()>();
+                let (over, is_over) = mpsc::channel::<()>();
+                let enqueue = || -> highwater_hal::Result<Stream<'_>> {
+                    // The other side has an answer once it is dropped, also by a thread that fails.
+                    let (enqueued, is_over) = (enqueued, is_over);
+                    let stream =
+                        if is_default { Stream::borrowed(backend, default) } else { Stream::on(backend, device)? };
+                    busy.enqueue(&stream, load)?;
+                    stream.record(&event)?;
+                    drop(enqueued);
+                    if is_default {
+                        let _ = is_over.recv();
+                    }
+                    Ok(stream)
+                };
+                let (answers, made) = std::thread::scope(|scope| {
+                    let thread = scope.spawn(enqueue);
+                    let _ = has_enqueued.recv();
+                    // A thread that makes a stream has ended, so that only the stream is left of it.
+                    while !is_default && !thread.is_finished() {
+                        std::thread::yield_now();
+                    }
+                    let synchronize = || -> highwater_hal::Result<(bool, bool)> {
+                        let pending = event.is_pending()?;
+                        backend.synchronize_device(device)?;
+                        Ok((pending, event.query()?.is_complete()))
+                    };
+                    let answers = synchronize();
+                    // The memory of the load outlives its work in any case.
+                    let answers = event.synchronize().and(answers);
+                    drop(over);
+                    (answers, thread.join())
+                });
+                let stream = made.map_err(|_| Failure::new("a thread panicked"))??;
+                let (pending, complete) = answers?;
+                if !is_default {
+                    check!(stream.query()?.is_complete(), "a stream is pending after its last event was synchronized");
+                }
+                check!(
+                    complete,
+                    "work of another thread on {} is outstanding after its device {device} was synchronized",
+                    if is_default { "its default stream" } else { "a stream" }
+                );
+                Ok(Attempt::seen(pending))
+            })?;
+        }
     }
     Ok(())
 }

@@ -299,7 +299,8 @@ impl std::fmt::Display for LiveObjects {
 ///
 /// # Clauses of every method
 /// - `backend.ids-checked`: a stale, foreign or forged id returns `InvalidHandle` and has no effect.
-/// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`.
+/// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`, also in a copy or a fill of
+///   nothing.
 /// - `backend.lacking`: a call that a capability denies returns `Unsupported` and has no effect.
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
@@ -382,11 +383,14 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Creates a stream.
     ///
     /// - `stream.order`: the work of one stream is executed in the order of the calls that enqueued it.
-    /// - `stream.asynchronous`: a call that enqueues work returns without waiting for earlier work.
+    /// - `stream.asynchronous`: a call that enqueues work returns without waiting for earlier work. It may wait while 1,000
+    ///   operations or more of its stream are outstanding, because queues of vendors are full then.
     /// - `stream.enqueues`: a call that enqueues work leaves its execution to the device, also on an idle stream. If the work takes
     ///   long, the call returns while the work is outstanding.
     /// - `stream.independent`: work of one stream waits for work of another stream of the device only through
-    ///   `stream_wait_event`. The two default streams of a device may wait for each other.
+    ///   `stream_wait_event`, while at most 8 streams of the device have outstanding work. Beyond that, streams may share a
+    ///   queue of the device, and work waits for earlier work in its queue. The two default streams of a device may wait for
+    ///   each other.
     ///
     /// The device may complete short work before the call returns. The first call of a kind may load code of the vendor, which
     /// takes long and may wait for the device.
@@ -420,7 +424,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Makes the stream wait, on the device, for the event's latest record at the time of the call.
     ///
     /// - `event.wait-orders`: work enqueued after the wait runs after the work before the record, also across devices.
-    /// - `event.wait-snapshot`: the stream does not wait for a record made after the call.
+    /// - `event.wait-snapshot`: the stream does not wait for a record made after the call, also if the event is recorded again
+    ///   before the stream gets to the wait.
     /// - `event.never-recorded`: a wait for an event that was never recorded succeeds and has no effect.
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()>;
 
@@ -475,6 +480,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Returns the nanoseconds between the records of two events with timing.
     ///
     /// - `event.elapsed`: the result is at least the time that the device spent between the records, up to the vendor's rounding.
+    ///   The order of the calls does not matter.
     /// - `event.elapsed-order`: if the device reached the record of `end` first, the result is 0.
     /// - `event.elapsed-invalid`: an event without timing or without a record returns `InvalidArgument`; a record that is not
     ///   reached yet returns `InvalidState`.
@@ -660,7 +666,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///   value on both sides.
     /// - `copy-2d.ordered`: the copy runs in the order of the stream.
     /// - `copy-2d.zero`: a copy of 0 rows, or of rows of 0 bytes, succeeds and copies nothing.
-    /// - `copy-2d.pitch`: a pitch less than the width returns `InvalidArgument`, and nothing is enqueued.
+    /// - `copy-2d.pitch`: a pitch less than the width returns `InvalidArgument`, and nothing is enqueued. A pitch has no largest
+    ///   value.
     ///
     /// # Safety
     /// The caller must ensure that:

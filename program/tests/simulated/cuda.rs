@@ -109,7 +109,7 @@ fn every_conformance_case_passes_on_one_device_as_plugin() {
 
 #[test]
 fn every_conformance_case_passes_on_two_devices_with_the_libraries_of_cuda_12() {
-    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 28);
+    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 29);
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle, ThreadId};
 
-use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, Result, StreamId};
+use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, ObjectId as _, Result, StreamId};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, Way, forgiven, is, wrong};
@@ -45,7 +45,80 @@ mutants! {
             false => reference.stream_wait_event(stream, event),
         });
 
+    "waits-counted-in-a-byte": "Makes 255 waits of a stream in a row, and forgets those that follow." => |h| {
+        let counts = Shared::<HashMap<StreamId, u32>>::default();
+        let fresh = counts.clone();
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| !matches!(method, "stream_wait_event" | "query_stream")) {
+                fresh.with(|counts| counts.remove(&stream));
+            }
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let count = counts.with(|counts| {
+                let count = counts.entry(stream).or_default();
+                *count += 1;
+                *count
+            });
+            let is_made = count <= u32::from(u8::MAX) || reference.is_recording(stream);
+            if is_made { reference.stream_wait_event(stream, event) } else { looked_at(reference, stream, event) }
+        });
+    };
+    "waits-of-the-same-place-forgotten": "Forgets waits of a stream with the place of the stream that recorded the event." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let place = |stream: StreamId| (stream.device(), stream.parts().slot);
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let is_same = home.is_some_and(|home| home != stream && place(home) == place(stream));
+            match is_same && !reference.is_recording(stream) {
+                true => looked_at(reference, stream, event),
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
+    "waits-of-one-default-stream-for-another-forgotten" needs [has::per_thread_default_stream]:
+        "Forgets waits of a default stream for an event of a default stream." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let is_default = |stream: StreamId| stream.is_legacy_default() || stream.is_per_thread_default();
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            match is_default(stream) && home.is_some_and(is_default) {
+                true => looked_at(reference, stream, event),
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
+
     in "event.wait-snapshot":
+    "waits-made-with-the-next-call": "Makes a wait with the next call for its stream, for the record of then." => |h| {
+        let held = Deferred::default();
+        let waits = held.clone();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            if reference.is_recording(stream) || reference.query_event(event)?.is_complete() {
+                return reference.stream_wait_event(stream, event);
+            }
+            looked_at(reference, stream, event)?;
+            waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
+            Ok(())
+        });
+        h.before(move |reference, method, stream| match (method, stream) {
+            ("stream_wait_event", _) => Ok(()),
+            // A call for an event, and one for a block, concerns no stream.
+            ("destroy_event" | "synchronize_device", _) | (_, Some(_)) => held.release(reference, stream),
+            _ => Ok(()),
+        });
+    };
+    "waits-for-whole-streams": "Waits for all work that the stream of the record has by then." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            reference.stream_wait_event(stream, event)?;
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            match home.filter(|&home| !reference.is_recording(stream) && reference.is_pending(home)) {
+                Some(home) => reference.let_wait(stream, home),
+                None => Ok(()),
+            }
+        });
+    };
     "waits-look-when-there": "Looks at an event when the stream gets to its wait, and not when the wait is called." =>
         look_when_there;
     "later-records-waited-for": "Lets streams that wait for an event wait for its later records too." => |h| {
@@ -142,6 +215,48 @@ mutants! {
             let completion = reference.query_event(event)?;
             let on = recorded.with(|recorded| recorded.get(&event).copied());
             Ok(if on.is_some_and(|stream| reference.is_pending(stream)) { Completion::Pending } else { completion })
+        });
+    };
+
+    "answers-kept-by-threads": "Keeps the answer that an event is reached until the same thread records it again." => |h| {
+        let reached = Shared::<HashSet<(ThreadId, EventId)>>::default();
+        let again = reached.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            again.with(|reached| reached.remove(&(thread::current().id(), event)));
+            Ok(())
+        });
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            let here = (thread::current().id(), event);
+            let is_known = reached.with(|reached| match completion.is_complete() {
+                true => !reached.insert(here),
+                false => reached.contains(&here),
+            });
+            Ok(if is_known { Completion::Complete } else { completion })
+        });
+    };
+    "records-counted-in-a-byte": "Keeps the answer that an event is reached for the 256th record after it." => |h| {
+        let records = Shared::<HashMap<EventId, (u8, Option<u8>)>>::default();
+        let counted = records.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            counted.with(|records| {
+                let (count, _) = records.entry(event).or_default();
+                *count = count.wrapping_add(1);
+            });
+            Ok(())
+        });
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            Ok(records.with(|records| match records.get_mut(&event) {
+                Some((count, reached)) if completion.is_complete() => {
+                    *reached = Some(*count);
+                    Completion::Complete
+                }
+                Some((count, reached)) if *reached == Some(*count) => Completion::Complete,
+                _ => completion,
+            }))
         });
     };
 
@@ -282,6 +397,24 @@ mutants! {
         |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? / 1000));
     "times-with-the-call": "Adds the time that a call may take to every time." =>
         |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? + 30_000_000));
+
+    "times-in-the-order-of-the-calls": "Tells no time to an event that was recorded by an earlier call." => |h| {
+        let calls = Shared::<(u64, HashMap<EventId, u64>)>::default();
+        let noted = calls.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            noted.with(|(count, calls)| {
+                *count += 1;
+                calls.insert(event, *count);
+            });
+            Ok(())
+        });
+        h.backend.event_elapsed_ns(move |reference, start, end| {
+            let elapsed = reference.event_elapsed_ns(start, end)?;
+            let is_earlier = calls.with(|(_, calls)| calls.get(&end) < calls.get(&start));
+            Ok(if is_earlier { 0 } else { elapsed })
+        });
+    };
 
     in "event.elapsed-order":
     "elapsed-without-sign": "Returns the time between two records, whichever came first." =>

@@ -126,6 +126,11 @@ mutants! {
         |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
 
     in "backend.device-checked":
+    "copies-of-nothing-unchecked": "Copies 0 bytes to and from devices that do not exist." =>
+        |h| h.backend.copy(|reference, copy, stream| match copy.bytes {
+            0 => forgiven(ErrorKind::InvalidArgument, reference.copy(copy, stream), ()),
+            _ => reference.copy(copy, stream),
+        });
     "streams-on-unknown-devices": "Creates streams of unknown devices on the first one." =>
         |h| h.backend.create_stream(|reference, device, options| {
             reference.create_stream(if device < reference.device_count() { device } else { 0 }, options)

@@ -6,6 +6,7 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, Mem
 
 use super::super::reference::{is, renamed};
 use super::super::state::Shared;
+use super::living_streams;
 
 mutants! {
     in "memory.aligned":
@@ -124,6 +125,22 @@ mutants! {
             Ok(first.with(|first| *first.entry(device).or_insert(info)))
         });
     };
+    "free-memory-of-any-device": "Reports the free memory of the device that was asked for last until the next allocation." => |h| {
+        let last = Shared::<Option<MemoryInfo>>::default();
+        let (allocated, freed) = (last.clone(), last.clone());
+        h.backend.allocate(move |reference, device, options| {
+            allocated.set(None);
+            reference.allocate(device, options)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            freed.set(None);
+            reference.free(device, ptr, stream)
+        });
+        h.backend.memory_info(move |reference, device| {
+            let info = reference.memory_info(device)?;
+            Ok(last.with(|last| *last.get_or_insert(info)))
+        });
+    };
     "shareable-bytes-free" needs [has::shareable_memory]: "Counts shareable memory as free." => |h| {
         let shareable = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
         let (given, freed) = (shareable.clone(), shareable.clone());
@@ -226,6 +243,35 @@ mutants! {
         });
         h.count(move |live| {
             live.allocations -= counted.with(|kept| kept.values().map(|blocks| blocks.len() as u64).sum::<u64>());
+        });
+    };
+
+    "large-blocks-freed-late-while-busy": "Reports a large block as in use after its free, if a stream of the device is busy." => |h| {
+        let streams = living_streams(h);
+        let large = Shared::<HashMap<(u32, DevicePtr), u64>>::default();
+        let late = Shared::<HashMap<u32, u64>>::default();
+        let (given, over, counted) = (large.clone(), late.clone(), late.clone());
+        h.backend.allocate(move |reference, device, options| {
+            over.with(|late| late.remove(&device));
+            let ptr = reference.allocate(device, options)?;
+            if options.bytes >= 64 << 20 {
+                given.with(|large| large.insert((device, ptr), options.bytes as u64));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            let living = streams.with(|streams| streams.clone());
+            let is_busy = living.into_iter().any(|stream| stream.device() == device && reference.is_pending(stream));
+            reference.free(device, ptr, stream)?;
+            if let Some(bytes) = large.with(|large| large.remove(&(device, ptr))).filter(|_| is_busy) {
+                late.with(|late| *late.entry(device).or_default() += bytes);
+            }
+            Ok(())
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            info.free = info.free.saturating_sub(counted.with(|late| late.get(&device).copied().unwrap_or_default()));
+            Ok(info)
         });
     };
 

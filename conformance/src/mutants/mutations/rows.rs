@@ -29,6 +29,8 @@ mutants! {
         }
     });
     "rows-of-eight-bits": "Keeps the low 8 bits of the height." => |h| reshaped(h, |shape| shape.height &= 0xff);
+    "rows-beyond-a-grid-left-out": "Leaves out the rows from 65,535 on." =>
+        |h| reshaped(h, |shape| shape.height = shape.height.min(0xffff));
     "rows-clear-their-source": "Clears the first row of a source on the device." => |h| h.backend.copy_2d(|reference, copy, stream| {
         reference.copy_2d(copy, stream)?;
         match copy.src {
@@ -73,6 +75,8 @@ mutants! {
         }
         reference.copy_2d(copy, stream)
     });
+    "large-pitches-refused": "Refuses a pitch that a number of 32 bits with a sign does not hold." =>
+        |h| refuse(h, |copy| copy.shape.src_pitch.max(copy.shape.dst_pitch) > i32::MAX as usize);
     "pitch-of-one-row-ignored": "Ignores the pitches of a single row." => |h| reshaped(h, |shape| {
         if shape.height == 1 {
             (shape.src_pitch, shape.dst_pitch) = (shape.width, shape.width);

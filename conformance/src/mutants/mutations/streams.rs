@@ -159,6 +159,25 @@ mutants! {
         handle.wait()
     });
 
+    "queues-of-512": "Waits for the stream before each 512th operation since the last wait for it." => |h| {
+        let counts = Shared::<HashMap<StreamId, usize>>::default();
+        h.before(move |reference, method, stream| {
+            if let ("synchronize_stream", Some(stream)) = (method, stream) {
+                counts.with(|counts| counts.remove(&stream));
+            }
+            let Some(stream) = stream.filter(|_| matches!(method, "copy" | "copy_2d" | "fill" | "record_event")) else {
+                return Ok(());
+            };
+            let count = counts.with(|counts| {
+                let count = counts.entry(stream).or_default();
+                *count += 1;
+                *count
+            });
+            let is_full = count.is_multiple_of(512) && reference.is_pending(stream);
+            if is_full { reference.wait_for(stream) } else { Ok(()) }
+        });
+    };
+
     in "stream.independent":
     "fills-wait-for-other-streams": "Lets each fill wait for every other stream." => |h| {
         let streams = living_streams(h);
@@ -188,6 +207,24 @@ mutants! {
             true => StreamId::legacy_default(stream.tag(), stream.device()),
             false => stream,
         });
+
+    "streams-share-32-queues": "Lets a fill wait for the stream that was made a multiple of 32 streams earlier." => |h| {
+        let streams = living_streams(h);
+        h.backend.fill(move |reference, fill, stream| {
+            const QUEUES: usize = 32;
+            let partner = streams.with(|streams| {
+                let own: Vec<StreamId> =
+                    streams.iter().copied().filter(|other| other.device() == stream.device()).collect();
+                let place = own.iter().position(|other| *other == stream).filter(|place| *place >= QUEUES);
+                place.map(|place| own[place % QUEUES])
+            });
+            let is_free = |partner: &StreamId| reference.is_recording(stream) || !reference.is_pending(*partner);
+            if let Some(partner) = partner.filter(|partner| !is_free(partner)) {
+                reference.let_wait(stream, partner)?;
+            }
+            reference.fill(fill, stream)
+        });
+    };
 
     in "stream.destroy-pending":
     "streams-take-their-work-along": "Destroys pending work with its stream." => |h| {
@@ -273,6 +310,28 @@ mutants! {
         });
     };
 
+    "rows-are-no-work": "Reports a stream that was idle as complete while it copies rows." => |h| {
+        let idle = Shared::<HashSet<StreamId>>::default();
+        let (given, waited) = (idle.clone(), idle.clone());
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "copy_2d")) {
+                given.with(|given| given.remove(&stream));
+            }
+            Ok(())
+        });
+        h.backend.synchronize_stream(move |reference, stream| {
+            reference.synchronize_stream(stream)?;
+            if !reference.is_pending(stream) {
+                waited.with(|idle| idle.insert(stream));
+            }
+            Ok(())
+        });
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            Ok(if idle.with(|idle| idle.contains(&stream)) { Completion::Complete } else { completion })
+        });
+    };
+
     in "stream.synchronize":
     "copies-on-the-device-not-waited-for": "Does not wait if the stream's last work is a copy within the device." =>
         |h| skip_copies(h, |copy| Way::of(copy) == Way::OnDevice);
@@ -321,6 +380,28 @@ mutants! {
             reference.device_info(device)?;
             let oldest = streams.with(|streams| streams.iter().copied().find(|stream| stream.device() == device));
             oldest.map_or(Ok(()), |stream| reference.wait_for(stream))
+        });
+    };
+    "default-streams-of-other-threads" needs [has::per_thread_default_stream]:
+        "Waits for each living stream of a device, and for no default stream of another thread." => |h| {
+        h.settles = true;
+        let streams = living_streams(h);
+        let threads = Shared::<HashSet<ThreadId>>::default();
+        let users = threads.clone();
+        h.before(move |_, _, stream| {
+            if stream.is_some_and(StreamId::is_per_thread_default) {
+                users.with(|users| users.insert(std::thread::current().id()));
+            }
+            Ok(())
+        });
+        h.backend.synchronize_device(move |reference, device| {
+            let here = std::thread::current().id();
+            if !threads.with(|threads| threads.iter().any(|thread| *thread != here)) {
+                return reference.synchronize_device(device);
+            }
+            reference.device_info(device)?;
+            let living = streams.with(|streams| streams.clone());
+            living.into_iter().filter(|stream| stream.device() == device).try_for_each(|stream| reference.wait_for(stream))
         });
     };
     "streams-of-the-calling-thread": "Waits for the streams that the calling thread made." => |h| {
