@@ -30,9 +30,9 @@ mod sharing;
 mod tests;
 
 use std::panic::Location;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use highwater_hal::{Answer, AnyId, Backend, Call, ErrorKind, LiveObjects, Result};
+use highwater_hal::{Answer, AnyId, Backend, Call, Error, ErrorKind, HostAllocator, IpcSharing, LiveObjects, Result};
 
 pub(crate) use self::origin::made_here;
 
@@ -46,6 +46,9 @@ pub(crate) struct Validated<'b> {
     inner: &'b dyn Backend,
     books: Arc<Books>,
     before: LiveObjects,
+    /// The first allocator and the first sharing that the backend returned, each with the layer over it.
+    allocator: OnceLock<(Arc<dyn HostAllocator>, Arc<dyn HostAllocator>)>,
+    sharing: OnceLock<(Arc<dyn IpcSharing>, Arc<dyn IpcSharing>)>,
 }
 
 impl<'b> Validated<'b> {
@@ -53,7 +56,8 @@ impl<'b> Validated<'b> {
     pub(crate) fn new(inner: &'b dyn Backend, gate: Option<Gate>) -> Self {
         let ledger = Ledger::new(inner.identity().tag, inner.device_count());
         let books = Arc::new(Books { ledger: Mutex::new(ledger), gate });
-        Self { inner, books, before: inner.live_objects() }
+        let (allocator, sharing) = (OnceLock::new(), OnceLock::new());
+        Self { inner, books, before: inner.live_objects(), allocator, sharing }
     }
 
     /// Returns the findings at the end of the case.
@@ -112,11 +116,27 @@ impl Books {
         self.ledger().found(text);
     }
 
+    /// Makes a call, and judges its error, if any.
+    fn calling<T>(&self, operation: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        call().inspect_err(|error| self.judge_error(operation, error))
+    }
+
+    /// Judges the form of an error. `copy_2d` may be a copy for each row, whose error is that of `copy`.
+    fn judge_error(&self, operation: &'static str, error: &Error) {
+        let named = error.operation();
+        if named != operation && (operation, named) != ("copy_2d", "copy") {
+            self.found(format!("`{operation}` returned an error of `{named}`: {error}"));
+        }
+        if error.message().trim().is_empty() {
+            self.found(format!("`{operation}` returned an error without a message: {error}"));
+        }
+    }
+
     /// Makes a call that receives these ids, and judges the answer.
     fn with_ids<T>(&self, operation: &'static str, ids: &[AnyId], call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter(operation)?;
         let unsound = self.unsound(ids);
-        let answer = call();
+        let answer = self.calling(operation, call);
         self.judge(operation, ids, unsound, &answer);
         answer
     }
@@ -157,7 +177,7 @@ impl Books {
         let unsound = self.unsound(&[id]);
         // Whether another thread destroys the object at the same time. One of the two is refused.
         let is_contended = self.ledger().begins_to_destroy(id, true);
-        let answer = call();
+        let answer = self.calling(operation, call);
         if answer.is_ok() {
             let mut ledger = self.ledger();
             if !ledger.remove(id) {
@@ -215,7 +235,7 @@ impl Books {
         let (number, complaint) = self.begin_release(operation, space, start, misuse);
         let entered = self.enter(operation);
         let refused = entered.is_err();
-        let answer = entered.and_then(|()| call());
+        let answer = entered.and_then(|()| self.calling(operation, call));
         let mut ledger = self.ledger();
         if answer.is_ok()
             && let Some(text) = complaint

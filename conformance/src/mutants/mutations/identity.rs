@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use highwater_hal::{
-    BackendTag, DevicePtr, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports,
+    BackendTag, DevicePtr, Error, ErrorKind, EventId, GraphId, IdParts, ObjectId, StreamId, Transports,
 };
 
 use super::super::hooks::Hooks;
@@ -25,20 +25,22 @@ mutants! {
             reference.device_count() - asked.get()
         });
     };
-    "allocators-differ": "Gives an allocator of page-locked memory each time that knows none of the blocks of the others." =>
-    |h| {
-        let owners = Shared::<HashMap<HostPtr, u64>>::default();
-        let known = owners.clone();
-        h.host.allocate(move |host, bytes, options| {
-            let ptr = host.allocate(bytes, options)?;
-            owners.with(|owners| owners.insert(ptr, host.serial));
-            Ok(ptr)
+
+    in "host.one-allocator":
+    "allocators-differ": "Returns another allocator of page-locked memory in each call." => |h| h.renews_allocators = true;
+
+    in "backend.errors":
+    "errors-without-a-message": "Leaves out the message of errors about exhausted memory." =>
+        |h| h.backend.allocate(|reference, device, options| {
+            reference.allocate(device, options).map_err(|error| match error.kind() {
+                kind @ ErrorKind::OutOfMemory => Error::new(kind, "allocate", ""),
+                _ => error,
+            })
         });
-        h.host.free(move |host, ptr| {
-            let own = known.with(|owners| owners.get(&ptr).is_none_or(|owner| *owner == host.serial));
-            if own { host.free(ptr) } else { Err(wrong(ErrorKind::InvalidPointer, "free")) }
+    "errors-of-another-call": "Names `create_event` in the errors of `create_stream`." =>
+        |h| h.backend.create_stream(|reference, device, options| {
+            reference.create_stream(device, options).map_err(|error| wrong(error.kind(), "create_event"))
         });
-    };
 
     in "identity.tagged":
     "events-with-another-tag": "Issues ids of events with another tag." => |h| {
