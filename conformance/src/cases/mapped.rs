@@ -167,6 +167,18 @@ fn many_pieces_are_one_range(backend: &dyn Backend) -> CaseResult {
     stream.copy(copied.span(7..bytes - 1), block.span(3..bytes - 5))?;
     let moved = |at: usize| if at < 7 || at >= bytes - 1 { 0x22 } else { filled(at - 4) };
     holds(&copied, &moved, "a copy over")?;
+    // Two mappings at a time, of which one may be larger: whole ones, and without their first and last bytes.
+    for (index, pair) in sizes.windows(2).enumerate() {
+        let start = sizes[..index].iter().sum::<usize>();
+        let end = start + pair[0] + pair[1];
+        let byte = 0x40 + index as u8;
+        for cut in [0, 4] {
+            stream.set(copied.all(), 0x24)?;
+            stream.set(copied.span(start + cut..end - cut), byte)?;
+            let expected = |at: usize| if (start + cut..end - cut).contains(&at) { byte } else { 0x24 };
+            holds(&copied, &expected, "a fill of two of")?;
+        }
+    }
     // Rows that lie in several mappings each.
     let rows = CopyShape::new(bytes / 4 - 16, 4).with_dst_pitch(bytes / 4).with_src_pitch(bytes / 4);
     stream.set(copied.all(), 0x23)?;

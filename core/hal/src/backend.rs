@@ -288,7 +288,8 @@ impl std::fmt::Display for LiveObjects {
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
 /// - `backend.destroy-concurrent`: any thread can destroy a stream, an event, a graph or an executable graph, also during a
 ///   call of another thread that uses it. That call ends as if the object was alive. Later calls return `InvalidHandle`.
-/// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once.
+/// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once, whatever their arguments. A
+///   method whose capability is false, or that the kind of a handle lacks, may return `Unsupported` instead.
 /// - `backend.exiting`: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
 ///
 /// # Objects in use

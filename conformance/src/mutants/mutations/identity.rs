@@ -127,6 +127,9 @@ mutants! {
     "sharing-without-transport" needs [has::shareable_memory]: "Offers sharing, and has no transport." =>
         |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
 
+    "sharing-renewed" needs [has::shareable_memory]: "Returns another object for sharing in each call." =>
+        |h| h.renews_sharing = true;
+
     in "backend.device-checked":
     "streams-on-unknown-devices": "Creates streams of unknown devices on the first one." =>
         |h| h.backend.create_stream(|reference, device, options| {
@@ -168,6 +171,39 @@ mutants! {
             Ok(())
         });
         h.count(move |live| live.host_allocations -= alive.get());
+    };
+    "read-only-registrations-not-counted" needs [has::host_register_read_only]: "Leaves read-only registrations out of its counts." =>
+    |h| {
+        let alive = Shared::<std::collections::HashSet<highwater_hal::HostPtr>>::default();
+        let (made, gone) = (alive.clone(), alive.clone());
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            if options.read_only {
+                made.with(|made| made.insert(ptr));
+            }
+            Ok(())
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            gone.with(|gone| gone.remove(&ptr));
+            Ok(())
+        });
+        h.count(move |live| live.host_allocations -= alive.with(|alive| alive.len() as u64));
+    };
+    "foreign-streams-counted" needs [has::foreign_objects]: "Counts the ids of foreign streams as streams." => |h| {
+        let alive = Shared::<std::collections::HashSet<StreamId>>::default();
+        let (made, gone) = (alive.clone(), alive.clone());
+        h.backend.stream_from_raw(move |reference, device, raw| {
+            let stream = reference.stream_from_raw(device, raw)?;
+            made.with(|made| made.insert(stream));
+            Ok(stream)
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            reference.destroy_stream(stream)?;
+            gone.with(|gone| gone.remove(&stream));
+            Ok(())
+        });
+        h.count(move |live| live.streams += alive.with(|alive| alive.len() as u64));
     };
     "mappings-not-counted" [by_two_processes] needs [has::shareable_memory]: "Leaves opened memory out of its counts." =>
         |h| h.count(|live| live.mappings = 0);
