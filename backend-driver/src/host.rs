@@ -94,7 +94,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
-        const OPERATION: &str = "register";
+        const OPERATION: &str = "host_register";
         let state = &*self.0;
         state.enter(OPERATION)?;
         state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
@@ -142,7 +142,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        const OPERATION: &str = "unregister";
+        const OPERATION: &str = "host_unregister";
         let state = &*self.0;
         state.enter(OPERATION)?;
         state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
@@ -160,7 +160,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        const OPERATION: &str = "device_address";
+        const OPERATION: &str = "host_device_address";
         let state = &*self.0;
         state.enter(OPERATION)?;
         state.device(OPERATION, device)?;

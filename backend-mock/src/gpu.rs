@@ -51,6 +51,7 @@ use crate::stream::Stream;
 /// back. In a forked child, and once the process has begun to exit, dropping does nothing.
 pub struct MockGpu {
     pub(crate) shared: Arc<Shared>,
+    ipc: Arc<MockIpc>,
 }
 
 impl fmt::Debug for MockGpu {
@@ -155,7 +156,9 @@ impl MockGpu {
         // No vendor has exit handlers that must run first. Once for all backends of the process.
         static WATCH: Once = Once::new();
         WATCH.call_once(exit::watch);
-        Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
+        let shared = Arc::new(Shared(ManuallyDrop::new(state)));
+        let ipc = Arc::new(MockIpc::new(&shared));
+        Ok(Arc::new(Self { shared, ipc }))
     }
 
     #[cfg(feature = "simulated")]
@@ -947,6 +950,6 @@ unsafe impl Backend for MockGpu {
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
         let offered = !self.shared.capabilities.ipc_transports.is_empty();
-        offered.then(|| Arc::new(MockIpc::new(&self.shared)) as Arc<dyn IpcSharing>)
+        offered.then(|| Arc::<MockIpc>::clone(&self.ipc) as Arc<dyn IpcSharing>)
     }
 }

@@ -3,7 +3,7 @@
 //! A case uses device 0. Over this layer, the same case proves its clauses on the second device. The layer exchanges the ordinals in
 //! arguments, in ids, and in answers, and forwards everything else unchanged.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use highwater_hal::{
     AllocateOptions, Answer, Backend, BlasHandle, BlasOptions, Call, Capabilities, CaptureMode, Completion, DeviceInfo,
@@ -15,7 +15,18 @@ use highwater_hal::{
 
 /// The layer over a backend with two devices or more.
 #[derive(Debug)]
-pub(crate) struct Exchanged<'b>(pub(crate) &'b dyn Backend);
+pub(crate) struct Exchanged<'b> {
+    below: &'b dyn Backend,
+    /// The allocator and the sharing, each of which is one object in all calls.
+    allocator: OnceLock<Arc<ExchangedAllocator>>,
+    sharing: OnceLock<Arc<ExchangedSharing>>,
+}
+
+impl<'b> Exchanged<'b> {
+    pub(crate) fn new(below: &'b dyn Backend) -> Self {
+        Self { below, allocator: OnceLock::new(), sharing: OnceLock::new() }
+    }
+}
 
 #[derive(Debug)]
 struct ExchangedHandle(Box<dyn BlasHandle>);
@@ -176,38 +187,41 @@ macro_rules! exchanged_backend {
         // SAFETY: the backend below keeps the clauses, and the layer changes only which device is called by which ordinal.
         unsafe impl Backend for Exchanged<'_> {
             fn identity(&self) -> &Identity {
-                self.0.identity()
+                self.below.identity()
             }
 
             fn device_count(&self) -> u32 {
-                self.0.device_count()
+                self.below.device_count()
             }
 
             fn live_objects(&self) -> LiveObjects {
-                self.0.live_objects()
+                self.below.live_objects()
             }
 
             fn is_exiting(&self) -> bool {
-                self.0.is_exiting()
+                self.below.is_exiting()
             }
 
             fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-                Arc::new(ExchangedAllocator(self.0.host_allocator()))
+                let new = || Arc::new(ExchangedAllocator(self.below.host_allocator()));
+                Arc::<ExchangedAllocator>::clone(self.allocator.get_or_init(new))
             }
 
             fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
-                self.0.ipc_sharing().map(|inner| Arc::new(ExchangedSharing(inner)) as Arc<dyn IpcSharing>)
+                let inner = self.below.ipc_sharing()?;
+                let sharing = self.sharing.get_or_init(|| Arc::new(ExchangedSharing(inner)));
+                Some(Arc::<ExchangedSharing>::clone(sharing))
             }
 
             fn host_observer(&self) -> Option<Arc<dyn HostObserver>> {
-                self.0.host_observer()
+                self.below.host_observer()
             }
 
             $($($fn)+ $method(&self, $($arg: $type),*) -> Result<$answer> {
                 $(let $arg = Pass::keep($arg);)*
                 #[allow(unused_unsafe, reason = "some methods are safe to call")]
                 // SAFETY: the caller promises for its ordinals what the method asks for, and these are the same devices.
-                unsafe { self.0.$method($(Pass::pass(&$arg)),*) }.map(Exchange::exchanged)
+                unsafe { self.below.$method($(Pass::pass(&$arg)),*) }.map(Exchange::exchanged)
             })*
         }
     };

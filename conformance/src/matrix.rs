@@ -64,7 +64,7 @@ pub(crate) struct Product {
     b: Vec<f64>,
     c: Vec<f64>,
     epilogue: Epilogue,
-    bias: Option<Vec<f64>>,
+    pub(crate) bias: Option<Vec<f64>>,
     tf32: bool,
 }
 
@@ -95,6 +95,12 @@ impl Product {
 
     pub(crate) fn with_nan_in_c(mut self) -> Self {
         self.c.fill(f64::NAN);
+        self
+    }
+
+    /// Sets every element of the old C to this value.
+    pub(crate) fn with_old_c(mut self, value: f64) -> Self {
+        self.c.fill(value);
         self
     }
 
@@ -196,7 +202,9 @@ impl Product {
         let GemmShape { output, transpose_a, transpose_b, k, lda, ldb, .. } = self.shape;
         let (stride_a, stride_b) = self.shape.batch.map_or((0, 0), |batch| (batch.stride_a, batch.stride_b));
         let (mut sum, mut magnitude) = (0.0, 0.0);
-        if self.alpha != 0.0 {
+        // Without terms, alpha has no effect, whatever it is.
+        let alpha = if k == 0 { 0.0 } else { self.alpha };
+        if alpha != 0.0 {
             for inner in 0..k {
                 let a = match transpose_a {
                     Transpose::No => row + inner * lda,
@@ -211,7 +219,7 @@ impl Product {
                 magnitude += term.abs();
             }
         }
-        let (mut value, mut scale) = (self.alpha * sum, self.alpha.abs() * magnitude);
+        let (mut value, mut scale) = (alpha * sum, alpha.abs() * magnitude);
         // The magnitude of the sum before the epilogue.
         let mut parts = value.abs();
         if self.beta != 0.0 {

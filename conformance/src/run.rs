@@ -117,7 +117,7 @@ impl Executor for InProcess<'_> {
         {
             return first;
         }
-        match self.run_on(&Exchanged(self.backend), case) {
+        match self.run_on(&Exchanged::new(self.backend), case) {
             Status::Failed(message) => Status::Failed(format!("{message}; device 0 of this case is the second device")),
             // The second device may lack an ability that the first one has, or have one that it lacks.
             Status::Skipped(_) => first,

@@ -29,13 +29,18 @@
  *  - backend.device-checked: an ordinal of `device_count` or above returns HW_ERROR_INVALID_ARGUMENT, also in a copy or a
  *    fill of nothing.
  *  - backend.lacking: a call that a capability denies returns HW_ERROR_UNSUPPORTED and has no effect.
+ *  - backend.errors: an error has a message, and names the method that returned it. Methods of `HostAllocator` have the
+ *    prefix `host_`. A `copy_2d` that copies each row alone may name `copy`.
  *  - backend.concurrent: calls from several threads at once do not disturb each other.
  *  - backend.live-objects: each object counts in `live_objects` from its creation to its destruction.
  *  - backend.destroy-concurrent: any thread can destroy a stream, an event, a graph or an executable graph, also during a
  *    call of another thread that uses it. That call ends as if the object was alive. Later calls return
  *    HW_ERROR_INVALID_HANDLE.
- *  - backend.forked: in a child forked after the backend was opened, calls return HW_ERROR_FORKED at once.
+ *  - backend.forked: in a child forked after the backend was opened, calls return HW_ERROR_FORKED at once, whatever their
+ *    arguments. A method whose capability is false, or that the kind of a handle lacks, may return HW_ERROR_UNSUPPORTED
+ *    instead.
  *  - backend.exiting: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
+ *  - host.one-allocator: every call returns the same object.
  */
 #ifndef HIGHWATER_H
 #define HIGHWATER_H
@@ -787,12 +792,13 @@ struct hw_table {
     /* Returns the vendor's handle of the stream as a number. */
     int32_t (*raw_stream)(hw_backend *backend, hw_id stream, uint64_t *answer, hw_error *error);
     /* Wraps a stream that other code made and owns. `destroy_stream` forgets it.
-     *  - stream.foreign-kept: when the id is destroyed, the stream and its outstanding work stay as they are. */
+     *  - stream.foreign-kept: when the id is destroyed, the stream, its outstanding work and its other ids stay as they are. */
     int32_t (*stream_from_raw)(hw_backend *backend, uint32_t device, uint64_t raw, hw_id *answer, hw_error *error);
     /* Returns the vendor's handle of the event as a number. */
     int32_t (*raw_event)(hw_backend *backend, hw_id event, uint64_t *answer, hw_error *error);
     /* Wraps an event that other code made and owns. `destroy_event` forgets it.
-     *  - event.foreign-kept: when the id is destroyed, the event, its record and the waits for it stay as they are. */
+     *  - event.foreign-kept: when the id is destroyed, the event, its record, the waits for it and its other ids stay as they
+     *    are. */
     int32_t (*event_from_raw)(hw_backend *backend, uint32_t device, uint64_t raw, hw_id *answer, hw_error *error);
 
     /* ---- group host: page-locked host memory */
@@ -943,7 +949,8 @@ struct hw_table {
     int32_t (*destroy_graph_exec)(hw_backend *backend, hw_id graph, hw_error *error);
 
     /* ---- group ipc: memory and events of other processes
-     *  - ipc.offered: sharing is offered if and only if the hw_capabilities.ipc_transports of a device are not empty.
+     *  - ipc.offered: sharing is offered if and only if the hw_capabilities.ipc_transports of a device are not empty. Every
+     *    call returns the same object.
      *  - ipc.shared-bytes: each process reads the bytes that the other writes to the memory. */
     /* Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .
      *  - ipc.export-shareable: memory that was not made shareable by this transport returns HW_ERROR_INVALID_ARGUMENT.

@@ -377,6 +377,16 @@ macro_rules! answer_type {
     };
 }
 
+/// The name of the method in errors. Those of the allocator have a prefix, which their slots have too.
+macro_rules! operation_name {
+    (host $name:ident $method:ident) => {
+        stringify!($name)
+    };
+    ($receiver:ident $name:ident $method:ident) => {
+        stringify!($method)
+    };
+}
+
 macro_rules! calls {
     ($($(#[doc = $doc:literal])+ $group:ident $name:ident: $receiver:ident.$method:ident
         ($($(& $($by:lifetime)?)? $argument:ident: $type:ty),*) $(-> $answer:ty)? $(= $body:block)?;)+) => {
@@ -391,7 +401,7 @@ macro_rules! calls {
                     $receiver: *mut receiver_type!($receiver)
                     $(, $argument: &$type)*
                 ) -> Result<answer_type!($($answer)?)> {
-                    call!(self, stringify!($method), $name, $receiver, ($($argument: $type),*) $(, $answer)?)
+                    call!(self, operation_name!($receiver $name $method), $name, $receiver, ($($argument: $type),*) $(, $answer)?)
                 }
             )+
         }

@@ -1,14 +1,16 @@
 //! BLAS handles: the stream and the workspace that they are bound to, and repeatable results.
 
+use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
+    AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, Epilogue, ErrorKind, GemmShape, MathMode, PlanId,
+    PlanOptions, Workspace,
 };
 
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
-use crate::matrix::{GUARD_BYTES, Product, Types};
+use crate::matrix::{GUARD_BYTES, Placed, Product, Types};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
 
@@ -460,16 +462,61 @@ struct Beside<'b> {
     /// On another device, if the device copies to others.
     far: Option<Block<'b>>,
     pinned: Pinned<'b>,
+    multiplications: Vec<Multiplication<'b>>,
+}
+
+/// A product of a handle that was made before.
+struct Multiplication<'b> {
+    what: &'static str,
+    handle: RefCell<Handle<'b>>,
+    plan: Option<PlanId>,
+    placed: Placed<'b>,
+}
+
+impl<'b> Multiplication<'b> {
+    fn new(backend: &'b dyn Backend, kind: BlasKind, stream: &Stream<'_>) -> Result<Self, Failure> {
+        let product = Self::product();
+        let mut handle = Handle::new(backend, kind, stream)?;
+        let plan = match kind {
+            BlasKind::Lt => Some(handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?),
+            _ => None,
+        };
+        let what = if plan.is_some() { "a run of a plan" } else { "a product" };
+        let new = Self { what, handle: RefCell::new(handle), plan, placed: product.place(backend)? };
+        // The first one loads code.
+        new.enqueue()?;
+        stream.synchronize()?;
+        new.placed.check(&product)?;
+        Ok(new)
+    }
+
+    fn product() -> Product {
+        Product::new(GemmShape::new(DataType::F32, 8, 8, 8), 9)
+    }
+
+    fn enqueue(&self) -> highwater_hal::Result<()> {
+        let (product, mut handle) = (Self::product(), self.handle.borrow_mut());
+        match self.plan {
+            Some(plan) => handle.run_plan(plan, &product.shape, (1.0, 0.0), self.placed.operands(), None, None),
+            None => self.placed.gemm(&product, &mut handle),
+        }
+    }
 }
 
 impl<'b> Beside<'b> {
     const BYTES: usize = 4096;
 
-    fn new(backend: &'b dyn Backend) -> highwater_hal::Result<Self> {
-        let has_far = backend.device_count() > 1 && backend.capabilities(DEVICE)?.peer_copy;
+    fn new(backend: &'b dyn Backend) -> Result<Self, Failure> {
+        let can = backend.capabilities(DEVICE)?;
+        let has_far = backend.device_count() > 1 && can.peer_copy;
+        let stream = Stream::new(backend)?;
+        let kinds = kinds(backend)?.iter().filter(|_| can.gemm_f32);
+        let multiplications =
+            kinds.map(|&kind| Multiplication::new(backend, kind, &stream)).collect::<Result<_, _>>()?;
         Ok(Self {
             backend,
-            stream: Stream::new(backend)?,
+            multiplications,
+            stream,
             event: Event::new(backend)?,
             blocks: [Block::new(backend, Self::BYTES)?, Block::new(backend, Self::BYTES)?],
             far: if has_far { Some(Block::on(backend, 1, Self::BYTES)?) } else { None },
@@ -478,7 +525,7 @@ impl<'b> Beside<'b> {
     }
 
     fn acts(&self) -> Vec<Act<'_>> {
-        let Self { backend, stream, event, blocks: [block, other], far, pinned } = self;
+        let Self { backend, stream, event, blocks: [block, other], far, pinned, multiplications } = self;
         let mut acts: Vec<Act<'_>> = vec![
             ("a fill", Box::new(|| stream.set(block.all(), 1))),
             ("a copy to the device", Box::new(|| stream.copy(block.all(), pinned.all()))),
@@ -495,6 +542,9 @@ impl<'b> Beside<'b> {
             ("another stream", Box::new(|| Stream::new(*backend).map(drop))),
             ("another event", Box::new(|| Event::new(*backend).map(drop))),
         ];
+        for multiplication in multiplications {
+            acts.push((multiplication.what, Box::new(|| multiplication.enqueue())));
+        }
         if let Some(far) = far {
             acts.push(("a copy to another device", Box::new(|| stream.copy(far.all(), block.all()))));
             acts.push(("a copy from another device", Box::new(|| stream.copy(block.all(), far.all()))));

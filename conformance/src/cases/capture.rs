@@ -4,13 +4,12 @@ use std::sync::{PoisonError, RwLock};
 
 use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm, GemmShape,
-    PlanOptions,
+    Backend, BlasKind, BlasOptions, CaptureMode, CopyShape, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm,
+    GemmShape, PlanOptions, Transport,
 };
 
 use super::blas::kinds;
 use super::concurrency::in_thread;
-use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{
     Addresses, Block, Capture, DEVICE, Event, Executable, Graph, Handle, Memory, Pinned, Registered, Stream,
@@ -34,15 +33,23 @@ cases! {
     captures_with_streams_that_joined_are_apart: ["capture.several", "capture.joins", "capture.replay"] needs [has::capture];
     streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [has::capture];
     records_the_work_of_every_thread: ["capture.any-thread", "capture.not-executed", "capture.replay"] needs [has::capture];
+    records_each_kind_of_work_of_another_thread: ["capture.any-thread", "capture.not-executed", "capture.replay"]
+        needs [has::capture];
     relaxed_ends_on_another_thread: ["capture.any-thread"] needs [has::capture];
     is_not_disturbed_by_memory_and_events: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     is_not_disturbed_by_another_thread: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     is_not_disturbed_by_mapped_memory: ["mapped.capture"]
         needs [has::capture, has::create_during_capture, has::mapped_memory];
+    is_not_disturbed_on_another_device: ["capture.undisturbed"]
+        needs [TWO_DEVICES, has::capture, has::create_during_capture];
+    of_two_devices_at_once: ["capture.begin-again", "capture.replay", "backend.concurrent"] needs [TWO_DEVICES, has::capture];
     is_not_disturbed_by_new_handles: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [has::capture];
     gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [has::capture];
     is_lost_where_a_stream_is_not_joined: ["capture.unjoined", "capture.lost"] needs [has::capture];
+    is_lost_where_a_stream_goes_on_after_its_join: ["capture.unjoined", "capture.lost"] needs [has::capture];
+    events_that_it_recorded_work_outside: ["event.wait-orders", "event.query", "event.synchronize", "capture.lost"]
+        needs [has::capture];
     begins_anew_after_it_was_lost: ["capture.lost", "capture.replay"] needs [has::capture];
     cannot_end_without_a_beginning: ["capture.end-without"] needs [has::capture];
     cannot_end_twice: ["capture.end-without"] needs [has::capture];
@@ -59,6 +66,7 @@ cases! {
     replays_run_in_the_order_of_the_stream: ["capture.replay", "stream.order"] needs [has::capture];
     replays_keep_the_order_of_streams_that_joined: ["capture.replay", "capture.joins"] needs [has::capture];
     replays_run_on_another_stream: ["capture.replay"] needs [has::capture];
+    each_launch_runs_on_its_own_stream: ["capture.replay", "stream.independent"] needs [has::capture];
     many_replays_run_one_after_the_other: ["capture.replay"] needs [has::capture];
     replays_of_nothing_do_nothing: ["capture.replay"] needs [has::capture];
     replays_fill_with_every_width: ["capture.replay", "fill.exact"] needs [has::capture];
@@ -240,6 +248,108 @@ fn relaxed_ends_on_another_thread(backend: &dyn Backend) -> CaseResult {
     graph.instantiate()?.launch(&stream)?;
     stream.synchronize()?;
     holds(&block, NEW, "a fill of a capture that another thread ended, launched")
+}
+
+/// Work that a stream records, with its name.
+type Work<'a> = (&'static str, Box<dyn FnMut() -> highwater_hal::Result<()> + Send + 'a>);
+
+/// The kinds of work of the traits, each enqueued by another thread than the one that began and ends the capture.
+fn records_each_kind_of_work_of_another_thread(backend: &dyn Backend) -> CaseResult {
+    const WORKSPACE_BYTES: usize = 1 << 20;
+    let can = backend.capabilities(DEVICE)?;
+    let stream = Stream::new(backend)?;
+    let old = || Block::filled(backend, BYTES, OLD);
+    let (filled, copied, there, rows, new) = (old()?, old()?, old()?, old()?, Block::filled(backend, BYTES, NEW)?);
+    let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
+    let shape = CopyShape::new(BYTES / 4, 4);
+    let product = Product::new(GemmShape::new(DataType::F32, 16, 16, 16), 3);
+    // The second is for the plan.
+    let placed = [product.place(backend)?, product.place(backend)?];
+    let before = placed[0].c.read()?;
+    let workspaces = [Block::new(backend, WORKSPACE_BYTES)?, Block::new(backend, WORKSPACE_BYTES)?];
+    let mut handles = Vec::new();
+    for &kind in kinds(backend)?.iter().filter(|_| can.gemm_f32) {
+        let workspace = &workspaces[usize::from(kind == BlasKind::Lt)];
+        let mut handle = Handle::new(backend, kind, &stream)?;
+        handle.offer_workspace(workspace, 0..WORKSPACE_BYTES)?;
+        let plan = match kind {
+            BlasKind::Lt => {
+                let options = PlanOptions::new(product.shape, Epilogue::None, WORKSPACE_BYTES);
+                Some(handle.raw_mut().create_plan(&options)?)
+            }
+            _ => None,
+        };
+        handles.push((handle, plan));
+    }
+    let mut work: Vec<Work<'_>> = vec![
+        ("a fill", Box::new(|| stream.set(filled.all(), NEW))),
+        ("a copy on the device", Box::new(|| stream.copy(copied.all(), new.all()))),
+        ("a copy to the device", Box::new(|| stream.copy(there.all(), source.all()))),
+        ("a copy to the host", Box::new(|| stream.copy(target.all(), new.all()))),
+        ("a copy of rows", Box::new(|| stream.copy_rows(rows.all(), new.all(), shape))),
+    ];
+    let multiplied = handles.len();
+    for (handle, plan) in &mut handles {
+        let (plan, [ours, plans], product) = (*plan, &placed, &product);
+        match plan {
+            Some(plan) => work.push((
+                "a run of a plan",
+                Box::new(move || handle.run_plan(plan, &product.shape, (1.0, 0.0), plans.operands(), None, None)),
+            )),
+            None => work.push(("a product", Box::new(move || ours.gemm(product, handle)))),
+        }
+    }
+    let check = |executed: bool, when: &str| -> CaseResult {
+        let byte = if executed { NEW } else { OLD };
+        for (what, block) in [
+            ("a fill", &filled),
+            ("a copy on the device", &copied),
+            ("a copy to the device", &there),
+            ("a copy of rows", &rows),
+        ] {
+            holds(block, byte, &format!("{what} of another thread {when}"))?;
+        }
+        check!(target.read()? == [byte; BYTES], "a copy to the host of another thread {when}");
+        for placed in &placed[..multiplied] {
+            if executed {
+                placed.check(&product)?;
+            } else {
+                check!(placed.c.read()? == before, "a product or a run of a plan of another thread {when}");
+            }
+        }
+        Ok(())
+    };
+    let idle = IdleStream::on(backend, DEVICE)?;
+    let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+    for (what, enqueue) in &mut work {
+        let done = on_another_thread(|| Ok(enqueue()?));
+        done.map_err(|failure| failure.with_details(&format!("{what} of another thread during a capture")))?;
+    }
+    let [ours, plans] = &placed;
+    let memory: [&dyn Memory; 15] = [
+        &filled,
+        &copied,
+        &there,
+        &rows,
+        &new,
+        &source,
+        &target,
+        &ours.a,
+        &ours.b,
+        &ours.c,
+        &plans.a,
+        &plans.b,
+        &plans.c,
+        &workspaces[0],
+        &workspaces[1],
+    ];
+    let graph = capture.end(&memory)?;
+    stream.synchronize()?;
+    idle.let_others_begin()?;
+    check(false, "was executed during a capture")?;
+    graph.instantiate()?.launch(&stream)?;
+    stream.synchronize()?;
+    check(true, "was not recorded")
 }
 
 fn on_another_thread(act: impl FnOnce() -> CaseResult + Send) -> CaseResult {
@@ -443,23 +553,26 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
 
 // -------------------------------------------------------------------------------------------------------- undisturbed
 
-/// Makes every call that must not disturb a capture, except those of handles.
+/// Makes every call that must not disturb a capture, except those of handles, on the device of the objects outside.
 fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
-    let block = Block::new(backend, 5000)?;
+    let device = outside.stream.id().device();
+    let can = backend.capabilities(device)?;
+    let block = Block::on(backend, device, 5000)?;
     let pinned = Pinned::new(backend, 5000)?;
     drop((block, pinned));
-    if backend.capabilities(DEVICE)?.host_register {
+    if can.host_register {
         Registered::new(backend, &[1; 5000])?.unregister()?;
     }
-    let event = Event::new(backend)?;
+    let event = Event::on(backend, device)?;
     check!(event.query()?.is_complete(), "an event that was never recorded is pending during a capture");
     drop(event);
     let Outside { stream, reached, graph } = outside;
     check!(reached.query()?.is_complete(), "an event that was reached before a capture is pending during it");
     reached.synchronize()?;
     stream.wait(reached)?;
-    let event = Event::new(backend)?;
+    let event = Event::on(backend, device)?;
     stream.record(&event)?;
+    check!(stream.query().is_ok(), "a query of a stream that takes no part, before it was synchronized");
     stream.synchronize()?;
     check!(stream.query()?.is_complete(), "a stream that takes no part is pending after it was synchronized");
     event.synchronize()?;
@@ -467,14 +580,14 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
         event.query()?.is_complete(),
         "an event of a stream that takes no part is pending after it was synchronized"
     );
-    if backend.capabilities(DEVICE)?.shareable_memory {
-        for transport in transports(backend)? {
-            let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::Shareable(transport))?;
+    if can.shareable_memory {
+        for &transport in Transport::ALL.iter().filter(|&&transport| can.ipc_transports.contains(transport)) {
+            let block = Block::with_kind(backend, device, 5000, DeviceMemoryKind::Shareable(transport))?;
             block.export(transport)?;
         }
     }
-    if backend.capabilities(DEVICE)?.stream_ordered_memory {
-        let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+    if can.stream_ordered_memory {
+        let block = Block::with_kind(backend, device, 5000, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         block.free_in_order()?;
     }
     let executable = graph.instantiate()?;
@@ -491,18 +604,30 @@ struct Outside<'b> {
     graph: Graph<'b>,
 }
 
-/// Captures in each mode, makes the calls in the middle, and checks that nothing was lost.
+/// Captures in each mode on the first device, makes the calls in the middle, and checks that nothing was lost.
 fn undisturbed(
     backend: &dyn Backend,
+    disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
+) -> CaseResult {
+    undisturbed_on(backend, DEVICE, disturb)
+}
+
+/// The same, with objects outside on this device.
+fn undisturbed_on(
+    backend: &dyn Backend,
+    device: u32,
     disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
 ) -> CaseResult {
     for &mode in CaptureMode::ALL {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
-        let graph = Capture::begin(&stream, mode)?.end(&[])?;
-        let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)?, graph };
-        stream.record(&outside.reached)?;
-        stream.synchronize()?;
+        let other = Stream::on(backend, device)?;
+        let graph = Capture::begin(&other, mode)?.end(&[])?;
+        let outside = Outside { stream: other, reached: Event::on(backend, device)?, graph };
+        // On the device of the capture, the stream takes part later.
+        let recorder = if device == DEVICE { &stream } else { &outside.stream };
+        recorder.record(&outside.reached)?;
+        recorder.synchronize()?;
         let capture = Capture::begin(&stream, mode)?;
         stream.set(x.all(), NEW)?;
         let kept = disturb(&outside)?;
@@ -529,6 +654,53 @@ fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
         on_another_thread(|| disturb(backend, outside))?;
         Ok(None)
     })
+}
+
+fn is_not_disturbed_on_another_device(backend: &dyn Backend) -> CaseResult {
+    let can = backend.capabilities(1)?;
+    if !can.capture || !can.create_during_capture {
+        return Ok(());
+    }
+    undisturbed_on(backend, 1, |outside| disturb(backend, outside).map(|()| None))?;
+    undisturbed_on(backend, 1, |outside| {
+        on_another_thread(|| disturb(backend, outside))?;
+        Ok(None)
+    })
+}
+
+/// Captures of two devices that are open at the same time, one inside the other and overlapping.
+fn of_two_devices_at_once(backend: &dyn Backend) -> CaseResult {
+    if !backend.capabilities(1)?.capture {
+        return Ok(());
+    }
+    for &mode in CaptureMode::ALL {
+        for overlap in [false, true] {
+            let streams = [Stream::on(backend, 0)?, Stream::on(backend, 1)?];
+            let blocks = [Block::filled_on(backend, 0, BYTES, OLD)?, Block::filled_on(backend, 1, BYTES, OLD)?];
+            let first = Capture::begin(&streams[0], mode)?;
+            let second = Capture::begin(&streams[1], mode)?;
+            for (stream, block) in streams.iter().zip(&blocks) {
+                check!(backend.is_capturing(stream.id())?, "one of two captures at once is not open ({mode:?})");
+                stream.set(block.all(), NEW)?;
+            }
+            let (first, second) = if overlap {
+                let first = first.end(&[&blocks[0]])?;
+                streams[1].set(blocks[1].span(0..1), NEW)?;
+                (first, second.end(&[&blocks[1]])?)
+            } else {
+                let second = second.end(&[&blocks[1]])?;
+                streams[0].set(blocks[0].span(0..1), NEW)?;
+                (first.end(&[&blocks[0]])?, second)
+            };
+            for (graph, (stream, block)) in [first, second].iter().zip(streams.iter().zip(&blocks)) {
+                holds(block, OLD, "a fill of one of two captures at once was executed")?;
+                graph.instantiate()?.launch(stream)?;
+                stream.synchronize()?;
+                holds(block, NEW, "a fill of one of two captures at once, launched")?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn is_not_disturbed_by_mapped_memory(backend: &dyn Backend) -> CaseResult {
@@ -642,6 +814,75 @@ fn is_lost_where_a_stream_is_not_joined(backend: &dyn Backend) -> CaseResult {
         works(backend, &joined, "after a capture that it had joined was lost")?;
     }
     check_eq!(backend.live_objects(), before, "live objects after a capture was lost");
+    Ok(())
+}
+
+/// A stream that joined is waited for, and then records more.
+fn is_lost_where_a_stream_goes_on_after_its_join(backend: &dyn Backend) -> CaseResult {
+    let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (fork, join) = (Event::new(backend)?, Event::new(backend)?);
+    // Whether the first stream waits for the rest too.
+    for is_whole in [false, true, false] {
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        stream.record(&fork)?;
+        joined.wait(&fork)?;
+        joined.set(x.all(), NEW)?;
+        joined.record(&join)?;
+        stream.wait(&join)?;
+        joined.set(y.all(), NEW)?;
+        if is_whole {
+            joined.record(&join)?;
+            stream.wait(&join)?;
+            capture.end(&[&x, &y])?.instantiate()?.launch(&stream)?;
+            stream.synchronize()?;
+            holds(&x, NEW, "work of a stream that joined, launched")?;
+            holds(&y, NEW, "work of a stream after it was joined once, launched")?;
+            [&x, &y].into_iter().try_for_each(|block| block.write(0, &[OLD; BYTES]))?;
+        } else {
+            let ended = capture.end(&[&x, &y]).map(drop);
+            check_error!(ended, Capture, "the end of a capture with work of a stream after it was joined");
+            stream.synchronize()?;
+            joined.synchronize()?;
+            holds(&x, OLD, "a capture that was lost was executed")?;
+            holds(&y, OLD, "a capture that was lost was executed")?;
+        }
+    }
+    works(backend, &stream, "after its capture was lost")?;
+    works(backend, &joined, "after a capture that it had joined was lost")
+}
+
+/// An event that a capture has recorded is recorded again outside, after captures that ended and after lost ones.
+fn events_that_it_recorded_work_outside(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let (stream, other, joined) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
+    for (mode, is_lost) in [(CaptureMode::ThreadLocal, false), (CaptureMode::Global, true)] {
+        let (event, join) = (Event::new(backend)?, Event::new(backend)?);
+        let capture = Capture::begin(&stream, mode)?;
+        stream.record(&event)?;
+        joined.wait(&event)?;
+        joined.set(block.all(), NEW)?;
+        if !is_lost {
+            joined.record(&join)?;
+            stream.wait(&join)?;
+        }
+        let ended = capture.end(&[&block]).map(drop);
+        check_eq!(ended.is_err(), is_lost, "whether a capture was lost");
+        until_conclusive("the work was over before another stream waited for it", |load| {
+            busy.enqueue(&stream, load)?;
+            stream.set(block.all(), NEW)?;
+            stream.record(&event)?;
+            other.wait(&event)?;
+            other.set(block.all(), OLD)?;
+            let pending = event.is_pending()?;
+            other.synchronize()?;
+            check!(event.query()?.is_complete(), "a stream did not wait for an event that a capture had recorded");
+            event.synchronize()?;
+            holds(&block, OLD, "work after a wait for an event that a capture had recorded")?;
+            Ok(Attempt::seen(pending))
+        })?;
+    }
     Ok(())
 }
 
@@ -928,6 +1169,36 @@ fn replays_run_on_another_stream(backend: &dyn Backend) -> CaseResult {
     executable.launch(&other)?;
     other.synchronize()?;
     holds(&block, NEW, "a graph launched on another stream than it was recorded on")
+}
+
+/// One executable is launched on several streams, one of which is busy.
+fn each_launch_runs_on_its_own_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let streams = [Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?];
+    let executable = recorded(&streams[0], &[&block], || streams[0].set(block.all(), NEW))?;
+    for (index, stream) in streams.iter().enumerate() {
+        executable.launch(stream)?;
+        stream.synchronize()?;
+        holds(&block, NEW, "a fill, launched on another stream than before")?;
+        block.write(0, &[OLD; BYTES])?;
+        // The stream that launched it last, or recorded it.
+        let earlier = &streams[(index + 2) % 3];
+        until_conclusive("the other stream was idle when the launch was over", |load| {
+            busy.enqueue(earlier, load)?;
+            executable.launch(stream)?;
+            stream.set(block.span(0..BYTES / 2), OLD)?;
+            stream.synchronize()?;
+            let outstanding = earlier.is_pending()?;
+            earlier.synchronize()?;
+            let mut expected = [NEW; BYTES];
+            expected[..BYTES / 2].fill(OLD);
+            check!(block.read()? == expected, "a launch did not run on the stream that it names");
+            block.write(0, &[OLD; BYTES])?;
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
 }
 
 fn many_replays_run_one_after_the_other(backend: &dyn Backend) -> CaseResult {

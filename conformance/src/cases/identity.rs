@@ -2,8 +2,8 @@
 
 use highwater_hal::{Backend, CaptureMode};
 
-use crate::case::{CaseResult, cases, check, check_eq, check_error};
-use crate::device::{Block, Capture, DEVICE, Event, Stream};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
+use crate::device::{Block, Capture, DEVICE, Event, Handle, Stream};
 
 cases! {
     group "identity";
@@ -15,7 +15,8 @@ cases! {
     capabilities_are_stable: ["devices.capabilities-stable"];
     memory_info_agrees_with_the_device: ["memory.info"];
     unknown_devices_are_refused: ["backend.device-checked"];
-    host_allocator_is_one: ["identity.stable"];
+    errors_name_the_call_and_the_fault: ["backend.errors"];
+    host_allocator_is_one: ["host.one-allocator"];
     sharing_is_offered_where_there_is_a_transport: ["ipc.offered"];
 }
 
@@ -147,6 +148,39 @@ fn unknown_devices_are_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// The validation layer judges the form of every error of every case. Here, each trait returns some.
+fn errors_name_the_call_and_the_fault(backend: &dyn Backend) -> CaseResult {
+    use highwater_hal::{AllocateOptions, BlasKind, EventOptions, HostOptions, StreamOptions};
+    let none = backend.device_count();
+    let most = usize::MAX / 4;
+    let (stream, stale) = (Stream::new(backend)?, Event::new(backend)?.destroy()?);
+    let allocator = backend.host_allocator();
+    let mut handle = Handle::unbound(backend, BlasKind::Blas, DEVICE)?;
+    handle.raw_mut().destroy()?;
+    let handle = std::cell::RefCell::new(handle);
+    type Refused<'a> = (&'static str, Box<dyn Fn() -> highwater_hal::Result<()> + 'a>);
+    let calls: [Refused<'_>; 11] = [
+        ("device_info", Box::new(|| backend.device_info(none).map(drop))),
+        ("create_stream", Box::new(|| backend.create_stream(none, &StreamOptions::new()).map(drop))),
+        ("create_event", Box::new(|| backend.create_event(none, &EventOptions::new()).map(drop))),
+        ("allocate", Box::new(|| backend.allocate(DEVICE, &AllocateOptions::new(0)).map(drop))),
+        ("allocate", Box::new(|| backend.allocate(DEVICE, &AllocateOptions::new(most)).map(drop))),
+        ("query_event", Box::new(|| backend.query_event(stale).map(drop))),
+        ("stream_wait_event", Box::new(|| backend.stream_wait_event(stream.id(), stale))),
+        ("host_allocate", Box::new(|| allocator.allocate(0, &HostOptions::new()).map(drop))),
+        ("host_allocate", Box::new(|| allocator.allocate(most, &HostOptions::new()).map(drop))),
+        ("set_stream", Box::new(|| handle.borrow_mut().raw_mut().set_stream(stream.id()))),
+        ("destroy", Box::new(|| handle.borrow_mut().raw_mut().destroy())),
+    ];
+    for (operation, call) in calls {
+        let Err(error) = call() else { return Err(Failure::new(format!("a bad call of {operation} succeeded"))) };
+        check_eq!(error.operation(), operation, "the operation of the error `{error}`");
+        check!(!error.message().trim().is_empty(), "an error of {operation} has no message");
+    }
+    Ok(())
+}
+
+/// The validation layer compares the objects of all calls.
 fn host_allocator_is_one(backend: &dyn Backend) -> CaseResult {
     let (first, second) = (backend.host_allocator(), backend.host_allocator());
     let ptr = first.allocate(64, &highwater_hal::HostOptions::new())?;
@@ -160,6 +194,9 @@ fn sharing_is_offered_where_there_is_a_transport(backend: &dyn Backend) -> CaseR
     for device in DEVICE..backend.device_count() {
         any |= !backend.capabilities(device)?.ipc_transports.is_empty();
     }
-    check_eq!(backend.ipc_sharing().is_some(), any, "whether sharing is offered");
+    // The validation layer compares the objects of all calls.
+    for _ in 0..2 {
+        check_eq!(backend.ipc_sharing().is_some(), any, "whether sharing is offered");
+    }
     Ok(())
 }

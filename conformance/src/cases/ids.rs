@@ -2,13 +2,18 @@
 
 use std::num::NonZeroU32;
 
+use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
+    Backend, BackendTag, BlasKind, CaptureMode, DeviceMemoryKind, EventId, EventOptions, GraphExecId, GraphId,
+    HostMemoryKind, HostOptions, IdParts, LiveObjects, ObjectId, PhysicalMemoryOptions, StreamId, StreamOptions,
+    StreamPriority, Transport,
 };
 
 use super::blas::kinds;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
-use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
+use crate::device::{
+    Addresses, Block, Capture, DEVICE, Event, Handle, PhysicalMemory, Pinned, Registered, RegisteredFile, Stream,
+};
 
 cases! {
     group "ids";
@@ -24,6 +29,10 @@ cases! {
     streams_and_events_count: ["backend.live-objects"];
     memory_counts: ["backend.live-objects"];
     handles_count: ["backend.live-objects", "blas.destroyed"];
+    every_kind_of_object_counts: ["backend.live-objects"];
+    executable_graphs_count_without_their_graph: ["backend.live-objects", "capture.destroy-graph"] needs [has::capture];
+    foreign_objects_have_an_id_for_each_call: ["stream.foreign-kept", "event.foreign-kept", "backend.ids-checked"]
+        needs [has::foreign_objects];
 }
 
 /// Checks that every call that takes a stream refuses this one without effect.
@@ -237,5 +246,219 @@ fn handles_count(backend: &dyn Backend) -> CaseResult {
     check_eq!(counted(), none + 1, "live handles with one that was not bound");
     drop(boxed);
     check_eq!(counted(), none, "live handles after a drop without destroy");
+    Ok(())
+}
+
+/// An object that is given back when it is dropped.
+trait Made {}
+
+impl<T> Made for T {}
+
+/// A kind of object: its name, a function that makes one, and the counts that one adds.
+struct Kind<'b> {
+    what: &'static str,
+    make: Box<dyn Fn() -> highwater_hal::Result<Box<dyn Made + 'b>> + 'b>,
+    adds: LiveObjects,
+}
+
+impl<'b> Kind<'b> {
+    fn new<T: 'b>(
+        what: &'static str,
+        add: fn(&mut LiveObjects),
+        make: impl Fn() -> highwater_hal::Result<T> + 'b,
+    ) -> Self {
+        let mut adds = LiveObjects::default();
+        add(&mut adds);
+        Self { what, make: Box::new(move || Ok(Box::new(make()?) as Box<dyn Made + 'b>)), adds }
+    }
+}
+
+/// Returns every kind of object that the device has.
+fn every_kind<'b>(backend: &'b dyn Backend, stream: &'b Stream<'b>) -> Result<Vec<Kind<'b>>, Failure> {
+    let can = backend.capabilities(DEVICE)?;
+    let block = |kind| move || Block::with_kind(backend, DEVICE, 4096, kind);
+    let pinned = |options: HostOptions| move || Pinned::with_options(backend, 64, &options);
+    let event = |options: EventOptions| move || Event::with_options(backend, DEVICE, &options);
+    let mut all = vec![
+        Kind::new("a stream", |live| live.streams = 1, || Stream::new(backend)),
+        Kind::new("an event", |live| live.events = 1, event(EventOptions::new())),
+        Kind::new("a block", |live| live.allocations = 1, block(DeviceMemoryKind::Plain)),
+        Kind::new("page-locked memory", |live| live.host_allocations = 1, pinned(HostOptions::new())),
+    ];
+    for &kind in kinds(backend)? {
+        all.push(Kind::new("a handle", |live| live.handles = 1, move || Handle::new(backend, kind, stream)));
+    }
+    if can.stream_priority {
+        for priority in [StreamPriority::Low, StreamPriority::High] {
+            let options = StreamOptions::new().with_priority(priority);
+            let make = move || Stream::with_options(backend, DEVICE, &options);
+            all.push(Kind::new("a stream with a priority", |live| live.streams = 1, make));
+        }
+    }
+    if can.event_timing {
+        all.push(Kind::new("an event with timing", |live| live.events = 1, event(EventOptions::new().with_timing())));
+    }
+    if can.interprocess_events {
+        let options = EventOptions::new().with_interprocess();
+        all.push(Kind::new("an event for other processes", |live| live.events = 1, event(options)));
+    }
+    if can.foreign_objects {
+        let (raw_stream, own) = (backend.raw_stream(stream.id())?, Event::new(backend)?);
+        let raw_event = backend.raw_event(own.id())?;
+        // SAFETY: the case keeps the stream alive until the ids are gone.
+        let wrap = move || Ok(Stream::adopted(backend, unsafe { backend.stream_from_raw(DEVICE, raw_stream)? }));
+        all.push(Kind::new("an id of a foreign stream", |_| {}, wrap));
+        let wrap = move || {
+            let _ = &own;
+            // SAFETY: the closure keeps the event alive, and it lives longer than the ids.
+            Ok(Event::adopted(backend, unsafe { backend.event_from_raw(DEVICE, raw_event)? }))
+        };
+        all.push(Kind::new("an id of a foreign event", |_| {}, wrap));
+    }
+    if can.stream_ordered_memory {
+        let kind = DeviceMemoryKind::StreamOrdered(stream.id());
+        all.push(Kind::new("a stream-ordered block", |live| live.allocations = 1, block(kind)));
+    }
+    for &transport in Transport::ALL.iter().filter(|&&transport| can.ipc_transports.contains(transport)) {
+        if can.shareable_memory {
+            let kind = DeviceMemoryKind::Shareable(transport);
+            all.push(Kind::new("a shareable block", |live| live.allocations = 1, block(kind)));
+        }
+    }
+    if can.write_combined {
+        let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
+        all.push(Kind::new("write-combined memory", |live| live.host_allocations = 1, pinned(options)));
+    }
+    if can.host_register {
+        let make = || Registered::new(backend, &[1; 64]);
+        all.push(Kind::new("a registration", |live| live.host_allocations = 1, make));
+    }
+    if can.host_register && can.host_register_read_only {
+        let make = || RegisteredFile::new(backend, &[1; 1 << 16]);
+        all.push(Kind::new("a read-only registration", |live| live.host_allocations = 1, make));
+    }
+    if can.capture {
+        let record = || Capture::begin(stream, CaptureMode::ThreadLocal)?.end(&[]);
+        all.push(Kind::new("a graph", |live| live.graphs = 1, record));
+        let graph = record()?;
+        all.push(Kind::new("an executable graph", |live| live.graphs = 1, move || graph.instantiate()));
+    }
+    if can.mapped_memory {
+        let piece = can.mapped_memory_granularity;
+        let make = move || Addresses::new(backend, DEVICE, piece);
+        all.push(Kind::new("reserved addresses", |live| live.reservations = 1, make));
+        let make = move || PhysicalMemory::create(backend, DEVICE, &PhysicalMemoryOptions::new(piece));
+        all.push(Kind::new("physical memory", |live| live.physical_memory = 1, make));
+        let make = move || Block::mapped(backend, DEVICE, &[piece]);
+        all.push(Kind::new("mapped memory whose id was destroyed", |live| live.reservations = 1, make));
+    }
+    Ok(all)
+}
+
+/// Makes two of each kind, gives back one, makes a third, and gives back both.
+fn every_kind_of_object_counts(backend: &dyn Backend) -> CaseResult {
+    let at_first = backend.live_objects();
+    {
+        let stream = Stream::new(backend)?;
+        for Kind { what, make, adds } in every_kind(backend, &stream)? {
+            let before = backend.live_objects();
+            let counts = |number: u64, when: &str| -> CaseResult {
+                let sum = |before: u64, adds: u64| before + number * adds;
+                let mut expected = before;
+                expected.streams = sum(before.streams, adds.streams);
+                expected.events = sum(before.events, adds.events);
+                expected.handles = sum(before.handles, adds.handles);
+                expected.allocations = sum(before.allocations, adds.allocations);
+                expected.host_allocations = sum(before.host_allocations, adds.host_allocations);
+                expected.graphs = sum(before.graphs, adds.graphs);
+                expected.reservations = sum(before.reservations, adds.reservations);
+                expected.physical_memory = sum(before.physical_memory, adds.physical_memory);
+                let live = backend.live_objects();
+                if number > 0 {
+                    // Backends share in different ways.
+                    (expected.descriptors, expected.shared_files) = (live.descriptors, live.shared_files);
+                }
+                check_eq!(live, expected, "live objects {when} {what}");
+                Ok(())
+            };
+            let first = make()?;
+            counts(1, "with")?;
+            let second = make()?;
+            counts(2, "with two, each")?;
+            drop(first);
+            counts(1, "with one of two left, each")?;
+            let third = make()?;
+            counts(2, "with two again, each")?;
+            drop((second, third));
+            counts(0, "without")?;
+        }
+    }
+    check_eq!(backend.live_objects(), at_first, "live objects when all is given back");
+    Ok(())
+}
+
+/// A graph ends when it is destroyed, and not with its executable graphs.
+fn executable_graphs_count_without_their_graph(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let before = backend.live_objects();
+    let counts = |graphs: u64, when: &str| -> CaseResult {
+        let mut expected = before;
+        expected.graphs += graphs;
+        check_eq!(backend.live_objects(), expected, "live objects {when}");
+        Ok(())
+    };
+    let graph = Capture::begin(&stream, CaptureMode::ThreadLocal)?.end(&[])?;
+    let (first, second) = (graph.instantiate()?, graph.instantiate()?);
+    counts(3, "with a graph and two executable graphs")?;
+    graph.destroy()?;
+    counts(2, "with two executable graphs whose graph was destroyed")?;
+    first.destroy()?;
+    counts(1, "with one executable graph whose graph was destroyed")?;
+    second.launch(&stream)?;
+    stream.synchronize()?;
+    counts(1, "after a launch of an executable graph whose graph was destroyed")?;
+    second.destroy()?;
+    counts(0, "after the last executable graph was destroyed")
+}
+
+/// Wraps one stream and one event twice. Each id ends alone.
+fn foreign_objects_have_an_id_for_each_call(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let (raw_stream, raw_event) = (backend.raw_stream(stream.id())?, backend.raw_event(event.id())?);
+    let live = backend.live_objects();
+    // SAFETY: the stream lives longer than its ids, which the guards destroy.
+    let wrap = || unsafe { backend.stream_from_raw(DEVICE, raw_stream) }.map(|id| Stream::adopted(backend, id));
+    let streams = [wrap()?, wrap()?];
+    // SAFETY: as above, for the event.
+    let wrap = || unsafe { backend.event_from_raw(DEVICE, raw_event) }.map(|id| Event::adopted(backend, id));
+    let events = [wrap()?, wrap()?];
+    check_eq!(backend.live_objects(), live, "live objects with ids of foreign objects");
+    check!(streams[0].id() != streams[1].id(), "two calls of `stream_from_raw` gave one id");
+    check!(events[0].id() != events[1].id(), "two calls of `event_from_raw` gave one id");
+    let block = Block::filled(backend, 256, 1)?;
+    let works = |stream: &Stream<'_>, event: &Event<'_>, byte: u8| -> CaseResult {
+        stream.set(block.all(), byte)?;
+        stream.record(event)?;
+        event.synchronize()?;
+        check!(event.query()?.is_complete() && stream.query()?.is_complete(), "a foreign object is pending");
+        check!(block.read()? == [byte; 256], "work on the id of a foreign stream was not executed");
+        Ok(())
+    };
+    let ([first_stream, second_stream], [first_event, second_event]) = (streams, events);
+    works(&first_stream, &second_event, 2)?;
+    works(&second_stream, &first_event, 3)?;
+    let (stale_stream, stale_event) = (first_stream.destroy()?, first_event.destroy()?);
+    works(&second_stream, &second_event, 4)?;
+    check_error!(
+        backend.query_stream(stale_stream),
+        InvalidHandle,
+        "query_stream of a destroyed id of a foreign stream"
+    );
+    check_error!(backend.query_event(stale_event), InvalidHandle, "query_event of a destroyed id of a foreign event");
+    drop((second_stream, second_event));
+    works(&stream, &event, 5)?;
+    drop((stream, event, block));
+    check_eq!(backend.live_objects(), before, "live objects when all is destroyed");
     Ok(())
 }

@@ -5,7 +5,7 @@ use highwater_hal::{
 };
 
 use super::copies::needs_free;
-use crate::case::{CaseResult, Failure, cases, check, check_error};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, DEVICE, Handle, Pinned, Stream, read_span};
 use crate::matrix::{Product, Types};
 
@@ -315,5 +315,21 @@ fn a_workspace_that_is_bound_again(backend: &dyn Backend) -> CaseResult {
     stream.synchronize()?;
     product.prove(backend, &mut handle, &stream)?;
     check!(second.read()? == [0x5c; WORKSPACE_BYTES], "a product wrote to a workspace that is not bound any more");
+    // A product need not use a workspace. If an equal one has used it, so does this one, once it is bound again.
+    for product in [product, Product::new(Types::F32.shape(128, 128, 128), 2)] {
+        let uses = |handle: &mut Handle<'_>| -> Result<bool, Failure> {
+            stream.set(first.all(), 0x5d)?;
+            product.prove(backend, handle, &stream)?;
+            Ok(first.read()? != [0x5d; WORKSPACE_BYTES])
+        };
+        let has_used = uses(&mut handle)?;
+        handle.set_stream(&stream)?;
+        handle.set_workspace(&first, 0..WORKSPACE_BYTES)?;
+        check_eq!(
+            uses(&mut handle)?,
+            has_used,
+            "whether a product uses a workspace that was bound again with the stream"
+        );
+    }
     Ok(())
 }

@@ -1,7 +1,9 @@
 //! Mapped memory: reserved addresses, physical memory, and the mappings between them.
 
 use highwater_hal::numbers::Coded;
-use highwater_hal::{Backend, BlasKind, DataType, FillPattern, Gemm, GemmShape, PhysicalMemoryOptions, Transport};
+use highwater_hal::{
+    Backend, BlasKind, CopyShape, DataType, FillPattern, Gemm, GemmShape, PhysicalMemoryOptions, Transport,
+};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error};
 use crate::device::{Addresses, Block, DEVICE, Handle, PhysicalMemory, Stream};
@@ -14,6 +16,7 @@ cases! {
     odd_sizes_are_refused: ["mapped.sizes"] needs [has::mapped_memory];
     pieces_are_one_range: ["mapped.contiguous", "copy.exact"] needs [has::mapped_memory];
     fills_cross_borders: ["mapped.contiguous", "fill.exact"] needs [has::mapped_memory];
+    many_pieces_are_one_range: ["mapped.contiguous", "copy.exact", "fill.exact"] needs [has::mapped_memory];
     products_cross_borders: ["mapped.contiguous", "gemm.value"] needs [has::mapped_memory, has::gemm_f32];
     memory_for_direct_access_is_memory: ["mapped.contiguous"] needs [has::mapped_memory, has::mapped_memory_rdma];
     memory_moves_with_its_bytes: ["mapped.move"] needs [has::mapped_memory];
@@ -117,6 +120,71 @@ fn fills_cross_borders(backend: &dyn Backend) -> CaseResult {
     stream.synchronize()?;
     check!(block.read()? == expected, "fills across the borders of mapped memory");
     Ok(())
+}
+
+/// More pieces than 16, of several sizes. Fills and copies use all of them, or all but the first and the last bytes.
+fn many_pieces_are_one_range(backend: &dyn Backend) -> CaseResult {
+    const EDGE: usize = 64;
+    let piece = granularity(backend)?;
+    let sizes: Vec<usize> = [1, 2, 1, 1, 3].iter().cycle().take(20).map(|pieces| pieces * piece).collect();
+    let bytes = sizes.iter().sum::<usize>();
+    let (block, copied) = (Block::mapped(backend, DEVICE, &sizes)?, Block::mapped(backend, DEVICE, &sizes)?);
+    let stream = Stream::new(backend)?;
+    // The bytes around each border, and those at both ends.
+    let borders = sizes.iter().scan(0, |end, bytes| {
+        *end += bytes;
+        Some(*end)
+    });
+    let windows: Vec<_> = std::iter::once(0)
+        .chain(borders)
+        .map(|border| border.saturating_sub(EDGE)..(border + EDGE).min(bytes))
+        .collect();
+    let seen = Block::new(backend, 2 * EDGE * windows.len())?;
+    let holds = |of: &Block<'_>, expected: &dyn Fn(usize) -> u8, what: &str| -> CaseResult {
+        for (index, window) in windows.iter().enumerate() {
+            stream.copy(seen.span(2 * EDGE * index..2 * EDGE * (index + 1)), of.span(window.clone()))?;
+        }
+        stream.synchronize()?;
+        let got = seen.read()?;
+        for (index, window) in windows.iter().enumerate() {
+            let right = window.clone().zip(&got[2 * EDGE * index..]).all(|(at, &byte)| byte == expected(at));
+            check!(right, "{what} {} mappings: bytes around {}", sizes.len(), window.start);
+        }
+        Ok(())
+    };
+    stream.set(block.all(), 0x21)?;
+    stream.set(copied.all(), 0x22)?;
+    holds(&block, &|_| 0x21, "a fill of")?;
+    holds(&copied, &|_| 0x22, "a fill of")?;
+    // Each word has other halves, so that a fill that begins anew at a border shows.
+    stream.fill(block.span(4..bytes - 4), FillPattern::U32(0x4433_2211))?;
+    let filled = |at: usize| match at {
+        0..4 => 0x21,
+        _ if at >= bytes - 4 => 0x21,
+        _ => 0x11 * (1 + at % 4) as u8,
+    };
+    holds(&block, &filled, "a fill of words of")?;
+    stream.copy(copied.span(7..bytes - 1), block.span(3..bytes - 5))?;
+    let moved = |at: usize| if at < 7 || at >= bytes - 1 { 0x22 } else { filled(at - 4) };
+    holds(&copied, &moved, "a copy over")?;
+    // Two mappings at a time, of which one may be larger: whole ones, and without their first and last bytes.
+    for (index, pair) in sizes.windows(2).enumerate() {
+        let start = sizes[..index].iter().sum::<usize>();
+        let end = start + pair[0] + pair[1];
+        let byte = 0x40 + index as u8;
+        for cut in [0, 4] {
+            stream.set(copied.all(), 0x24)?;
+            stream.set(copied.span(start + cut..end - cut), byte)?;
+            let expected = |at: usize| if (start + cut..end - cut).contains(&at) { byte } else { 0x24 };
+            holds(&copied, &expected, "a fill of two of")?;
+        }
+    }
+    // Rows that lie in several mappings each.
+    let rows = CopyShape::new(bytes / 4 - 16, 4).with_dst_pitch(bytes / 4).with_src_pitch(bytes / 4);
+    stream.set(copied.all(), 0x23)?;
+    stream.copy_rows(copied.all(), block.all(), rows)?;
+    let in_rows = |at: usize| if at % (bytes / 4) < bytes / 4 - 16 { filled(at) } else { 0x23 };
+    holds(&copied, &in_rows, "a copy of rows over")
 }
 
 fn products_cross_borders(backend: &dyn Backend) -> CaseResult {

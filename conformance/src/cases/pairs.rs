@@ -746,14 +746,17 @@ fn many_handles_live_at_once(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// Number of recorded operations, more than the queues and pools of 1,024 have.
+const RECORDED: usize = 1100;
+
 /// A chain of operations, each of which reads the result of the one before.
 fn many_operations_are_recorded(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let stream = Stream::on(backend, device)?;
-        let block = Block::on(backend, device, 256 * (CROWD + 1))?;
-        let part = |index: usize| block.span(index * 256..(index + 1) * 256);
+        let block = Block::on(backend, device, 16 * (RECORDED + 1))?;
+        let part = |index: usize| block.span(index * 16..(index + 1) * 16);
         let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
-        for index in 0..CROWD {
+        for index in 0..RECORDED {
             stream.copy(part(index + 1), part(index))?;
         }
         let graph = capture.end(&[&block])?;
@@ -764,8 +767,8 @@ fn many_operations_are_recorded(backend: &dyn Backend) -> CaseResult {
             executable.launch(&stream)?;
             stream.synchronize()?;
             check!(
-                block.read()? == [byte; 256 * (CROWD + 1)],
-                "one of {CROWD} recorded copies was not executed, or not in order"
+                block.read()? == [byte; 16 * (RECORDED + 1)],
+                "one of {RECORDED} recorded copies was not executed, or not in order"
             );
         }
         Ok(())

@@ -38,6 +38,18 @@ cases! {
     of_plans_follow_a_reset: ["blas.reset", "plan.value"] needs [has::lt_plans, has::gemm_f32];
     of_plans_follow_the_handle_to_another_stream: ["blas.stream-bound"]
         needs [has::lt_plans, has::gemm_f32, lacks::lt_handle_per_stream];
+    of_plans_that_live_at_once_are_apart: ["plan.value", "plan.epilogue", "plan.alignment", "gemm.strided-batch"]
+        needs [has::lt_plans, has::gemm_f32];
+    of_plans_for_other_types_are_apart: ["plan.value", "plan.mixed"] needs [has::lt_plans];
+    of_many_plans_are_right: ["plan.value", "plan.stale"] needs [has::lt_plans, has::gemm_f32];
+    without_terms_take_any_alpha: ["gemm.alpha-zero", "gemm.infinite-factors", "plan.alpha-zero"];
+    take_factors_beyond_the_range_of_their_type: ["gemm.value", "gemm.beta", "plan.value"];
+    of_single_rows_columns_and_terms: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "plan.value"];
+    of_batches_of_one_take_any_strides: ["gemm.strided-batch", "plan.value"] needs [has::strided_batch];
+    of_two_handles_keep_their_own_precision: ["gemm.value"] needs [has::gemm_f32, has::tf32];
+    follow_the_stream_that_any_thread_bound: ["blas.stream-bound"] needs [has::gemm_f32, lacks::handle_per_stream];
+    of_plans_follow_the_stream_that_any_thread_bound: ["blas.stream-bound"]
+        needs [has::lt_plans, has::gemm_f32, lacks::lt_handle_per_stream];
 }
 
 const WORKSPACE_BYTES: usize = 4 << 20;
@@ -703,4 +715,361 @@ fn of_plans_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseRe
             Ok(Attempt::seen(outstanding))
         })
     })
+}
+
+// ----------------------------------------------------------------------------------------------------- plans side by side
+
+/// A plan, and a product for it. The operands lie at an address that the plan accepts, and that a stricter plan refuses.
+struct Planned {
+    what: &'static str,
+    options: PlanOptions,
+    product: Product,
+}
+
+impl Planned {
+    fn new(what: &'static str, shape: GemmShape, epilogue: Epilogue) -> Self {
+        // The seed follows from nothing that differs between plans, so equal shapes have equal operands.
+        let product = Product::new(shape, 31).with_scale(1.0, 0.5).with_epilogue(epilogue);
+        Self { what, options: PlanOptions::new(shape, epilogue, WORKSPACE_BYTES), product }
+    }
+
+    fn with_options(mut self, change: impl FnOnce(PlanOptions) -> PlanOptions) -> Self {
+        self.options = change(self.options);
+        self
+    }
+}
+
+/// Makes all plans on one handle, in each order, and runs each while the others live.
+fn run_side_by_side(bench: &mut Bench<'_>, planned: &[Planned]) -> CaseResult {
+    let orders: [Vec<&Planned>; 2] = [planned.iter().collect(), planned.iter().rev().collect()];
+    for order in orders {
+        let mut plans = Vec::new();
+        for planned in order {
+            plans.push((bench.handle.raw_mut().create_plan(&planned.options)?, planned));
+        }
+        for (made, (plan, Planned { what, options, product })) in plans.iter().enumerate() {
+            if plans[..made].iter().any(|(other, _)| other == plan) {
+                return Err(Failure::new(format!("the plan {what} has the id of a plan that lives")));
+            }
+            let placed = product.place_on(bench.backend, bench.device)?;
+            let scale = (product.alpha, product.beta);
+            let ran =
+                bench.handle.run_plan(*plan, &product.shape, scale, placed.operands(), None, placed.bias.as_ref());
+            ran.map_err(|error| Failure::new(format!("the plan {what} does not run beside others: {error}")))?;
+            bench.stream.synchronize()?;
+            let failed = |failure: Failure| failure.with_details(&format!("by the plan {what}, beside others"));
+            placed.check(product).map_err(failed)?;
+            // One element further on, which is less aligned. The matrices then end inside the guards behind them.
+            let element = options.shape.data_type.bytes().max(options.shape.output.bytes());
+            if product.bias.is_none() {
+                let operands = placed.operands().map(|(block, offset)| (block, offset + element));
+                let ran = bench.handle.run_plan(*plan, &product.shape, (0.0, 0.0), operands, None, None);
+                match (ran, options.alignment > element) {
+                    (Ok(()), false) => {}
+                    (ran, true) => check_error!(ran, InvalidArgument, "a run of the plan {what} on odd addresses"),
+                    (Err(error), false) => {
+                        let message =
+                            format!("the plan {what} refuses operands that are aligned to {element}: {error}");
+                        return Err(Failure::new(message));
+                    }
+                }
+                bench.stream.synchronize()?;
+            }
+        }
+        for (plan, _) in plans {
+            bench.handle.raw_mut().destroy_plan(plan)?;
+        }
+    }
+    Ok(())
+}
+
+/// Plans of one handle that differ in one field each. All are square, so that most fields change no size.
+fn of_plans_that_live_at_once_are_apart(backend: &dyn Backend) -> CaseResult {
+    const SIDE: usize = 8;
+    on_each_for_plans(backend, |bench| {
+        let square = Types::F32.shape(SIDE, SIDE, SIDE);
+        let wide = square.with_leading_dimensions(2 * SIDE, 2 * SIDE, 2 * SIDE);
+        let plain = |what, shape| Planned::new(what, shape, Epilogue::None);
+        let mut planned = vec![
+            plain("of a square product", square),
+            plain("with another m", Types::F32.shape(SIDE / 2, SIDE, SIDE).with_leading_dimensions(SIDE, SIDE, SIDE)),
+            plain("with another n", Types::F32.shape(SIDE, SIDE / 2, SIDE)),
+            plain("with another k", Types::F32.shape(SIDE, SIDE, SIDE / 2).with_leading_dimensions(SIDE, SIDE, SIDE)),
+            plain("with A transposed", square.with_transposed_a()),
+            plain("with B transposed", square.with_transposed_b()),
+            plain("with A and B transposed", square.with_transposed_a().with_transposed_b()),
+            plain("with all leading dimensions doubled", wide),
+            plain("with another lda", square.with_leading_dimensions(2 * SIDE, SIDE, SIDE)),
+            plain("with another ldb", square.with_leading_dimensions(SIDE, 2 * SIDE, SIDE)),
+            plain("with another ldc", square.with_leading_dimensions(SIDE, SIDE, 2 * SIDE)),
+            plain("for addresses aligned to 64", square).with_options(|options| options.with_alignment(64)),
+            plain("without a workspace", square)
+                .with_options(|options| PlanOptions::new(options.shape, options.epilogue, 0)),
+        ];
+        if bench.can.strided_batch {
+            const MATRIX: usize = SIDE * SIDE;
+            let batch = StridedBatch { count: 3, stride_a: MATRIX, stride_b: MATRIX, stride_c: MATRIX };
+            let batches = [
+                ("of a batch of 3", batch),
+                ("of a batch of 2", StridedBatch { count: 2, ..batch }),
+                ("of a batch of 1", StridedBatch { count: 1, ..batch }),
+                ("of a batch with another stride of A", StridedBatch { stride_a: 2 * MATRIX, ..batch }),
+                ("of a batch with another stride of B", StridedBatch { stride_b: 2 * MATRIX, ..batch }),
+                ("of a batch with another stride of C", StridedBatch { stride_c: 2 * MATRIX, ..batch }),
+                ("of a batch with one A", StridedBatch { stride_a: 0, ..batch }),
+                ("of a batch with one B", StridedBatch { stride_b: 0, ..batch }),
+            ];
+            planned.extend(batches.map(|(what, batch)| plain(what, square.with_batch(batch))));
+        }
+        for (what, epilogue) in [
+            ("with a bias", Epilogue::Bias),
+            ("that clamps", Epilogue::Relu),
+            ("with a bias that clamps", Epilogue::BiasRelu),
+            ("that applies GELU", Epilogue::Gelu),
+            ("with a bias that applies GELU", Epilogue::BiasGelu),
+        ] {
+            planned.push(Planned::new(what, square, epilogue));
+        }
+        if bench.can.tf32 {
+            let mut rounded = plain("in TF32", square).with_options(|options| options.with_math_mode(MathMode::Tf32));
+            rounded.product = rounded.product.with_tf32();
+            planned.push(rounded);
+        }
+        if bench.can.atomics_mode {
+            let atomic = |options: PlanOptions| options.with_atomics_mode(AtomicsMode::Allowed);
+            planned.push(plain("with atomics", square).with_options(atomic));
+        }
+        run_side_by_side(bench, &planned)
+    })
+}
+
+fn of_plans_for_other_types_are_apart(backend: &dyn Backend) -> CaseResult {
+    on_each_for_plans(backend, |bench| {
+        let planned: Vec<Planned> = bench
+            .types()
+            .into_iter()
+            .map(|types| Planned::new("for one of the pairs of types", types.shape(16, 16, 16), Epilogue::None))
+            .collect();
+        run_side_by_side(bench, &planned)
+    })
+}
+
+/// More plans than caches of 64 and of 128 have, each for another number of terms.
+fn of_many_plans_are_right(backend: &dyn Backend) -> CaseResult {
+    const PLANS: usize = 130;
+    on_each_for_plans(backend, |bench| {
+        let products: Vec<Product> = (1..=PLANS).map(|k| Product::new(Types::F32.shape(4, 4, k), 32)).collect();
+        let mut plans = Vec::new();
+        for product in &products {
+            plans.push(bench.handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?);
+        }
+        // From the first on, and then against the order.
+        for index in (0..PLANS).step_by(9).chain((0..PLANS).rev().step_by(13)) {
+            let product = &products[index];
+            let placed = product.place_on(bench.backend, bench.device)?;
+            let ran = bench.handle.run_plan(plans[index], &product.shape, (1.0, 0.0), placed.operands(), None, None);
+            ran.map_err(|error| Failure::new(format!("plan {index} of {PLANS} that live does not run: {error}")))?;
+            bench.stream.synchronize()?;
+            placed.check(product)?;
+        }
+        plans.into_iter().try_for_each(|plan| bench.handle.raw_mut().destroy_plan(plan))?;
+        Ok(())
+    })
+}
+
+// ----------------------------------------------------------------------------------------------- special factors and sizes
+
+fn without_terms_take_any_alpha(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            for shape in bench.alone_and_in_a_batch(types, (5, 3, 0)) {
+                for alpha in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 3.0] {
+                    for beta in [0.0, 1.0, -2.0] {
+                        bench.prove(&Product::new(shape, 33).with_scale(alpha, beta))?;
+                    }
+                    // The old C is not read.
+                    bench.prove(&Product::new(shape, 33).with_scale(alpha, 0.0).with_nan_in_c())?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Alpha and beta are numbers of the type that sums have, which has a larger range than 16-bit floats.
+fn take_factors_beyond_the_range_of_their_type(backend: &dyn Backend) -> CaseResult {
+    // The products are 2^-20.
+    let small = 2.0_f64.powi(-10);
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            for shape in bench.alone_and_in_a_batch(types, (8, 8, 8)) {
+                let product = Product::new(shape, 34).with_factors(small);
+                for alpha in [100_000.0, -70_000.0, 1e7] {
+                    bench.prove(&product.clone().with_scale(alpha, 0.0))?;
+                }
+                // The old C is small too.
+                bench.prove(&product.clone().with_old_c(small).with_scale(100_000.0, 100_000.0))?;
+                // Smaller than the least number of half precision.
+                let large = Product::new(shape, 34).with_factors(128.0).with_scale(1e-9, 0.0);
+                bench.prove(&large)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A matrix of one row, one column or one element, whose leading dimension and transposition matter nevertheless.
+fn of_single_rows_columns_and_terms(backend: &dyn Backend) -> CaseResult {
+    const SIZES: [(usize, usize, usize); 7] =
+        [(1, 1, 1), (1, 1, 7), (1, 6, 1), (6, 1, 1), (1, 6, 7), (6, 1, 7), (6, 5, 1)];
+    on_each(backend, |bench| {
+        for (index, types) in bench.types().into_iter().enumerate() {
+            let shapes = SIZES.into_iter().flat_map(|(m, n, k)| {
+                let plain = types.shape(m, n, k);
+                let both = plain.with_transposed_a().with_transposed_b();
+                [plain, plain.with_transposed_a(), plain.with_transposed_b(), both]
+            });
+            // All of the first types, and every third of the others.
+            let step = if index == 0 { 1 } else { 3 };
+            for shape in shapes.skip(index % 3).step_by(step) {
+                let far = shape.with_leading_dimensions(shape.lda + 10, shape.ldb + 11, shape.ldc + 12);
+                bench.prove(&Product::new(far, 35).with_scale(0.5, 2.0))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+fn of_batches_of_one_take_any_strides(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        for types in bench.types() {
+            for stride in [0, 1, 1000] {
+                let batch = StridedBatch { count: 1, stride_a: stride, stride_b: stride, stride_c: stride };
+                let shape = types.shape(8, 16, 8).with_batch(batch);
+                bench.prove(&Product::new(shape, 36).with_scale(1.0, 1.0))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+// ------------------------------------------------------------------------------------------------------- handles side by side
+
+/// Sets the precision of two handles in each order of up to three settings. After each, both multiply.
+fn of_two_handles_keep_their_own_precision(backend: &dyn Backend) -> CaseResult {
+    const MODES: [MathMode; 2] = [MathMode::Default, MathMode::Tf32];
+    on_each(backend, |bench| {
+        if bench.kind == BlasKind::Lt {
+            // A plan has its own precision.
+            return Ok(());
+        }
+        let product = Product::new(Types::F32.shape(16, 16, 8), 6);
+        let rounded = product.clone().with_tf32();
+        bench.handle.raw_mut().set_math_mode(MathMode::Tf32)?;
+        if bench.run(&product)?.check(&product).is_ok() {
+            // The mode has no visible effect.
+            return Ok(());
+        }
+        let mut handles = Vec::new();
+        for _ in 0..2 {
+            handles.push(Handle::new(bench.backend, bench.kind, bench.stream)?);
+        }
+        let placed = product.place_on(bench.backend, bench.device)?;
+        let mut set = [MathMode::Default; 2];
+        // A setting is a handle and a mode. Each pair of settings follows each other.
+        for first in 0..4 {
+            for second in 0..4 {
+                for setting in [first, second, first] {
+                    let (which, mode) = (setting / 2, MODES[setting % 2]);
+                    handles[which].raw_mut().set_math_mode(mode)?;
+                    set[which] = mode;
+                    for (handle, mode) in handles.iter_mut().zip(set) {
+                        placed.gemm(&product, handle)?;
+                        bench.stream.synchronize()?;
+                        let full = placed.check(&product);
+                        let message = format!("a handle in the mode {mode:?}, beside one in another");
+                        match mode {
+                            MathMode::Tf32 => {
+                                placed.check(&rounded)?;
+                                check!(full.is_err(), "{message} does not round to TF32");
+                            }
+                            _ => full.map_err(|failure| failure.with_details(&message))?,
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn follow_the_stream_that_any_thread_bound(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| match bench.kind {
+        BlasKind::Lt => Ok(()),
+        _ => follow_any_thread(bench),
+    })
+}
+
+fn of_plans_follow_the_stream_that_any_thread_bound(backend: &dyn Backend) -> CaseResult {
+    on_each_for_plans(backend, follow_any_thread)
+}
+
+/// Binds two streams by turns, each in one of two threads, while the other stream is busy. The product runs on the stream that
+/// was bound last, in either thread.
+fn follow_any_thread(bench: &mut Bench<'_>) -> CaseResult {
+    let (backend, device) = (bench.backend, bench.device);
+    let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+    let streams = [Stream::on(backend, device)?, Stream::on(backend, device)?];
+    let product = Product::new(Types::F32.shape(16, 16, 16), 37);
+    let placed = product.place_on(backend, device)?;
+    let plan = match bench.kind {
+        BlasKind::Lt => Some(bench.plan(&product)?),
+        _ => None,
+    };
+    let elsewhere = |act: &mut (dyn FnMut() -> highwater_hal::Result<()> + Send)| -> CaseResult {
+        let done = std::thread::scope(|scope| scope.spawn(act).join());
+        Ok(done.map_err(|_| Failure::new("a thread panicked"))??)
+    };
+    // Whether another thread binds the last stream, whether it multiplies, and which stream is the last.
+    for (binds, multiplies, last) in [(true, false, 1), (false, true, 0), (true, true, 1), (false, false, 0)] {
+        let (stream, other) = (&streams[last], &streams[1 - last]);
+        let handle = &mut bench.handle;
+        handle.set_stream(other)?;
+        if binds {
+            elsewhere(&mut || handle.set_stream(stream))?;
+        } else {
+            elsewhere(&mut || handle.set_stream(other))?;
+            handle.set_stream(stream)?;
+        }
+        let workspace = bench.workspace;
+        bench.handle.offer_workspace(workspace, 0..WORKSPACE_BYTES)?;
+        until_conclusive("the other stream was idle when the product had run", |load| {
+            placed.c.write(0, &with_other_elements(&placed.c)?)?;
+            let copied = Block::on(backend, device, placed.c.bytes())?;
+            busy.enqueue(other, load)?;
+            let handle = &mut bench.handle;
+            let mut multiply = || match plan {
+                Some(plan) => handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None),
+                None => placed.gemm(&product, handle),
+            };
+            if multiplies {
+                elsewhere(&mut multiply)?;
+            } else {
+                multiply()?;
+            }
+            // In the order of the stream that was bound last.
+            stream.copy(copied.all(), placed.c.all())?;
+            stream.synchronize()?;
+            let outstanding = other.is_pending()?;
+            other.synchronize()?;
+            placed.check(&product)?;
+            let same = copied.read()? == placed.c.read()?;
+            check!(same, "a product did not run on the stream that was bound last, by another thread: {binds}");
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    match plan {
+        Some(plan) => Ok(bench.handle.raw_mut().destroy_plan(plan)?),
+        None => Ok(()),
+    }
 }

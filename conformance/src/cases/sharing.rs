@@ -4,9 +4,11 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
 use highwater_hal::{
-    Backend, CaptureMode, Descriptor, DeviceMemoryKind, ErrorKind, MemoryHandle, PhysicalMemoryOptions, Transport,
+    Backend, CaptureMode, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryHandle, PhysicalMemoryOptions,
+    Transport,
 };
 
+use super::concurrency::in_thread;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Addresses, Block, Capture, DEVICE, Event, PhysicalMemory, Stream, sharing};
 use crate::idle_stream::IdleStream;
@@ -55,6 +57,8 @@ cases! {
     descriptors_of_handles_count: ["backend.live-objects"] needs [has::shareable_memory, DESCRIPTORS];
     opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
         needs [has::shareable_memory, has::capture, has::create_during_capture];
+    importing_does_not_disturb_captures: ["capture.undisturbed", "ipc.import-maps", "mapped.capture"]
+        needs [has::shareable_memory, has::mapped_memory, has::foreign_memory, has::capture, has::create_during_capture];
     mapped_memory_is_shared: ["mapped.shared", "ipc.shared-bytes"] needs [has::shareable_memory, has::mapped_memory];
     imported_memory_is_the_exporters: ["ipc.import-maps", "ipc.shared-bytes"]
         needs [has::shareable_memory, has::mapped_memory, has::foreign_memory];
@@ -485,18 +489,26 @@ fn exports_can_be_repeated(backend: &dyn Backend, launcher: &Launcher) -> CaseRe
     })
 }
 
+/// Number of opens of one handle.
+const OPENS: usize = 257;
+
 fn opening_again_gives_the_same_address(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     with_each_transport(backend, launcher, |transport, peer| {
         let block = shareable(backend, BYTES, transport)?;
         block.write(0, &[OLD; BYTES])?;
         let handle = block.export(transport)?;
         let first = peer.open(&handle)??;
-        for round in 2..5 {
+        // More often than a count of 8 bits.
+        for round in 2..=OPENS {
             check_eq!(peer.open(&handle)??, first, "the address of open number {round}");
         }
-        // Three of four closes leave it open.
-        for _ in 0..3 {
-            peer.close(first)??;
+        // All closes but the last leave it open.
+        for closed in 1..OPENS {
+            peer.close(first)
+                .map_err(|failure| failure.with_details(&format!("after {closed} of {OPENS} opens")))??;
+            if !closed.is_multiple_of(64) && closed > 2 && closed < OPENS - 2 {
+                continue;
+            }
             block.write(0, &[NEW; BYTES])?;
             check!(peer.read(first, BYTES)?? == [NEW; BYTES], "a close ended more than one open");
             block.write(0, &[OLD; BYTES])?;
@@ -671,6 +683,45 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
             graph?.instantiate()?.launch(&stream)?;
             stream.synchronize()?;
             check!(block.read()? == [NEW; BYTES], "a capture ({mode:?}) in which memory was opened is not whole");
+        }
+        drop(handle);
+        Ok(peer.free(there)??)
+    })
+}
+
+/// Imports of memory of another process, mapped in the middle of a capture, by either thread.
+fn importing_does_not_disturb_captures(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+    with_each_transport(backend, launcher, |transport, peer| {
+        if transport == Transport::Legacy {
+            return Ok(());
+        }
+        let there = peer.allocate_mapped(piece, transport)??;
+        let content = Random::new(83).bytes(BYTES.min(piece));
+        peer.write(there, &content)??;
+        let handle = peer.export(there, transport)??;
+        for &mode in CaptureMode::ALL {
+            for in_another_thread in [false, true] {
+                let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
+                let before = backend.live_objects();
+                let capture = Capture::begin(&stream, mode)?;
+                stream.set(block.span(0..BYTES / 2), NEW)?;
+                let import = || Block::imported(backend, DEVICE, &handle);
+                let imported = if in_another_thread { in_thread(import)? } else { import()? };
+                check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by an import of memory");
+                stream.set(block.span(BYTES / 2..BYTES), NEW)?;
+                let graph = capture.end(&[&block]);
+                check!(graph.is_ok(), "a capture ({mode:?}) was lost by an import of memory: {:?}", graph.err());
+                let graph = graph?;
+                let got = imported.read()?;
+                check!(got[..content.len()] == content, "memory that was imported during a capture has other bytes");
+                graph.instantiate()?.launch(&stream)?;
+                stream.synchronize()?;
+                check!(block.read()? == [NEW; BYTES], "a capture ({mode:?}) in which memory was imported is not whole");
+                drop(graph);
+                imported.give_back()?;
+                check_eq!(backend.live_objects(), before, "live objects after an import in a capture ({mode:?})");
+            }
         }
         drop(handle);
         Ok(peer.free(there)??)
@@ -992,14 +1043,35 @@ fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) 
     let (producer, event) = (Stream::new(backend)?, Event::interprocess(backend)?);
     let shared = shareable(backend, BYTES, transport)?;
     let mut peer = start(launcher, backend)?;
-    let (opened, opened_event) = (peer.open(&shared.export(transport)?)??, peer.open_event(&event.export()?)??);
+    let (opened, handle) = (peer.open(&shared.export(transport)?)??, event.export()?);
+    // Each id of an event orders.
+    let events = [peer.open_event(&handle)??, peer.open_event(&handle)??];
     let copied = peer.allocate(BYTES, transport)??;
+    let here = (&producer, &event, &busy, &shared);
+    orders_the_importer(&mut peer, here, (opened, events[1], copied))?;
+    // Each id ends alone.
+    peer.destroy_event(events[1])??;
+    orders_the_importer(&mut peer, here, (opened, events[0], copied))?;
+    peer.end()
+}
+
+/// Shows that the stream of the second process waits for the event of this one.
+fn orders_the_importer(
+    peer: &mut Peer,
+    (producer, event, busy, shared): (&Stream<'_>, &Event<'_>, &StreamLoad<'_>, &Block<'_>),
+    (opened, opened_event, copied): (DevicePtr, PeerEvent, DevicePtr),
+) -> CaseResult {
     until_conclusive(TOO_EARLY, |load| {
         shared.write(0, &[OLD; BYTES])?;
+        // The importer has seen an earlier record complete, and may remember it.
+        producer.record(event)?;
+        producer.synchronize()?;
+        check!(peer.query_event(opened_event)??.is_complete(), "an opened event is pending after it was reached");
+        peer.synchronize_event(opened_event)??;
         peer.write(copied, &[OLD; BYTES])??;
-        busy.enqueue(&producer, load * PRODUCED)?;
+        busy.enqueue(producer, load * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
-        producer.record(&event)?;
+        producer.record(event)?;
         peer.wait_for(opened_event)??;
         peer.copy(copied, opened, BYTES)??;
         peer.let_others_begin()??;
@@ -1008,8 +1080,7 @@ fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) 
         check_new(&peer.read(copied, BYTES)??, "a stream that waits for another process's event")?;
         producer.synchronize()?;
         Ok(Attempt::seen(outstanding))
-    })?;
-    peer.end()
+    })
 }
 
 /// The process that creates an event of both processes.
@@ -1049,6 +1120,10 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
     until_conclusive(TOO_EARLY, |load| {
         shared.write(0, &[OLD; BYTES])?;
         copied.write(0, &[OLD; BYTES])?;
+        // This process has seen an earlier record complete, and may remember it.
+        peer.record(there)??;
+        here.synchronize()?;
+        check!(here.query()?.is_complete(), "an opened event is pending after it was synchronized");
         peer.busy(Direction::ToDevice, load * PRODUCED)??;
         peer.fill(opened, BYTES, NEW)??;
         peer.record(there)??;

@@ -154,11 +154,35 @@ impl<'b> Block<'b> {
     /// Imports mapped memory of another process, and maps it at addresses of its own.
     #[track_caller]
     pub(crate) fn imported(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
-        made_here();
-        let memory =
-            PhysicalMemory::adopted(backend, sharing(backend, "import_memory")?.import_memory(device, handle)?);
+        let sharing = sharing(backend, "import_memory")?;
+        let import = || {
+            made_here();
+            sharing.import_memory(device, handle).map(|memory| PhysicalMemory::adopted(backend, memory))
+        };
+        // A second import ends alone.
+        let (memory, second) = (import()?, import()?);
+        second.destroy()?;
         let bytes = handle.bytes as usize;
         let addresses = Addresses::new(backend, device, bytes)?;
+        addresses.map(0, &memory, bytes)?;
+        addresses.give_access(0..bytes, device)?;
+        memory.destroy()?;
+        let ptr = addresses.ptr();
+        let origin = Origin::Mapped(addresses);
+        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+    }
+
+    /// Makes a block of mapped memory of one piece that can be exported.
+    #[track_caller]
+    pub(crate) fn mapped_for(
+        backend: &'b dyn Backend,
+        device: u32,
+        bytes: usize,
+        transport: Transport,
+    ) -> Result<Self> {
+        let addresses = Addresses::new(backend, device, bytes)?;
+        let options = PhysicalMemoryOptions::new(bytes).with_shareable(transport);
+        let memory = PhysicalMemory::create(backend, device, &options)?;
         addresses.map(0, &memory, bytes)?;
         addresses.give_access(0..bytes, device)?;
         memory.destroy()?;

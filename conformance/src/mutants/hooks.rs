@@ -65,6 +65,10 @@ pub(super) struct Hooks {
     pub(super) kind: Option<fn(BlasKind) -> BlasKind>,
     /// Whether a dropped handle is forgotten instead of destroyed.
     pub(super) forgets_dropped_handles: bool,
+    /// Whether each call of `host_allocator` returns another object.
+    pub(super) renews_allocators: bool,
+    /// Whether each call of `ipc_sharing` returns another object.
+    pub(super) renews_sharing: bool,
     /// Whether the backend offers no sharing.
     pub(super) hides_sharing: bool,
     /// Whether the wrapper waits for all devices before it gives memory back. A mutant that breaks the waits of the suite

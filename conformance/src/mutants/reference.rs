@@ -114,7 +114,7 @@ impl Reference {
 
     /// Changes bytes of device memory that no stream uses.
     pub(super) fn edit(&self, device: u32, ptr: DevicePtr, bytes: usize, change: impl FnOnce(&mut [u8])) -> Result<()> {
-        let host = ReferenceHost::new(self, 0);
+        let host = ReferenceHost::new(self);
         let pinned = host.allocate(bytes, &HostOptions::new())?;
         let (here, there) = (Location::Host(pinned), Location::Device { device, ptr });
         let done = self
@@ -234,13 +234,11 @@ impl DerefMut for ReferenceHandle {
 #[derive(Debug)]
 pub(super) struct ReferenceHost {
     allocator: Arc<dyn HostAllocator>,
-    /// The number of allocators that were given out before this one.
-    pub(super) serial: u64,
 }
 
 impl ReferenceHost {
-    pub(super) fn new(backend: &Reference, serial: u64) -> Self {
-        Self { allocator: backend.host_allocator(), serial }
+    pub(super) fn new(backend: &Reference) -> Self {
+        Self { allocator: backend.host_allocator() }
     }
 }
 

@@ -477,7 +477,7 @@ fn the_layer_below_a_mutant_refuses_what_leaves_its_memory_and_nothing_else() {
     let refused = Refused::default();
     let below: Arc<dyn Backend> = Arc::new(Noting { below: mock(MockOptions::new()), refused: Arc::clone(&refused) });
     let reference = Reference::new(below);
-    let host = ReferenceHost::new(&reference, 0);
+    let host = ReferenceHost::new(&reference);
     // The bytes behind the second block are in none.
     let [other, ptr, behind] = [(); 3].map(|()| reference.allocate(0, &AllocateOptions::new(BYTES)).unwrap());
     reference.free(0, behind, None).unwrap();

@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, ThreadId};
 
 use highwater_hal::{
@@ -26,7 +26,6 @@ struct Core {
     other_identity: Option<Identity>,
     /// Set when the run has stopped waiting for the case that uses the backend.
     stopped: Arc<AtomicBool>,
-    allocators: AtomicU64,
 }
 
 impl fmt::Debug for Core {
@@ -259,16 +258,25 @@ macro_rules! wrappers {
             }
 
             fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-                // Relaxed: only the uniqueness of the number matters.
-                let serial = self.core.allocators.fetch_add(1, Ordering::Relaxed);
-                let below = ReferenceHost::new(&self.below, serial);
-                Arc::new(WrappedHost { core: Arc::clone(&self.core), below })
+                let new = || {
+                    Arc::new(WrappedHost { core: Arc::clone(&self.core), below: ReferenceHost::new(&self.below) })
+                };
+                if self.core.hooks.renews_allocators {
+                    return new();
+                }
+                Arc::<WrappedHost>::clone(self.allocator.get_or_init(new))
             }
 
             fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
                 let sharing = self.below.ipc_sharing().filter(|_| !self.core.hooks.hides_sharing)?;
-                let below = ReferenceSharing::new(self.below.clone(), sharing);
-                Some(Arc::new(WrappedSharing { core: Arc::clone(&self.core), below }))
+                let new = || {
+                    let below = ReferenceSharing::new(self.below.clone(), sharing);
+                    Arc::new(WrappedSharing { core: Arc::clone(&self.core), below })
+                };
+                if self.core.hooks.renews_sharing {
+                    return Some(new());
+                }
+                Some(Arc::<WrappedSharing>::clone(self.sharing.get_or_init(new)))
             }
 
             wrappers!(operations backend shared "" $backend);
@@ -309,6 +317,8 @@ for_each_operation!(wrappers);
 pub(super) struct Wrapper {
     core: Arc<Core>,
     below: Reference,
+    allocator: OnceLock<Arc<WrappedHost>>,
+    sharing: OnceLock<Arc<WrappedSharing>>,
 }
 
 impl Wrapper {
@@ -321,9 +331,8 @@ impl Wrapper {
     ) -> Self {
         let other_identity = hooks.identity.map(|change| change(backend.identity()));
         let below = Reference::new(backend);
-        let core =
-            Core { below: below.clone(), hooks, applied, other_identity, stopped, allocators: AtomicU64::new(0) };
-        Self { core: Arc::new(core), below }
+        let core = Core { below: below.clone(), hooks, applied, other_identity, stopped };
+        Self { core: Arc::new(core), below, allocator: OnceLock::new(), sharing: OnceLock::new() }
     }
 
     fn bound(&self) -> Option<StreamId> {

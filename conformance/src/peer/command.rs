@@ -26,6 +26,7 @@ macro_rules! commands {
 commands! {
     Begin "open the backend",
     Allocate "allocate",
+    AllocateMapped "allocate mapped memory",
     Free "free",
     ExportMemory "export_memory",
     OpenMemory "open_memory",

@@ -207,6 +207,13 @@ impl Peer {
         Ok(self.number(Command::Allocate, |m| m.with_numbers(numbers))?.map(DevicePtr::new))
     }
 
+    /// Creates mapped memory that can be exported.
+    #[track_caller]
+    pub(crate) fn allocate_mapped(&mut self, bytes: usize, transport: Transport) -> Answer<DevicePtr> {
+        let numbers = [bytes as u64, u64::from(transport.code())];
+        Ok(self.number(Command::AllocateMapped, |m| m.with_numbers(numbers))?.map(DevicePtr::new))
+    }
+
     /// Frees memory of [`Peer::allocate`].
     #[track_caller]
     pub(crate) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {

@@ -187,6 +187,10 @@ impl<'b> Server<'b> {
                 let block = Block::with_kind(self.backend, self.device, size(0)?, kind)?;
                 done.with_numbers([self.keep(block)])
             }
+            Command::AllocateMapped => {
+                let block = Block::mapped_for(self.backend, self.device, size(0)?, transport(number(1)?)?)?;
+                done.with_numbers([self.keep(block)])
+            }
             Command::Free => match self.take(number(0)?, false) {
                 Some(own) => {
                     drop(own);

@@ -147,17 +147,33 @@ unsafe impl BackendLayer for Validated<'_> {
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
         let at = origin::take();
         self.books.enter("create_blas_handle")?;
-        let handle = self.inner.create_blas_handle(device, options)?;
+        let create = || self.inner.create_blas_handle(device, options);
+        let handle = self.books.calling("create_blas_handle", create)?;
         Ok(Box::new(ValidatedHandle::new(handle, &self.books, device, options.kind, at)))
     }
 
     // The backend is asked each time: its answer must not change.
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-        Arc::new(ValidatedAllocator { inner: self.inner.host_allocator(), books: Arc::clone(&self.books) })
+        let inner = self.inner.host_allocator();
+        let (first, layer) = self.allocator.get_or_init(|| {
+            let layer = ValidatedAllocator { inner: Arc::clone(&inner), books: Arc::clone(&self.books) };
+            (Arc::clone(&inner), Arc::new(layer))
+        });
+        if !Arc::ptr_eq(first, &inner) {
+            self.books.found("`host_allocator` returned another allocator than before".to_owned());
+        }
+        Arc::clone(layer)
     }
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
         let inner = self.inner.ipc_sharing()?;
-        Some(Arc::new(ValidatedSharing { inner, books: Arc::clone(&self.books) }))
+        let (first, layer) = self.sharing.get_or_init(|| {
+            let layer = ValidatedSharing { inner: Arc::clone(&inner), books: Arc::clone(&self.books) };
+            (Arc::clone(&inner), Arc::new(layer))
+        });
+        if !Arc::ptr_eq(first, &inner) {
+            self.books.found("`ipc_sharing` returned another object than before".to_owned());
+        }
+        Some(Arc::clone(layer))
     }
 }

@@ -63,7 +63,7 @@ impl ValidatedHandle {
         call: impl FnOnce(&mut dyn BlasHandle) -> Result<T>,
     ) -> Result<T> {
         self.books.enter(operation)?;
-        let answer = call(&mut *self.inner);
+        let answer = self.books.calling(operation, || call(&mut *self.inner));
         if answer.is_ok() && self.destroyed {
             self.books.found(format!("use after destroy: `{operation}` accepted a handle that was destroyed"));
         }

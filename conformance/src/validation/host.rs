@@ -32,7 +32,7 @@ unsafe impl HostLayer for ValidatedAllocator {
         const OPERATION: &str = "host_allocate";
         let place = origin::take();
         self.books.enter(OPERATION)?;
-        let ptr = self.inner.allocate(bytes, options)?;
+        let ptr = self.books.calling(OPERATION, || self.inner.allocate(bytes, options))?;
         self.books.given(OPERATION, at(ptr), bytes as u64, Holding::HostAllocated, place);
         Ok(ptr)
     }
@@ -48,7 +48,7 @@ unsafe impl HostLayer for ValidatedAllocator {
         let place = origin::take();
         self.books.enter(OPERATION)?;
         // SAFETY: the caller promises what `register` asks for.
-        unsafe { self.inner.register(ptr, bytes, options)? };
+        self.books.calling(OPERATION, || unsafe { self.inner.register(ptr, bytes, options) })?;
         self.books.given(OPERATION, at(ptr), bytes as u64, Holding::HostRegistered, place);
         Ok(())
     }

@@ -33,9 +33,11 @@ mod tests;
 
 use std::ops::Deref;
 use std::panic::Location;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use highwater_hal::{Answer, AnyId, Backend, Call, Error, ErrorKind, LiveObjects, Result, StreamId};
+use highwater_hal::{
+    Answer, AnyId, Backend, Call, Error, ErrorKind, HostAllocator, IpcSharing, LiveObjects, Result, StreamId,
+};
 
 pub(crate) use self::origin::made_here;
 
@@ -69,6 +71,9 @@ pub(crate) struct Validated<'b> {
     inner: Below<'b>,
     books: Arc<Books>,
     before: LiveObjects,
+    /// The first allocator and the first sharing that the backend returned, each with the layer over it.
+    allocator: OnceLock<(Arc<dyn HostAllocator>, Arc<dyn HostAllocator>)>,
+    sharing: OnceLock<(Arc<dyn IpcSharing>, Arc<dyn IpcSharing>)>,
 }
 
 impl<'b> Validated<'b> {
@@ -80,7 +85,8 @@ impl<'b> Validated<'b> {
     fn over(inner: Below<'b>, gate: Option<Gate>, refuses: bool) -> Self {
         let ledger = Ledger::new(inner.identity().tag, inner.device_count());
         let before = inner.live_objects();
-        Self { inner, books: Arc::new(Books { ledger: Mutex::new(ledger), gate, refuses }), before }
+        let books = Arc::new(Books { ledger: Mutex::new(ledger), gate, refuses });
+        Self { inner, books, before, allocator: OnceLock::new(), sharing: OnceLock::new() }
     }
 
     /// Returns the findings at the end of the case.
@@ -148,11 +154,27 @@ impl Books {
         self.ledger().found(text);
     }
 
+    /// Makes a call, and judges its error, if any.
+    fn calling<T>(&self, operation: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        call().inspect_err(|error| self.judge_error(operation, error))
+    }
+
+    /// Judges the form of an error. `copy_2d` may be a copy for each row, whose error is that of `copy`.
+    fn judge_error(&self, operation: &'static str, error: &Error) {
+        let named = error.operation();
+        if named != operation && (operation, named) != ("copy_2d", "copy") {
+            self.found(format!("`{operation}` returned an error of `{named}`: {error}"));
+        }
+        if error.message().trim().is_empty() {
+            self.found(format!("`{operation}` returned an error without a message: {error}"));
+        }
+    }
+
     /// Makes a call that receives these ids, and judges the answer.
     fn with_ids<T>(&self, operation: &'static str, ids: &[AnyId], call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter(operation)?;
         let unsound = self.unsound(ids);
-        let answer = call();
+        let answer = self.calling(operation, call);
         self.judge(operation, ids, unsound, &answer);
         answer
     }
@@ -193,7 +215,7 @@ impl Books {
         let unsound = self.unsound(&[id]);
         // Whether another thread destroys the object at the same time. One of the two is refused.
         let is_contended = self.ledger().begins_to_destroy(id, true);
-        let answer = call();
+        let answer = self.calling(operation, call);
         if answer.is_ok() {
             let mut ledger = self.ledger();
             if !ledger.remove(id) {
@@ -254,7 +276,9 @@ impl Books {
         // The backend checks the other calls itself.
         let is_promised = matches!(operation, "free" | "host_free") && self.ledger().has(space);
         let unknown = (is_promised && number.is_none()).then(|| format!("nothing that is alive begins at {start:#x}"));
-        let answer = entered.and_then(|()| self.refuse(operation, unknown.as_ref())).and_then(|()| call());
+        let answer = entered
+            .and_then(|()| self.refuse(operation, unknown.as_ref()))
+            .and_then(|()| self.calling(operation, call));
         let mut ledger = self.ledger();
         if answer.is_ok()
             && let Some(text) = complaint

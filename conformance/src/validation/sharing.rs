@@ -44,7 +44,7 @@ impl SharingLayer for ValidatedSharing {
         self.books.enter(OPERATION)?;
         let misuse = self.not_exportable(device, ptr, transport);
         // SAFETY: handed on as it came.
-        let answer = unsafe { self.inner.export_memory(device, ptr, transport) };
+        let answer = self.books.calling(OPERATION, || unsafe { self.inner.export_memory(device, ptr, transport) });
         self.books.judge_use(OPERATION, misuse, &answer);
         if answer.is_ok() {
             self.books.ledger().exported();
@@ -56,7 +56,7 @@ impl SharingLayer for ValidatedSharing {
         const OPERATION: &str = "open_memory";
         let at = origin::take();
         self.books.enter(OPERATION)?;
-        let ptr = self.inner.open_memory(device, handle)?;
+        let ptr = self.books.calling(OPERATION, || self.inner.open_memory(device, handle))?;
         self.books.given(OPERATION, on(device, ptr), handle.bytes, Holding::Mapped { opens: 1 }, at);
         Ok(ptr)
     }

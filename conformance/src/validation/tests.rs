@@ -6,8 +6,8 @@ use std::sync::Mutex;
 
 use highwater_hal::{
     AllocateOptions, BackendTag, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, Error, EventId,
-    EventOptions, Gemm, GemmShape, IdParts, IdTable, Identity, LiveObjects, Location, MemoryCopy, MemoryHandle,
-    MockBackend, MockBlasHandle, MockIpcSharing, ObjectId, PlanId, StreamId, StreamOptions, Transport,
+    EventOptions, Gemm, GemmShape, IdParts, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy,
+    MemoryHandle, MockBackend, MockBlasHandle, MockIpcSharing, ObjectId, PlanId, StreamId, StreamOptions, Transport,
 };
 
 use super::*;
@@ -140,6 +140,32 @@ fn bad_ids_that_are_refused_and_living_ones_that_are() {
         backend.destroy_event(event).unwrap();
     });
     assert_says(&said, &["`query_event` refused ids that are alive"]);
+}
+
+#[test]
+fn errors_without_a_message_and_of_another_call() {
+    let refusing = |named: &'static str, message: &'static str| {
+        let mut backend = credulous(&[0]);
+        backend.expect_query_stream().returning(move |_| Err(Error::new(ErrorKind::Vendor, named, message)));
+        finding(&backend, |backend| {
+            let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+            backend.query_stream(stream).unwrap_err();
+            backend.destroy_stream(stream).unwrap();
+        })
+    };
+    assert_says(&refusing("query_stream", ""), &["`query_stream` returned an error without a message"]);
+    assert_says(&refusing("query_event", "no"), &["`query_stream` returned an error of `query_event`"]);
+}
+
+#[test]
+fn another_object_in_each_call() {
+    let mut backend = credulous(&[0]);
+    backend.expect_ipc_sharing().returning(|| Some(scripted_sharing()));
+    let said = finding(&backend, |backend| {
+        backend.ipc_sharing().unwrap();
+        backend.ipc_sharing().unwrap();
+    });
+    assert_says(&said, &["`ipc_sharing` returned another object than before"]);
 }
 
 #[test]
@@ -303,16 +329,19 @@ fn counts_that_do_not_agree() {
     assert_says(&found[1], &["`live_objects().descriptors` was 1 and is 2"]);
 }
 
+fn scripted_sharing() -> Arc<dyn IpcSharing> {
+    let mut sharing = MockIpcSharing::new();
+    sharing.expect_export_memory().returning(|_, _, _| Ok(handle()));
+    sharing.expect_open_memory().returning(|_, _| Ok(DevicePtr::new(0x9000)));
+    sharing.expect_close_memory().returning(|_, _| Ok(()));
+    Arc::new(sharing)
+}
+
 /// Returns a credulous backend with sharing.
 fn sharing(addresses: &[u64]) -> MockBackend {
     let mut backend = credulous(addresses);
-    backend.expect_ipc_sharing().returning(|| {
-        let mut sharing = MockIpcSharing::new();
-        sharing.expect_export_memory().returning(|_, _, _| Ok(handle()));
-        sharing.expect_open_memory().returning(|_, _| Ok(DevicePtr::new(0x9000)));
-        sharing.expect_close_memory().returning(|_, _| Ok(()));
-        Some(Arc::new(sharing))
-    });
+    let sharing = scripted_sharing();
+    backend.expect_ipc_sharing().returning(move || Some(Arc::clone(&sharing)));
     backend
 }
 

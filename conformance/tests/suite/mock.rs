@@ -37,7 +37,20 @@ fn peer() {
 const NEEDS_MORE_MEMORY: &str = "copies.above_four_gibibytes_are_exact";
 
 /// Cases that need a fact to be false which is true on the mock.
-const NEED_THE_ABSENCE_OF_A_FACT: [&str; 1] = ["products.of_plans_follow_the_handle_to_another_stream"];
+const NEED_THE_ABSENCE_OF_A_FACT: [&str; 2] = [
+    "products.of_plans_follow_the_handle_to_another_stream",
+    "products.of_plans_follow_the_stream_that_any_thread_bound",
+];
+
+#[test]
+fn plans_follow_their_handle_on_a_mock_without_the_fact() {
+    let options = MockOptions::new().with_devices(2).with_capabilities(|c| c.lt_handle_per_stream = false);
+    let backend = open(options);
+    for case in NEED_THE_ABSENCE_OF_A_FACT {
+        let report = run(&*backend, &Options::new().with_filter(case));
+        assert!(report.is_success() && report.passed() == 1, "{report}");
+    }
+}
 
 #[test]
 fn every_case_passes_on_a_mock_with_one_device() {

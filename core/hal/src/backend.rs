@@ -302,11 +302,14 @@ impl std::fmt::Display for LiveObjects {
 /// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`, also in a copy or a fill of
 ///   nothing.
 /// - `backend.lacking`: a call that a capability denies returns `Unsupported` and has no effect.
+/// - `backend.errors`: an error has a message, and names the method that returned it. Methods of [`HostAllocator`] have the prefix
+///   `host_`. A `copy_2d` that copies each row alone may name `copy`.
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
 /// - `backend.destroy-concurrent`: any thread can destroy a stream, an event, a graph or an executable graph, also during a
 ///   call of another thread that uses it. That call ends as if the object was alive. Later calls return `InvalidHandle`.
-/// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once.
+/// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once, whatever their arguments. A
+///   method whose capability is false, or that the kind of a handle lacks, may return `Unsupported` instead.
 /// - `backend.exiting`: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
 ///
 /// # Objects in use
@@ -435,9 +438,10 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
         Err(Error::lacks("raw_stream", "foreign_objects"))
     }
 
-    /// Wraps a stream that other code made and owns. `destroy_stream` forgets it without destroying it.
+    /// Wraps a stream that other code made and owns. `destroy_stream` forgets it without destroying it. Each call returns an id
+    /// of its own, also for a stream that has one. The id does not count in `live_objects`.
     ///
-    /// - `stream.foreign-kept`: when the id is destroyed, the stream and its outstanding work stay as they are.
+    /// - `stream.foreign-kept`: when the id is destroyed, the stream, its outstanding work and its other ids stay as they are.
     ///
     /// # Safety
     /// The caller must pass a live stream of `device`, and must keep it alive until `destroy_stream` has taken the id.
@@ -495,9 +499,11 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
         Err(Error::lacks("raw_event", "foreign_objects"))
     }
 
-    /// Wraps an event that other code made and owns. `destroy_event` forgets it without destroying it.
+    /// Wraps an event that other code made and owns. `destroy_event` forgets it without destroying it. Each call returns an id
+    /// of its own, also for an event that has one. The id does not count in `live_objects`.
     ///
-    /// - `event.foreign-kept`: when the id is destroyed, the event, its record and the waits for it stay as they are.
+    /// - `event.foreign-kept`: when the id is destroyed, the event, its record, the waits for it and its other ids stay as they
+    ///   are.
     ///
     /// # Safety
     /// The caller must pass a live event of `device`, and must keep it alive until `destroy_event` has taken the id.
@@ -773,17 +779,20 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     // ------------------------------------------------------------------ the other three traits
 
-    /// Creates a BLAS or an Lt handle of the device. May take milliseconds, but does not wait for another creation.
+    /// Creates a BLAS or an Lt handle of the device. May take milliseconds, and may wait for another creation.
     ///
     /// - `blas.create-concurrent`: creating one handle does not delay calls on other handles, streams or devices.
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>>;
 
-    /// Returns the allocator of page-locked host memory, the same one in every call.
+    /// Returns the allocator of page-locked host memory.
+    ///
+    /// - `host.one-allocator`: every call returns the same object.
     fn host_allocator(&self) -> Arc<dyn HostAllocator>;
 
     /// Returns the sharing of memory and events with other processes, if the backend supports it.
     ///
-    /// - `ipc.offered`: sharing is offered if and only if the `ipc_transports` of a device are not empty.
+    /// - `ipc.offered`: sharing is offered if and only if the `ipc_transports` of a device are not empty. Every call returns the
+    ///   same object.
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
         None
     }

@@ -99,7 +99,7 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     /// the range must be mapped and readable, and the caller must ensure that no device writes it.
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
         let _ = (ptr, bytes, options);
-        Err(Error::lacks("register", "host_register"))
+        Err(Error::lacks("host_register", "host_register"))
     }
 
     /// Undoes `register`.
@@ -110,7 +110,7 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     /// The caller must ensure that no device work that uses the range is outstanding.
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
         let _ = ptr;
-        Err(Error::lacks("unregister", "host_register"))
+        Err(Error::lacks("host_unregister", "host_register"))
     }
 
     /// Returns the address of page-locked memory on `device`, which may differ from the CPU's.

@@ -410,15 +410,17 @@ impl MemoryCopy2d {
     }
 
     /// Makes the copy from flat ones, for devices without a call for it: `copy` receives one for each row. If there is nothing to
-    /// copy, it receives one of 0 bytes, which checks the rest of the arguments.
+    /// copy, or the shape is refused, it receives one of 0 bytes, which checks the rest of the arguments first.
     ///
     /// # Errors
     /// The error of the first copy that fails, and `InvalidArgument` as [`CopyShape::check`]. The copies before it are made.
     pub fn in_rows(&self, mut copy: impl FnMut(&MemoryCopy) -> Result<()>) -> Result<()> {
         let Self { dst, src, shape } = *self;
-        shape.check("copy_2d")?;
-        if shape.is_empty() {
-            return copy(&MemoryCopy::new(dst, src, 0));
+        let checked = shape.check("copy_2d");
+        if shape.is_empty() || checked.is_err() {
+            // Copies nothing, and gives the errors that come first: those of the process, the stream and the devices.
+            copy(&MemoryCopy::new(dst, src, 0))?;
+            return checked;
         }
         shape.rows().try_for_each(|(to, from)| copy(&MemoryCopy::new(dst.offset(to), src.offset(from), shape.width)))
     }

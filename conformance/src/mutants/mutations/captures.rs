@@ -320,6 +320,15 @@ mutants! {
             }
         });
     };
+    "products-of-other-threads-executed": "Executes products on a captured stream that another thread enqueues." => |h| {
+        let begun = beginners(h);
+        h.handle.gemm(move |handle, gemm| match handle.stream {
+            Some(stream) if handle.backend.is_recording(stream) && is_of_another_thread(&begun, stream) => {
+                handle.gemm_on_own_stream(gemm)
+            }
+            _ => handle.gemm(gemm),
+        });
+    };
     "ended-on-its-thread": "Refuses the end of a relaxed capture on another thread." => |h| {
         let begun = beginners(h);
         h.backend.end_capture(move |reference, stream| match is_of_another_thread(&begun, stream) {

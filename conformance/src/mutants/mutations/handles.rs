@@ -39,6 +39,20 @@ mutants! {
         });
     };
 
+    "handles-made-under-a-lock-of-products": "Makes handles under a lock that every product takes." => |h| {
+        let lock = Arc::new(RwLock::new(()));
+        let shared = Arc::clone(&lock);
+        h.backend.create_blas_handle(move |reference, device, options| {
+            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
+            std::thread::sleep(Duration::from_millis(40));
+            reference.create_blas_handle(device, options)
+        });
+        h.handle.gemm(move |handle, gemm| {
+            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            handle.gemm(gemm)
+        });
+    };
+
     in "blas.kind":
     "products-of-plan-handles" needs [has::lt_plans]: "Accepts products on a handle of kind Lt, and does nothing." =>
         |h| h.handle.gemm(|handle, gemm| {
@@ -69,6 +83,29 @@ mutants! {
             }
             _ => handle.gemm(gemm),
         });
+
+    "bound-by-each-thread": "Multiplies on the stream that the calling thread bound last, if it bound any." => |h| {
+        let bound = Shared::<HashMap<(u64, std::thread::ThreadId), highwater_hal::StreamId>>::default();
+        let last = bound.clone();
+        h.handle.set_stream(move |handle, stream| {
+            handle.set_stream(stream)?;
+            bound.with(|bound| bound.insert((handle.raw(), std::thread::current().id()), stream));
+            Ok(())
+        });
+        h.handle.gemm(move |handle, gemm| {
+            let own = last.with(|last| last.get(&(handle.raw(), std::thread::current().id())).copied());
+            match (own, handle.stream) {
+                (Some(own), Some(stream)) if own != stream && handle.backend.query_stream(own).is_ok() => {
+                    let workspace = handle.workspace;
+                    handle.set_stream(own)?;
+                    handle.gemm(gemm)?;
+                    handle.set_stream(stream)?;
+                    handle.set_workspace(workspace)
+                }
+                _ => handle.gemm(gemm),
+            }
+        });
+    };
 
     in "blas.unbound":
     "multiplies-unbound": "Multiplies at once if no stream is bound." => |h| h.handle.gemm(|handle, gemm| match handle.stream {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use highwater_hal::{
-    BackendTag, DevicePtr, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports,
+    BackendTag, DevicePtr, Error, ErrorKind, EventId, GraphId, IdParts, ObjectId, StreamId, Transports,
 };
 
 use super::super::hooks::Hooks;
@@ -25,20 +25,22 @@ mutants! {
             reference.device_count() - asked.get()
         });
     };
-    "allocators-differ": "Gives an allocator of page-locked memory each time that knows none of the blocks of the others." =>
-    |h| {
-        let owners = Shared::<HashMap<HostPtr, u64>>::default();
-        let known = owners.clone();
-        h.host.allocate(move |host, bytes, options| {
-            let ptr = host.allocate(bytes, options)?;
-            owners.with(|owners| owners.insert(ptr, host.serial));
-            Ok(ptr)
+
+    in "host.one-allocator":
+    "allocators-differ": "Returns another allocator of page-locked memory in each call." => |h| h.renews_allocators = true;
+
+    in "backend.errors":
+    "errors-without-a-message": "Leaves out the message of errors about exhausted memory." =>
+        |h| h.backend.allocate(|reference, device, options| {
+            reference.allocate(device, options).map_err(|error| match error.kind() {
+                kind @ ErrorKind::OutOfMemory => Error::new(kind, "allocate", ""),
+                _ => error,
+            })
         });
-        h.host.free(move |host, ptr| {
-            let own = known.with(|owners| owners.get(&ptr).is_none_or(|owner| *owner == host.serial));
-            if own { host.free(ptr) } else { Err(wrong(ErrorKind::InvalidPointer, "free")) }
+    "errors-of-another-call": "Names `create_event` in the errors of `create_stream`." =>
+        |h| h.backend.create_stream(|reference, device, options| {
+            reference.create_stream(device, options).map_err(|error| wrong(error.kind(), "create_event"))
         });
-    };
 
     in "identity.tagged":
     "events-with-another-tag": "Issues ids of events with another tag." => |h| {
@@ -125,6 +127,9 @@ mutants! {
     "sharing-without-transport" needs [has::shareable_memory]: "Offers sharing, and has no transport." =>
         |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
 
+    "sharing-renewed" needs [has::shareable_memory]: "Returns another object for sharing in each call." =>
+        |h| h.renews_sharing = true;
+
     in "backend.device-checked":
     "copies-of-nothing-unchecked": "Copies 0 bytes to and from devices that do not exist." =>
         |h| h.backend.copy(|reference, copy, stream| match copy.bytes {
@@ -171,6 +176,39 @@ mutants! {
             Ok(())
         });
         h.count(move |live| live.host_allocations -= alive.get());
+    };
+    "read-only-registrations-not-counted" needs [has::host_register_read_only]: "Leaves read-only registrations out of its counts." =>
+    |h| {
+        let alive = Shared::<std::collections::HashSet<highwater_hal::HostPtr>>::default();
+        let (made, gone) = (alive.clone(), alive.clone());
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            if options.read_only {
+                made.with(|made| made.insert(ptr));
+            }
+            Ok(())
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            gone.with(|gone| gone.remove(&ptr));
+            Ok(())
+        });
+        h.count(move |live| live.host_allocations -= alive.with(|alive| alive.len() as u64));
+    };
+    "foreign-streams-counted" needs [has::foreign_objects]: "Counts the ids of foreign streams as streams." => |h| {
+        let alive = Shared::<std::collections::HashSet<StreamId>>::default();
+        let (made, gone) = (alive.clone(), alive.clone());
+        h.backend.stream_from_raw(move |reference, device, raw| {
+            let stream = reference.stream_from_raw(device, raw)?;
+            made.with(|made| made.insert(stream));
+            Ok(stream)
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            reference.destroy_stream(stream)?;
+            gone.with(|gone| gone.remove(&stream));
+            Ok(())
+        });
+        h.count(move |live| live.streams += alive.with(|alive| alive.len() as u64));
     };
     "mappings-not-counted" [by_two_processes] needs [has::shareable_memory]: "Leaves opened memory out of its counts." =>
         |h| h.count(|live| live.mappings = 0);

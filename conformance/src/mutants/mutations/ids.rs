@@ -126,6 +126,10 @@ mutants! {
         |h| h.backend.query_stream(|reference, stream| {
             forgiven(ErrorKind::Forked, reference.query_stream(stream), Completion::Complete)
         });
+    "child-copies-nothing": "Lets a forked child copy 0 bytes." => |h| h.backend.copy(|reference, copy, stream| {
+        let copied = reference.copy(copy, stream);
+        if copy.bytes == 0 { forgiven(ErrorKind::Forked, copied, ()) } else { copied }
+    });
     "child-has-modes": "Lets a forked child set the mode of a handle." =>
         |h| h.handle.set_math_mode(|handle, mode| forgiven(ErrorKind::Forked, handle.set_math_mode(mode), ()));
     "child-captures" needs [has::capture]: "Lets a forked child begin a capture." =>

@@ -211,6 +211,18 @@ mutants! {
         });
     };
 
+    "fills-of-sixteen-pieces": "Fills the first 16 pieces of mapped memory, and no more." => |h| {
+        let mappings = mappings(h);
+        h.backend.fill(move |reference, fill, stream| {
+            let (all, mut bytes) = (fill.count * fill.pattern.bytes(), 0);
+            for _ in 0..16 {
+                bytes += up_to_border(&mappings, fill.dst.offset(bytes), all - bytes);
+            }
+            let count = bytes / fill.pattern.bytes();
+            reference.fill(&MemoryFill::new(fill.device, fill.dst, fill.pattern, count), stream)
+        });
+    };
+
     in "mapped.move":
     "unmapped-memory-cleared": "Clears memory that is unmapped." =>
         |h| h.backend.unmap_memory(|reference, device, ptr, bytes| {

@@ -49,6 +49,18 @@ mutants! {
         }
     });
 
+    "plans-with-the-first-stride": "Makes plans with the stride of B of the first plan of their sizes." => |h| {
+        let first = Shared::<HashMap<(u64, usize, usize, usize), usize>>::default();
+        h.handle.create_plan(move |handle, options| {
+            let mut options = *options;
+            let key = (handle.raw(), options.shape.m, options.shape.n, options.shape.k);
+            if let Some(batch) = &mut options.shape.batch {
+                batch.stride_b = first.with(|first| *first.entry(key).or_insert(batch.stride_b)).min(batch.stride_b);
+            }
+            handle.create_plan(&options)
+        });
+    };
+
     in "plan.epilogue":
     "bias-left-out": "Adds no bias unless an activation follows it." => |h| {
         planned(h, |options| {
@@ -136,6 +148,25 @@ mutants! {
         });
     "plans-destroyed-twice": "Destroys plans as often as asked." =>
         |h| h.handle.destroy_plan(|handle, plan| forgiven(ErrorKind::InvalidHandle, handle.destroy_plan(plan), ()));
+
+    "sixty-four-plans": "Keeps the latest 64 plans of a handle." => |h| {
+        let made = Shared::<HashMap<u64, Vec<PlanId>>>::default();
+        let gone = made.clone();
+        h.handle.create_plan(move |handle, options| {
+            let plan = handle.create_plan(options)?;
+            let oldest = made.with(|made| {
+                let plans = made.entry(handle.raw()).or_default();
+                plans.push(plan);
+                (plans.len() > 64).then(|| plans.remove(0))
+            });
+            oldest.map_or(Ok(()), |oldest| handle.destroy_plan(oldest))?;
+            Ok(plan)
+        });
+        h.handle.destroy_plan(move |handle, plan| {
+            gone.with(|gone| gone.entry(handle.raw()).or_default().retain(|other| *other != plan));
+            handle.destroy_plan(plan)
+        });
+    };
 
     in "plan.destroy-pending":
     "runs-spoiled-with-their-plan": "Spoils the result of a run that is outstanding when its plan is destroyed." => |h| {

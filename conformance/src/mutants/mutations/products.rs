@@ -11,6 +11,12 @@ mutants! {
         |h| altered(h, |gemm| gemm.alpha = if gemm.alpha == 0.0 { 0.0 } else { 1.0 });
     "alpha-in-single-precision": "Rounds alpha of 64-bit products to 32 bits." =>
         |h| altered(h, |gemm| gemm.alpha = f64::from(gemm.alpha as f32));
+    "alpha-in-half-precision": "Limits alpha of products of half precision to the largest number of their type." =>
+        |h| altered(h, |gemm| {
+            if gemm.shape.data_type == DataType::F16 {
+                gemm.alpha = gemm.alpha.clamp(-65_504.0, 65_504.0);
+            }
+        });
     "sums-cut": "Adds up 4096 terms of a sum, and no more." => |h| altered(h, |gemm| gemm.shape.k = gemm.shape.k.min(4096));
     "sums-of-whole-steps": "Leaves out the last terms of a sum of more than 256 that do not fill a step of 8." =>
         |h| altered(h, |gemm| {
@@ -84,6 +90,13 @@ mutants! {
     });
     "b-packed": "Reads B as if it had no gaps." => |h| altered(h, |gemm| gemm.shape.ldb = gemm.shape.rows_b().max(1));
 
+    "single-columns-packed": "Takes the elements of a transposed B with one column for packed." =>
+        |h| altered(h, |gemm| {
+            if gemm.shape.n == 1 && gemm.shape.transpose_b == Transpose::Yes {
+                gemm.shape.ldb = 1;
+            }
+        });
+
     in "gemm.beta":
     "beta-ignored": "Multiplies with beta 0." => |h| altered(h, |gemm| gemm.beta = 0.0);
     "beta-twice": "Applies beta twice." => |h| altered(h, |gemm| gemm.beta *= gemm.beta);
@@ -116,6 +129,13 @@ mutants! {
     });
     "nothing-without-k": "Leaves C unchanged if k is 0." =>
         |h| h.handle.gemm(|handle, gemm| if gemm.shape.k == 0 { Ok(()) } else { handle.gemm(gemm) });
+
+    "alpha-without-terms": "Multiplies C by a NaN if alpha is NaN and there are no terms." =>
+        |h| altered(h, |gemm| {
+            if gemm.shape.k == 0 && gemm.alpha.is_nan() {
+                gemm.beta = f64::NAN;
+            }
+        });
 
     in "gemm.empty":
     "empty-products-refused": "Refuses products with m or n 0." =>
@@ -157,6 +177,15 @@ mutants! {
             && batch.stride_b == 0
         {
             batch.count = batch.count.min(1);
+        }
+    });
+
+    "batches-of-one-refused": "Refuses a batch of one whose stride of C is less than C." => |h| h.handle.gemm(|handle, gemm| {
+        match gemm.shape.batch {
+            Some(batch) if batch.count == 1 && batch.stride_c < gemm.shape.m => {
+                Err(wrong(ErrorKind::InvalidArgument, "gemm"))
+            }
+            _ => handle.gemm(gemm),
         }
     });
 

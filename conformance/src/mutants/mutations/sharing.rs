@@ -116,6 +116,21 @@ mutants! {
         });
 
     in "ipc.open-again":
+    "opens-in-eight-bits" [by_two_processes]: "Counts opens of one block modulo 256." => |h| {
+        let opens = Shared::<HashMap<DevicePtr, u32>>::default();
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let ptr = sharing.open_memory(device, handle)?;
+            let count = opens.with(|opens| {
+                let count = opens.entry(ptr).or_default();
+                *count += 1;
+                *count
+            });
+            if count == 257 {
+                (0..256).try_for_each(|_| sharing.close_memory(device, ptr))?;
+            }
+            Ok(ptr)
+        });
+    };
     "opened-again-elsewhere" [by_two_processes]: "Gives another address when memory is opened again." => |h| {
         let (opened, others) = (Shared::<HashSet<DevicePtr>>::default(), Shared::<HashSet<DevicePtr>>::default());
         let made = others.clone();
