@@ -862,8 +862,9 @@ highwater_status highwater_blas_lend(struct highwater_stream *stream,
  * As highwater_blas_lend, for code that only enqueues, such as cublasSgemm. Restores nothing afterward, so a repetition makes no call of
  * the vendor. The handle is bound to the stream's own workspace, and the workspace of the callback is 0.
  *
- * The callback must not change a setting of the handle, and must not destroy or keep it. It must enqueue its work on this stream only, and
- * call no function of this library with this stream: that would block forever. It must not throw or jump.
+ * The callback must not change a setting of the handle, and must not destroy or keep it. It must enqueue its work on this stream only. It
+ * must call no function of this library, because the call holds the submission lock of the stream. A function that uses the stream, or
+ * memory that the stream has used, would block forever. So would two threads that use each other's streams. It must not throw or jump.
  */
 highwater_status highwater_blas_enqueue(struct highwater_stream *stream,
                                         highwater_blas_callback callback,

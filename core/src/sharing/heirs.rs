@@ -15,7 +15,7 @@ use super::patience::Patience;
 use super::rendezvous::Meeting;
 use super::searches::{Search, Searches};
 use super::ticket::Ticket;
-use highwater_hal::{ErrorKind, Result, Transport};
+use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 /// The time in which an heir appears. A process that keeps memory waits longer for the name, which a child of the dead owner may have.
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
@@ -54,6 +54,14 @@ impl Sharing {
 
     /// Refuses a ticket whose memory this process could not inherit.
     pub(crate) fn check_heir(&self, ticket: &Ticket) -> Result<()> {
+        if self.is_own(ticket) {
+            if !self.exporter.has_handed_over() {
+                return Ok(());
+            }
+            let message = "this runtime has handed the memory of this ticket over, and cannot inherit it again";
+            return Err(Error::new(ErrorKind::InvalidState, "open_shared", message)
+                .with_hint("open it with `OwnerDeath::Keep`, or inherit it by another `Runtime`"));
+        }
         if ticket.transport != Transport::Descriptor {
             return Err(no_descriptor(ticket.transport));
         }

@@ -106,12 +106,12 @@ impl Runtime {
         }
         let device = self.device_of(OPERATION, ticket)?;
         let sharing = inner.sharing("open_shared")?;
+        check_heir(sharing, ticket, options)?;
         if sharing.is_own(ticket) {
             let block = original(sharing, ticket)?;
             let range = range_in::<T>(&block, ticket.offset, ticket.length)?;
             return Ok(DeviceBuffer::part(self.clone(), block, range));
         }
-        check_heir(sharing, ticket, options)?;
         let device = device_with_transport(OPERATION, device, ticket)?;
         // Of both steps together.
         let mut patience = None;
@@ -265,11 +265,13 @@ impl Runtime {
         };
         let mut foreign = Vec::new();
         for (number, ticket) in allocations.iter().enumerate() {
-            let device = self.device_of(OPERATION, ticket).map_err(|error| of_allocation(number, error))?;
+            let device = self
+                .device_of(OPERATION, ticket)
+                .and_then(|device| check_heir(sharing, ticket, options).map(|()| device))
+                .map_err(|error| of_allocation(number, error))?;
             if !sharing.is_own(ticket) {
-                let device = check_heir(sharing, ticket, options)
-                    .and_then(|()| device_with_transport(OPERATION, device, ticket))
-                    .map_err(|error| of_allocation(number, error))?;
+                let device =
+                    device_with_transport(OPERATION, device, ticket).map_err(|error| of_allocation(number, error))?;
                 foreign.push((number, Wanted { ticket, device }));
             }
         }

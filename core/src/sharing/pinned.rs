@@ -264,6 +264,7 @@ pub(crate) fn open(runtime: &Runtime, ticket: &Ticket, options: &ImportOptions) 
     let inner = &runtime.inner;
     let files = &inner.pinned.files;
     let sharing = inner.sharing(OPERATION)?;
+    check_heir(sharing, ticket, options)?;
     if sharing.is_own(ticket) {
         let Memory::Pinned(file) = sharing.original(ticket)? else {
             return Err(not_given_out("its allocation is device memory"));
@@ -279,7 +280,6 @@ pub(crate) fn open(runtime: &Runtime, ticket: &Ticket, options: &ImportOptions) 
     if ticket.device_uuid != [0; 16] {
         return Err(not_given_out("it names both page-locked memory and a device"));
     }
-    check_heir(sharing, ticket, options)?;
     // Of both steps together.
     let mut patience = None;
     let import = sharing.open(Wanted { ticket, device: PINNED }, &mut patience)?;

@@ -393,6 +393,35 @@ fn a_hand_over_unmaps_memory_that_no_buffer_has_open() {
     }
 }
 
+/// Failed before: the open succeeded, and the memory had no heir. The tickets ended with the heir, though the former owner had the memory.
+#[test]
+fn an_owner_that_has_handed_its_memory_over_does_not_inherit_it_again() {
+    let (owner, heir) = (Exporter::new(), Exporter::new());
+    let (buffer, ticket) = owner.make_shared(1000, 7);
+    let pages = owner.runtime.pinned_shared::<u32>(1000).unwrap();
+    let of_pages = pages.share().unwrap();
+    let batch = owner.runtime.share_all(&[(&buffer).into()]).unwrap();
+    let inherit = ImportOptions::new().with_owner_death(OwnerDeath::Inherit);
+    drop(owner.open_as_heir(&ticket).unwrap());
+    let kept = heir.open_as_heir(&ticket).unwrap();
+    let kept_pages = heir.runtime.open_pinned_with::<u32>(&of_pages, &inherit).unwrap();
+    owner.runtime.hand_over(LIMIT).unwrap();
+    let errors = [
+        owner.open_as_heir(&ticket).map(drop).unwrap_err(),
+        owner.runtime.open_shared_all_with::<u32>(&batch, &inherit).map(drop).unwrap_err(),
+        owner.runtime.open_pinned_with::<u32>(&of_pages, &inherit).map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+        assert!(error.message().contains("handed the memory of this ticket over"), "{error}");
+    }
+    owner.assert_value(&owner.runtime.open_shared::<u32>(&ticket).unwrap(), 7);
+    drop((buffer, pages, kept, kept_pages));
+    for exporter in [heir, owner] {
+        exporter.end();
+    }
+}
+
 /// An owner that has handed its memory over to an heir, while an importer was stopped. The importer releases the memory when the heir dies.
 fn handed_over(value: u32) -> (Peer, Peer, Peer) {
     let (mut owner, ticket) = owner(value);
