@@ -271,7 +271,8 @@ pub(crate) unsafe fn read<T: Options>(given: *const T, name: &str) -> Result<T> 
     }
     // SAFETY: The caller passes a struct that begins with its size.
     let size = unsafe { given.cast::<usize>().read() };
-    if !(size_of::<usize>()..=4096).contains(&size) {
+    // The size of each version is a multiple of the alignment.
+    if !(size_of::<usize>()..=4096).contains(&size) || size % align_of::<T>() != 0 {
         return Err(invalid(
             format!("{name}.size is {size}, expected {}", size_of::<T>()),
             "set it to the sizeof of the struct",

@@ -204,6 +204,8 @@ static void rows(void) {
     shape.height = SIZE_MAX;
     shape.source_pitch = shape.destination_pitch = SIZE_MAX;
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "leave the source");
+    shape.size = 12;
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 12");
     shape.size = 0;
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 0");
     REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 0, NULL), INVALID_ARGUMENT, "highwater_copy_2d_to_host: invalid argument: the highwater_copy_shape is null");

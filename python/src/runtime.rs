@@ -259,10 +259,16 @@ impl Runtime {
     /// Ends the runtime: waits for the devices and frees everything. A second call does nothing.
     ///
     /// Raises `InvalidState` while a device, stream, event, buffer or array is alive. The runtime then ends with the last of them.
-    /// Raises `Forked` in a child of `os.fork`, and changes nothing there.
+    /// Raises `Forked` in a child of `os.fork`, and `Capture` in a function that `Stream.capture` records. Both change nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if !self.generation.is_current() && !self.is_closed() {
             return Err(raised(Generation::error("close")));
+        }
+        if let Ok(runtime) = self.get()
+            && let Err(error) = runtime.check_outside_capture("close")
+            && error.kind() == highwater::ErrorKind::Capture
+        {
+            return Err(raised(error));
         }
         let Some(runtime) = self.take() else { return Ok(()) };
         let close = || {

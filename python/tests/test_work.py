@@ -494,6 +494,13 @@ def test_threads_share_everything(runtime: highwater.Runtime, device: highwater.
     assert not failures
 
 
+def test_a_close_in_a_capture_changes_nothing(runtime: highwater.Runtime, stream: highwater.Stream) -> None:
+    with pytest.raises(highwater.Capture, match="inside a capture"):
+        stream.capture(runtime.close)
+    assert not runtime.is_closed
+    assert runtime.device(0).create_stream().is_complete
+
+
 def test_a_runtime_closes_and_reports_what_is_left() -> None:
     runtime = highwater.open(BACKEND)
     device = runtime.device(0)

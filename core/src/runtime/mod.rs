@@ -381,9 +381,12 @@ impl Runtime {
             let _ = sender.send(self.close());
         };
         own_thread::spawn(("highwater-close", OPERATION, ", or call `Runtime::close`"), close)?;
-        ended.recv_timeout(left()).unwrap_or_else(|_| {
+        let rest = left();
+        ended.recv_timeout(rest).unwrap_or_else(|_| {
             let live = backend.live_objects();
-            let message = format!("the devices have not done their work within {limit:?}; the backend counts {live}");
+            let message = format!(
+                "the devices have not done their work within {rest:?}, the rest of {limit:?}; the backend counts {live}"
+            );
             Err(Error::new(ErrorKind::InvalidState, OPERATION, message).with_hint(
                 "end the process if a device hangs; otherwise pass a longer limit, or wait for the work first",
             ))
