@@ -193,6 +193,8 @@ struct Operands<'b> {
 }
 
 impl<'b> Operands<'b> {
+    /// The largest size, in units of 2 MiB.
+    const MOST: usize = 32;
     const ONE: FillPattern = FillPattern::U32(1.0_f32.to_bits());
     /// The distance of two rows.
     const PITCH: usize = 4096;
@@ -202,7 +204,6 @@ impl<'b> Operands<'b> {
     const SEEN: usize = 256;
 
     fn on(backend: &'b dyn Backend, device: u32, load: usize) -> Result<Self> {
-        let load = load.min(32);
         let bytes = load << 21;
         let other = (device + 1) % backend.device_count();
         let crosses = other != device && backend.capabilities(device)?.peer_copy;
@@ -357,11 +358,17 @@ fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult
             }
         }
         let usual = Operands::on(backend, device, 1)?;
+        let mut larger: Option<Operands<'_>> = None;
         for work in Work::of(backend, device)? {
+            // A fast device needs more work than usual each time.
+            let (mut least, most) = (1, if work.shape(1).is_some() { 4 } else { 16 });
             for observed in Observed::ALL {
                 let mut attempt = |load: usize| {
-                    let larger = if load > 1 { Some(Operands::on(backend, device, load)?) } else { None };
-                    let all = larger.as_ref().unwrap_or(&usual);
+                    let size = (load * least).min(Operands::MOST);
+                    if size > 1 && larger.as_ref().is_none_or(|made| made.load != size) {
+                        larger = Some(Operands::on(backend, device, size)?);
+                    }
+                    let all = larger.as_ref().filter(|_| size > 1).unwrap_or(&usual);
                     let plan = match (work, work.shape(all.load), &mut handles[1]) {
                         (Work::Plan, Some(shape), Some(handle)) => {
                             Some(handle.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::None, 0))?)
@@ -381,7 +388,7 @@ fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult
                         (_, Some(executable)) => Made::Executable(executable),
                         _ => Made::Nothing,
                     };
-                    if observed as usize == 0 || load > 1 {
+                    if observed as usize == 0 || size > 1 {
                         // The first call of a kind may load what later ones find loaded.
                         all.enqueue(work, &stream, &mut handles, made)?;
                     }
@@ -407,6 +414,9 @@ fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult
                         arrived?,
                         "{work:?}, alone on its stream, was not done after a wait of the kind {observed:?}"
                     );
+                    if pending {
+                        least = size.min(most);
+                    }
                     Ok(Attempt::seen(pending))
                 };
                 // The calls are those of the first way to wait, with one more.
