@@ -223,6 +223,11 @@ unsafe impl Backend for HostBackend {
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
         let stream = self.0.stream("copy", stream)?;
+        for side in [copy.dst, copy.src] {
+            if let Location::Device { device, .. } = side {
+                check_device("copy", device)?;
+            }
+        }
         if copy.bytes != 0 {
             let (to, from) = (self.0.locate(copy.dst, copy.bytes)?, self.0.locate(copy.src, copy.bytes)?);
             stream.0.push(Work::Copy { to, from });
