@@ -336,7 +336,7 @@ impl<'b> Operands<'b> {
     }
 }
 
-/// What work is made of beside its operands.
+/// The object that work needs in addition to its operands.
 #[derive(Clone, Copy)]
 enum Made<'e, 'm> {
     Nothing,

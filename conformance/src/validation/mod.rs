@@ -18,7 +18,7 @@
 //!
 //! The fault sweep sits here too: every fallible call first passes the [`Gate`], if any.
 //!
-//! Below a mutant, the layer also refuses ranges that leave their memory, because the caller promises the backend to pass none.
+//! Below a mutant, the layer also refuses ranges that leave their memory, because callers must not pass such ranges to a backend.
 
 mod backend;
 mod blas;

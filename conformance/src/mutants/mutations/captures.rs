@@ -388,7 +388,7 @@ fn captures(h: &mut Hooks) -> Shared<HashSet<StreamId>> {
     open
 }
 
-/// The same, in the order of their begins.
+/// The same, in the order in which they began.
 fn in_order(h: &mut Hooks) -> Shared<Vec<StreamId>> {
     let open = Shared::<Vec<StreamId>>::default();
     let (begun, ended) = (open.clone(), open.clone());
