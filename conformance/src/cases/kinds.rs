@@ -468,7 +468,7 @@ fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
             let has_arrived = mark.has_arrived();
             second.synchronize()?;
             first.synchronize()?;
-            check!(has_arrived, "one of {kinds:?} did not wait for a record, as the event was recorded again since");
+            check!(has_arrived, "one of {kinds:?} did not wait for a record, because the event was recorded again");
             Ok(Attempt::seen(outstanding))
         })
     })
@@ -549,7 +549,7 @@ fn answers_follow_the_calls_of_other_threads(backend: &dyn Backend) -> CaseResul
                 stream.synchronize()?;
                 check!(
                     has_arrived,
-                    "a thread does not wait for a record of another thread, as it has seen an earlier one"
+                    "a thread does not wait for a record of another thread, because it has seen an earlier one"
                 );
                 Ok(Attempt::seen(pending))
             })?;

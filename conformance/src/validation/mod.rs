@@ -357,7 +357,7 @@ impl Books {
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let (misuse, ids) = (self.misuse(ranges), [AnyId::Stream(stream)]);
-        // A bad id and a bad ordinal are for the backend to refuse.
+        // The backend refuses bad ids and bad ordinals.
         let is_sound =
             self.unsound(&ids).is_none() && ranges.iter().all(|(_, (space, _), _)| self.ledger().has(*space));
         let answer = self.with_ids(operation, &ids, || {
