@@ -937,7 +937,7 @@ impl<P: Platform> DriverBackend<P> {
         if stream.device() != from {
             Self::same_device(operation, stream, "the destination", to)?;
         }
-        // Both vendors lose a capture by a peer copy.
+        // A peer copy loses a capture on both vendors.
         state.refuse_in_capture(operation, held)?;
         state.enable_peer(operation, from, to)?;
         state.enable_peer(operation, to, from)?;

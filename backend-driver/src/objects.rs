@@ -143,7 +143,7 @@ pub(super) struct Removed<R> {
 }
 
 impl<R> Removed<R> {
-    /// Returns the number beside the flags.
+    /// Returns the number above the flags.
     pub(super) const fn number(&self) -> u64 {
         self.flags >> FLAG_BITS
     }
@@ -170,7 +170,7 @@ impl<I: IdOf> Held<'_, I> {
         self.slot.flags.load(Ordering::Relaxed)
     }
 
-    /// Returns the number beside the flags, which has 56 bits.
+    /// Returns the 56-bit number above the flags.
     pub(super) fn number(&self) -> u64 {
         self.flags() >> FLAG_BITS
     }

@@ -815,7 +815,7 @@ fn executables_of_one_graph_are_made_and_destroyed_one_after_another() {
     std::thread::scope(|scope| {
         let threads: Vec<_> =
             [graph, graph, graph, other].map(|graph| scope.spawn(move || backend.instantiate_graph(graph))).into();
-        // One for each graph, and no more of them however long they take.
+        // One call for each graph at a time, however long the calls take.
         while fake.calls(NAME).len() < 4 {
             std::thread::yield_now();
         }

@@ -1,6 +1,6 @@
 //! Calls that use one graph or an executable of it, one after another.
 //!
-//! Neither vendor synchronizes the calls on a graph, not even those that only read it: the caller must. On H200s (driver
+//! Neither vendor synchronizes the calls on a graph, not even those that only read it. The caller must. On H200s (driver
 //! 580.159.04), threads that made and destroyed executables of one graph at the same time corrupted the memory of the process.
 
 use std::collections::HashSet;
@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Family(pub(super) u64);
 
-/// The families that a call uses. A call waits until no other one uses its family. The lock is not held during the call.
+/// The families that calls use. A call waits until no other one uses its family. The lock is not held during the call.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     last: AtomicU64,

@@ -155,7 +155,7 @@ pub unsafe extern "C" fn highwater_gemm_run(
 
 /// Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
 /// It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
-/// jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library takes it.
+/// jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library accepts it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_blas_lend(
     stream: *mut highwater_stream,

@@ -49,7 +49,7 @@ pub(crate) struct Handle<T> {
     value: T,
 }
 
-/// States what is behind kinds of handles, and the functions for [`Kind::memory`] and [`Kind::has_memory`].
+/// Declares the kinds of handles: the object, the word, and the functions for [`Kind::memory`] and [`Kind::has_memory`].
 macro_rules! kinds {
     ($($name:ident: $object:ty = $magic:literal $(in $memory:path, if $has_memory:path)?;)+) => {
         $(

@@ -34,7 +34,7 @@ const _: () = assert!(size_of::<Handle<Pinned>>() <= size_of::<[u64; WORDS]>());
 /// Page-locked memory, of the pool or of several processes.
 pub(crate) enum Pinned {
     Pooled(PinnedBuffer<u8>),
-    /// In a box, so that a buffer of the pool is moved in few words.
+    /// Boxed, because a move of a pooled buffer then copies fewer words.
     Shared(Box<SharedPinnedBuffer<u8>>),
 }
 
@@ -377,7 +377,7 @@ pub unsafe extern "C" fn highwater_copy(
     })
 }
 
-/// The shape of a two-dimensional copy: rows of bytes at equal distances. All fields are in bytes but `height`.
+/// The shape of a two-dimensional copy: rows of bytes at equal distances. All fields except `height` are in bytes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct highwater_copy_shape {
@@ -460,7 +460,7 @@ pub unsafe extern "C" fn highwater_copy_2d_to_host(
     })
 }
 
-/// As highwater_copy_2d_to_device, between buffers, also of two devices. The buffers may be the same, if no row of one side overlaps a
+/// As highwater_copy_2d_to_device, between buffers of one or two devices. The buffers may be the same, if no row of one side overlaps a
 /// row of the other.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_copy_2d(

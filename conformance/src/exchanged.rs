@@ -17,7 +17,7 @@ use highwater_hal::{
 #[derive(Debug)]
 pub(crate) struct Exchanged<'b> {
     below: &'b dyn Backend,
-    /// The allocator and the sharing, each of which is one object in all calls.
+    /// The objects that `host_allocator` and `ipc_sharing` return, the same ones in every call.
     allocator: OnceLock<Arc<ExchangedAllocator>>,
     sharing: OnceLock<Arc<ExchangedSharing>>,
 }

@@ -368,7 +368,7 @@ macro_rules! products_of {
             ///
             /// `enqueue` takes the vendor's handle as a number. The handle has the modes of the innermost policy. `enqueue` blocks
             /// forever if it uses this stream of Highwater, or memory or events that the stream has used. Two threads block each
-            /// other if each uses the other's stream. So `enqueue` should use no object of Highwater.
+            /// other if each uses the other's stream. So `enqueue` must use no object of Highwater.
             ///
             /// # Errors
             /// `Unsupported` if the policy requests TF32 and the device lacks it, or in a capture if the BLAS has no workspace; else the

@@ -377,7 +377,7 @@ macro_rules! answer_type {
     };
 }
 
-/// The name of the method in errors. Those of the allocator have a prefix, which their slots have too.
+/// The name of the method in errors. Methods of the allocator have a prefix, as their slots do.
 macro_rules! operation_name {
     (host $name:ident $method:ident) => {
         stringify!($name)

@@ -197,8 +197,8 @@ const GUARDED: [(&str, &str); 3] = [
     ),
 ];
 
-/// Failed before: mutants wrote behind blocks, because the backend in C checks no range, or let the suite write there. The run of all
-/// mutants ended in `malloc`.
+/// Failed before: mutants wrote past the end of blocks, or let the suite write there, because the backend in C checks no range. The run
+/// of all mutants aborted in `malloc`.
 #[test]
 fn mutants_leave_the_memory_of_the_backend_in_c_whole() {
     let mut source = read("examples/c-backend/backend.c");

@@ -56,7 +56,7 @@ struct Part {
 pub(crate) fn between(src: Side<'_, '_>, dst: Side<'_, '_>) -> PyResult<Rows> {
     if src.1 != dst.1 {
         let message = format!("the source has values of {}, the destination of {}", src.1.name(), dst.1.name());
-        return Err(invalid(OPERATION, message, "pass memory of one type"));
+        return Err(invalid(OPERATION, message, "pass memory of the same type on both sides"));
     }
     let (from, to) = (Part::of("src", src)?, Part::of("dst", dst)?);
     if from.lengths != to.lengths {
@@ -67,7 +67,7 @@ pub(crate) fn between(src: Side<'_, '_>, dst: Side<'_, '_>) -> PyResult<Rows> {
         return Err(invalid(
             OPERATION,
             message,
-            "pass parts of one shape; as in NumPy, a slice ends with the rows or columns at the latest",
+            "pass parts of the same shape; as in NumPy, a slice ends at the last row or column",
         ));
     }
     let dtype = src.1;
@@ -106,7 +106,7 @@ impl Part {
     }
 }
 
-/// What a slice takes of a dimension.
+/// The values that a slice takes from a dimension.
 #[derive(Clone, Copy)]
 struct Taken {
     start: usize,
@@ -119,7 +119,7 @@ impl Taken {
         let found = slice.indices(length.try_into()?)?;
         let (Ok(start), Ok(step)) = (usize::try_from(found.start), usize::try_from(found.step)) else {
             let message = format!("the part of {name} has the step {}, expected a positive one", found.step);
-            return Err(invalid(OPERATION, message, "pass slices that ascend"));
+            return Err(invalid(OPERATION, message, "pass slices with a positive step"));
         };
         let count = found.slicelength;
         // The step of one row or column does not matter, and may be any number.

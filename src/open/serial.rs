@@ -1,4 +1,4 @@
-//! The load report as structured data, such as JSON: what `highwater doctor --json` and the C library write.
+//! The load report as structured data. `highwater doctor --json` and the C library write it as JSON.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::report::{Candidate, LoadReport, Origin, Place};
 
-/// Paths as people read them. One that is no UTF-8 is not an error.
+/// Paths as text. A path that is not UTF-8 is no error.
 fn shown(path: Option<&Path>) -> Option<String> {
     path.map(|path| path.display().to_string())
 }

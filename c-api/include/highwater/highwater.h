@@ -306,7 +306,7 @@ typedef struct highwater_open_options {
 typedef void (*highwater_end_callback)(void *user);
 
 /**
- * The shape of a two-dimensional copy: rows of bytes at equal distances. All fields are in bytes but `height`.
+ * The shape of a two-dimensional copy: rows of bytes at equal distances. All fields except `height` are in bytes.
  */
 typedef struct highwater_copy_shape {
     /**
@@ -806,7 +806,7 @@ highwater_status highwater_copy_2d_to_host(struct highwater_stream *stream,
                                            const struct highwater_copy_shape *shape);
 
 /**
- * As highwater_copy_2d_to_device, between buffers, also of two devices. The buffers may be the same, if no row of one side overlaps a
+ * As highwater_copy_2d_to_device, between buffers of one or two devices. The buffers may be the same, if no row of one side overlaps a
  * row of the other.
  */
 highwater_status highwater_copy_2d(struct highwater_stream *stream,
@@ -852,7 +852,7 @@ highwater_status highwater_gemm_run(struct highwater_stream *stream, const struc
 /**
  * Leases a BLAS handle of the pool and lends the vendor's handle to the callback: cublasHandle_t or hipblasHandle_t as a number.
  * It is bound to the stream and to a workspace of its own. The callback enqueues its work. It must not destroy the handle, throw or
- * jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library takes it.
+ * jump. The call then restores every setting of the handle. The handle of the mock is only a number: no library accepts it.
  */
 highwater_status highwater_blas_lend(struct highwater_stream *stream,
                                      highwater_blas_callback callback,

@@ -472,7 +472,7 @@ fn one_thread_captures_on_two_devices(backend: &dyn Backend) -> CaseResult {
     two_captures_at_once(backend, [0, 1])
 }
 
-/// Lets a stream join each of two captures, and records work there by turns. Each graph has the work of its two streams.
+/// Lets a stream join each of two captures, and alternately records work of both there. Each graph has the work of its two streams.
 fn captures_with_streams_that_joined_are_apart(backend: &dyn Backend) -> CaseResult {
     let both = [Separate::on(backend, DEVICE, NEW)?, Separate::on(backend, DEVICE, NEW + 1)?];
     let joined = [Stream::new(backend)?, Stream::new(backend)?];

@@ -297,7 +297,7 @@ fn calls_about_captures_in_a_forked_child_are_refused(backend: &dyn Backend) -> 
 
 // ------------------------------------------------------------------------------------------------------- other arguments
 
-/// Each answer was given in the parent before, so that a backend may remember it.
+/// The parent made each call before, so that a backend may have cached the answer.
 fn answers_that_are_known_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
     let can = backend.capabilities(DEVICE)?;
     let options = EventOptions::new();

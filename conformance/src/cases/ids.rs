@@ -375,7 +375,7 @@ fn every_kind_of_object_counts(backend: &dyn Backend) -> CaseResult {
                 expected.physical_memory = sum(before.physical_memory, adds.physical_memory);
                 let live = backend.live_objects();
                 if number > 0 {
-                    // Backends share in different ways.
+                    // The counts of descriptors and files differ between backends.
                     (expected.descriptors, expected.shared_files) = (live.descriptors, live.shared_files);
                 }
                 check_eq!(live, expected, "live objects {when} {what}");
@@ -421,7 +421,7 @@ fn executable_graphs_count_without_their_graph(backend: &dyn Backend) -> CaseRes
     counts(0, "after the last executable graph was destroyed")
 }
 
-/// Wraps one stream and one event twice. Each id ends alone.
+/// Wraps one stream and one event twice. The end of one id leaves the other.
 fn foreign_objects_have_an_id_for_each_call(backend: &dyn Backend) -> CaseResult {
     let before = backend.live_objects();
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);

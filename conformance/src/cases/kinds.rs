@@ -238,8 +238,8 @@ fn streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
 /// More streams than vendors have queues.
 const MANY: usize = 130;
 
-/// Only two streams have work at a time. The others that are asked would share a queue with the busy one, if streams took turns at
-/// 8, 16, 32, 64 or 128 queues, and are those around them.
+/// Only two streams have work at a time. The case queries the streams that would share a queue with the busy one if a backend assigned
+/// its streams to 8, 16, 32, 64 or 128 queues in rotation, and their neighbors.
 fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
@@ -444,7 +444,7 @@ fn events_that_were_never_recorded(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Streams of each kind wait for a record that is still to be reached. The stream of the record gets more work before the waits, and
+/// Streams of each kind wait for a record that the device has not reached. The stream of the record gets more work before the waits, and
 /// the event is recorded again after them, each behind work that lasts longer than the waits.
 fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
     on_each_event(backend, |device, _, event| {
@@ -468,7 +468,7 @@ fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
             let has_arrived = mark.has_arrived();
             second.synchronize()?;
             first.synchronize()?;
-            check!(has_arrived, "one of {kinds:?} did not wait for a record, as the event was recorded again since");
+            check!(has_arrived, "one of {kinds:?} did not wait for a record, because the event was recorded again");
             Ok(Attempt::seen(outstanding))
         })
     })
@@ -512,7 +512,7 @@ fn records_move_events(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// One thread has asked for everything that it can know. Another one enqueues work, and the first asks again.
+/// One thread queries every state. Another one enqueues work, and the first queries again.
 fn answers_follow_the_calls_of_other_threads(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
@@ -549,7 +549,7 @@ fn answers_follow_the_calls_of_other_threads(backend: &dyn Backend) -> CaseResul
                 stream.synchronize()?;
                 check!(
                     has_arrived,
-                    "a thread does not wait for a record of another thread, as it has seen an earlier one"
+                    "a thread does not wait for a record of another thread, because it has seen an earlier one"
                 );
                 Ok(Attempt::seen(pending))
             })?;

@@ -293,7 +293,7 @@ fn live_bytes_are_not_free(backend: &dyn Backend) -> CaseResult {
                     Err(error) => return Err(error.into()),
                 }
                 live += bytes as u64;
-                // The answer about one device is none about another, whichever was asked last.
+                // The answer for one device must not be given for another, in any order of the queries.
                 (0..backend.device_count()).try_for_each(|other| backend.memory_info(other).map(drop))?;
                 let memory = backend.memory_info(device)?;
                 check!(

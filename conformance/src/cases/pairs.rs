@@ -336,7 +336,7 @@ impl<'b> Operands<'b> {
     }
 }
 
-/// What work is made of beside its operands.
+/// The object that work needs in addition to its operands.
 #[derive(Clone, Copy)]
 enum Made<'e, 'm> {
     Nothing,
@@ -448,7 +448,7 @@ fn each_kind_of_event_orders_each_kind_of_stream(backend: &dyn Backend) -> CaseR
         }
         // Each kind of stream waits. The default streams may wait for each other, so each of them has a load of its own.
         let (recorder, idle) = (Stream::on(backend, device)?, IdleStream::on(backend, device)?);
-        // With the first kind of event, each stream also has the time to run ahead.
+        // With the first kind of event, the load lasts long enough for a stream that does not wait to run ahead.
         let mut idle = Some(&idle);
         for kind in event_kinds {
             let made = kind.make(backend, device)?;

@@ -719,7 +719,7 @@ fn of_plans_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseRe
 
 // ----------------------------------------------------------------------------------------------------- plans side by side
 
-/// A plan, and a product for it. The operands lie at an address that the plan accepts, and that a stricter plan refuses.
+/// A plan, and a product for it. A plan accepts the address of its operands, and a stricter plan refuses it.
 struct Planned {
     what: &'static str,
     options: PlanOptions,
@@ -1014,7 +1014,7 @@ fn of_plans_follow_the_stream_that_any_thread_bound(backend: &dyn Backend) -> Ca
     on_each_for_plans(backend, follow_any_thread)
 }
 
-/// Binds two streams by turns, each in one of two threads, while the other stream is busy. The product runs on the stream that
+/// Binds two streams alternately, each in one of two threads, while the other stream is busy. The product runs on the stream that
 /// was bound last, in either thread.
 fn follow_any_thread(bench: &mut Bench<'_>) -> CaseResult {
     let (backend, device) = (bench.backend, bench.device);

@@ -225,7 +225,7 @@ fn of_many_rows_are_exact(backend: &dyn Backend) -> CaseResult {
         let proves = |what: &str, got: &[u8], shape: CopyShape| -> CaseResult {
             let expected = copied(&vec![0; 2 * ROWS], &content, shape);
             let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
-            check!(wrong.is_none(), "a copy {what} of {shape:?} gave another byte {wrong:?} than it should");
+            check!(wrong.is_none(), "a copy {what} of {shape:?} gave a wrong byte at {wrong:?}");
             Ok(())
         };
         let gathered = dense.with_src_pitch(2);

@@ -1044,12 +1044,12 @@ fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) 
     let shared = shareable(backend, BYTES, transport)?;
     let mut peer = start(launcher, backend)?;
     let (opened, handle) = (peer.open(&shared.export(transport)?)??, event.export()?);
-    // Each id of an event orders.
+    // Each id of the event orders work.
     let events = [peer.open_event(&handle)??, peer.open_event(&handle)??];
     let copied = peer.allocate(BYTES, transport)??;
     let here = (&producer, &event, &busy, &shared);
     orders_the_importer(&mut peer, here, (opened, events[1], copied))?;
-    // Each id ends alone.
+    // The end of one id leaves the other.
     peer.destroy_event(events[1])??;
     orders_the_importer(&mut peer, here, (opened, events[0], copied))?;
     peer.end()

@@ -418,7 +418,7 @@ fn synchronizing_the_device_waits_for_streams_of_other_threads(backend: &dyn Bac
                 let (enqueued, has_enqueued) = mpsc::channel::<()>();
                 let (over, is_over) = mpsc::channel::<()>();
                 let enqueue = || -> highwater_hal::Result<Stream<'_>> {
-                    // The other side has an answer once it is dropped, also by a thread that fails.
+                    // The end of the thread drops both channels, even if it fails, so no other thread waits forever.
                     let (enqueued, is_over) = (enqueued, is_over);
                     let stream =
                         if is_default { Stream::borrowed(backend, default) } else { Stream::on(backend, device)? };
@@ -433,7 +433,7 @@ fn synchronizing_the_device_waits_for_streams_of_other_threads(backend: &dyn Bac
                 let (answers, made) = std::thread::scope(|scope| {
                     let thread = scope.spawn(enqueue);
                     let _ = has_enqueued.recv();
-                    // A thread that makes a stream has ended, so that only the stream is left of it.
+                    // Waits until a thread that makes a stream has ended, so that only its stream remains.
                     while !is_default && !thread.is_finished() {
                         std::thread::yield_now();
                     }

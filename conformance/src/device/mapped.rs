@@ -159,7 +159,7 @@ impl<'b> Block<'b> {
             made_here();
             sharing.import_memory(device, handle).map(|memory| PhysicalMemory::adopted(backend, memory))
         };
-        // A second import ends alone.
+        // The end of a second import leaves the first.
         let (memory, second) = (import()?, import()?);
         second.destroy()?;
         let bytes = handle.bytes as usize;

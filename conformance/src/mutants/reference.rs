@@ -57,7 +57,7 @@ impl Deref for Reference {
 }
 
 impl Reference {
-    /// Puts the layer that refuses ranges over the backend. A mutant passes no other range to a real device than the suite.
+    /// Puts the layer that refuses ranges over the backend. On a real device, a mutant passes only the suite's ranges.
     pub(super) fn new(backend: Arc<dyn Backend>) -> Self {
         if backend.identity().real_device {
             return Self { backend };

@@ -478,7 +478,7 @@ fn the_layer_below_a_mutant_refuses_what_leaves_its_memory_and_nothing_else() {
     let below: Arc<dyn Backend> = Arc::new(Noting { below: mock(MockOptions::new()), refused: Arc::clone(&refused) });
     let reference = Reference::new(below);
     let host = ReferenceHost::new(&reference);
-    // The bytes behind the second block are in none.
+    // The bytes after the second block belong to no block.
     let [other, ptr, behind] = [(); 3].map(|()| reference.allocate(0, &AllocateOptions::new(BYTES)).unwrap());
     reference.free(0, behind, None).unwrap();
     let stream = reference.create_stream(0, &StreamOptions::new()).unwrap();
@@ -501,7 +501,7 @@ fn the_layer_below_a_mutant_refuses_what_leaves_its_memory_and_nothing_else() {
         (fill(0, BYTES + 1, stream), fill(BYTES, 1, stream), copy(1, BYTES), copy(BYTES, 1)),
         (outside, outside, outside, outside)
     );
-    // A bad stream and a bad device are the backend's to refuse.
+    // The backend refuses bad streams and bad devices.
     assert_eq!(fill(0, BYTES, stale), Err(ErrorKind::InvalidHandle));
     assert_eq!(kind(reference.free(9, ptr, None)), Err(ErrorKind::InvalidArgument));
     let mut handle = reference.handle(BlasKind::Blas, stream).unwrap();

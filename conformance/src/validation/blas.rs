@@ -129,7 +129,7 @@ impl HandleLayer for ValidatedHandle {
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         let operands = [("A", gemm.a), ("B", gemm.b), ("C", gemm.c)];
         let (dead, outside) = (self.dead_stream(), self.misused(&gemm.shape, gemm.alpha, operands));
-        // A bad stream is for the backend to refuse.
+        // The backend refuses a bad stream.
         let refused = self.books.refuse("gemm", outside.as_ref().filter(|_| dead.is_none()));
         self.calling("gemm", dead.or(outside), |handle| {
             refused?;
@@ -157,7 +157,7 @@ impl HandleLayer for ValidatedHandle {
             Some(_) => (Some(format!("use after destroy: {plan:?} was destroyed")), None),
             None => (Some(format!("{plan:?} was never issued by this handle")), None),
         };
-        // A bad stream or plan is for the backend to refuse.
+        // The backend refuses a bad stream or plan.
         let refused = self.books.refuse("run_plan", outside.as_ref().filter(|_| dead.is_none()));
         self.calling("run_plan", dead.or(outside), |handle| {
             refused?;

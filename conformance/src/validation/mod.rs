@@ -18,7 +18,7 @@
 //!
 //! The fault sweep sits here too: every fallible call first passes the [`Gate`], if any.
 //!
-//! Below a mutant, the layer also refuses ranges that leave their memory, because the caller promises the backend to pass none.
+//! Below a mutant, the layer also refuses ranges that leave their memory, because callers must not pass such ranges to a backend.
 
 mod backend;
 mod blas;
@@ -357,7 +357,7 @@ impl Books {
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let (misuse, ids) = (self.misuse(ranges), [AnyId::Stream(stream)]);
-        // A bad id and a bad ordinal are for the backend to refuse.
+        // The backend refuses bad ids and bad ordinals.
         let is_sound =
             self.unsound(&ids).is_none() && ranges.iter().all(|(_, (space, _), _)| self.ledger().has(*space));
         let answer = self.with_ids(operation, &ids, || {

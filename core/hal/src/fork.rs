@@ -90,7 +90,7 @@ fn first_after_fork() -> Generation {
     }
 }
 
-/// The address of the page, or null before the first use. One load finds it, because every call of every object looks here.
+/// The address of the page, or null before the first use. One load finds it, because every call of every object needs it.
 static PAGE: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
 
 #[inline]

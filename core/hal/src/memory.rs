@@ -418,7 +418,7 @@ impl MemoryCopy2d {
         let Self { dst, src, shape } = *self;
         let checked = shape.check("copy_2d");
         if shape.is_empty() || checked.is_err() {
-            // Copies nothing, and gives the errors that come first: those of the process, the stream and the devices.
+            // Copies nothing, and returns the errors that take precedence: those of the process, the stream and the devices.
             copy(&MemoryCopy::new(dst, src, 0))?;
             return checked;
         }

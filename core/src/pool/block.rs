@@ -28,7 +28,7 @@ pub(crate) struct Block {
     binding: LazyBox<BindingMemory>,
 }
 
-/// The words of a block that are a binding's. Only their address is used here.
+/// The words of a block for a binding to another language. This crate uses only their address.
 struct BindingMemory(UnsafeCell<[u64; BINDING_WORDS]>);
 
 // SAFETY: No code of this crate reads or writes the words once they are made.

@@ -273,7 +273,7 @@ mod tests {
         drop((buffer, opened, kept));
     }
 
-    /// Failed before: the thread that asks after the work had taken the shares that wait for it out of the list. The heir then answered for a
+    /// Failed before: the thread that queries the work had removed the shares that wait for it from the list. The heir then answered for a
     /// share that was never ready.
     #[test]
     fn memory_is_not_given_while_a_thread_asks_after_work_that_is_not_done() {
@@ -288,7 +288,7 @@ mod tests {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
         exporter.claim_offered(1, key, None).unwrap();
         let mut given = None;
-        // The service may ask at the same time.
+        // The service may query the work at the same time.
         while given.is_none() && exporter.is_watching() {
             exporter.watch(|_| {
                 given.get_or_insert_with(|| exporter.hand_over(1, || Ok(()), |_| ()));

@@ -60,7 +60,7 @@ impl Sharing {
             }
             let message = "this runtime has handed the memory of this ticket over, and cannot inherit it again";
             return Err(Error::new(ErrorKind::InvalidState, "open_shared", message)
-                .with_hint("open it with `OwnerDeath::Keep`, or inherit it by another `Runtime`"));
+                .with_hint("open it with `OwnerDeath::Keep`, or inherit it with another `Runtime`"));
         }
         if ticket.transport != Transport::Descriptor {
             return Err(no_descriptor(ticket.transport));
@@ -148,7 +148,7 @@ impl Sharing {
         match self.importer.register(&widowed, &mut quest.answering, &mapper, &self.bell) {
             Ok(()) => true,
             Err(_) if mapper.check().is_err() => true,
-            // A process has the name and does not answer, or this process or that one lacks descriptors. Neither says that no heir lives.
+            // A process has the name and does not answer, or this process or that one lacks descriptors. Neither proves that no heir lives.
             Err(error) if proves_nothing(error.kind()) => {
                 quest.since = Instant::now();
                 false
@@ -185,7 +185,7 @@ impl Sharing {
     }
 }
 
-/// Returns whether an error of this kind also comes while an heir lives.
+/// Returns whether an error of this kind is also possible while an heir lives.
 fn proves_nothing(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::InvalidState | ErrorKind::OperatingSystem | ErrorKind::OutOfMemory)
 }

@@ -150,7 +150,7 @@ impl Held {
     fn owner(&self) -> Option<(Arc<Process>, Openers)> {
         match &self.place {
             Place::Other(link) => {
-                // Reads the name of an heir that has come.
+                // Reads the name of the heir, if the owner has sent it.
                 let _ = link.named_heir();
                 Some((Arc::clone(link.last_process()), link.openers()))
             }

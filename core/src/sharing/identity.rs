@@ -228,8 +228,8 @@ impl Process {
         Mark::of_words([pid, self.unique_inode()?, pid_namespace()?])
     }
 
-    /// Finds the process of a mark. `None` if this process cannot know whether that one lives: it has another PID namespace, or no descriptor
-    /// is left.
+    /// Finds the process of a mark. Returns `None` if this process cannot determine whether that one lives: it has another PID
+    /// namespace, or no free descriptor.
     pub(super) fn of_mark(mark: Mark) -> Option<Self> {
         if pid_namespace()? != mark.namespace {
             return None;

@@ -893,7 +893,7 @@ impl Link {
         }
     }
 
-    /// Waits until the socket of the exporter is ready, or until the next look at a stopped exporter.
+    /// Waits until the socket of the exporter is ready, or until the next check for a stopped exporter.
     fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
         if process.has_ended() {

@@ -618,7 +618,7 @@ impl Sharing {
     /// Notes a block that is revoked when the owner of its memory dies.
     pub(crate) fn watch_owner(self: &Arc<Self>, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
         self.importer.add_revocable(import, block);
-        // In the meantime. What this process keeps beyond the death has another owner now.
+        // The owner may have died before the block was added. Memory that this process keeps after that has another owner now.
         if import.link.is_dead() && !import.is_kept_here() {
             self.revoke(&import.link);
         } else if import.link.is_lost() {

@@ -80,7 +80,7 @@ impl Runtime {
     ///   ([`Openers`](crate::Openers)), or the ticket lacks its secret.
     /// - `Unsupported`: the device does not support the ticket's transport.
     /// - `InvalidState`: the exporter is stopped and has not answered for 1 second, or it runs and has not answered for 10
-    ///   seconds. The second limit is 2 seconds for an exporter that did not answer the last open. Both hold for all requests,
+    ///   seconds. The second limit is 2 seconds for an exporter that did not answer the last open. Each limit covers all requests,
     ///   connections and heirs of one call together. The wait for device work that was enqueued before the share has no limit, unless the
     ///   exporter is stopped.
     /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
@@ -281,7 +281,7 @@ impl Runtime {
         let imports = opened.map_err(|(at, error)| of_allocation(foreign[at].0, error))?;
         // From here on, the blocks release the imports if the call fails.
         let mut hold = |import| {
-            // Each allocation of a batch has the time.
+            // The time restarts for each allocation of a batch.
             patience.iter_mut().for_each(Patience::renew);
             hold(sharing, import, options, &mut patience)
         };

@@ -9,7 +9,7 @@ pub(super) const OPERATION: &str = "open_shared";
 /// Time without an answer after which an open checks whether the exporter is stopped.
 const STOPPED_AFTER: Duration = Duration::from_secs(1);
 
-/// The time that one open waits, over all its requests, connections and processes: the exporter, and the heirs that follow it meanwhile.
+/// The time that one open waits, over all its requests, connections and processes: the exporter, and the heirs that follow it during the open.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patience {
     limit: Duration,
@@ -33,8 +33,8 @@ impl Patience {
         Self { until: self.until.min(Instant::now() + time), ..self }
     }
 
-    /// Returns the time of the next check for a stopped process. The checks are one second apart, counted from the begin of the open. A
-    /// process that is found stopped ends the open. So several processes that are stopped one after the other delay it by as much as one.
+    /// Returns the time of the next check for a stopped process. The checks are one second apart, counted from the beginning of the
+    /// open. A stopped process ends the open. So several processes that are stopped one after the other delay it no longer than one.
     pub(super) fn next_look(self) -> Instant {
         let looks = self.began.elapsed().as_nanos() / STOPPED_AFTER.as_nanos() + 1;
         self.began + STOPPED_AFTER.saturating_mul(u32::try_from(looks).unwrap_or(u32::MAX))

@@ -460,8 +460,8 @@ fn an_heir_that_does_not_answer_for_long_is_alive() {
     }
 }
 
-/// Failed before: the importer took the heir for dead after 5 seconds. No name of the heir comes over a connection that was cut, and an
-/// importer without descriptors cannot look for the heir.
+/// Failed before: the importer took the heir for dead after 5 seconds. The name of the heir cannot arrive over a connection that was cut, and
+/// an importer without descriptors cannot find the heir.
 #[test]
 fn an_importer_without_a_connection_knows_whether_the_heir_lives() {
     let round = |lacks_descriptors: bool| {

@@ -78,7 +78,7 @@ fn tickets_of_a_dead_owner_stay_valid_and_its_heir_frees_the_memory() {
         // The heir itself opens the ticket, and shares the memory as before.
         let own = heir.runtime.open_shared::<u32>(&kept.share().unwrap()).unwrap();
         heir.assert_value(&own, 99);
-        // Its owner is this process, so no death revokes it. Failed before: it was revoked at once.
+        // This process owns it, so no death revokes it. Failed before: it was revoked at once.
         let options = ImportOptions::new().with_owner_death(OwnerDeath::Release);
         let released = heir.runtime.open_shared_with::<u32>(&ticket, &options).unwrap();
         heir.assert_value(&released, 99);

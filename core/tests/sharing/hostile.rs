@@ -152,7 +152,7 @@ pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
     socket
 }
 
-/// As when owners hand over one after the other, and each is stopped. Failed before: each new connection waited for a second of its own.
+/// The same happens if owners hand over one after the other, and each is stopped. Failed before: each new connection waited for 1 s.
 #[test]
 fn an_open_waits_one_second_for_all_stopped_owners_together() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());

@@ -116,7 +116,7 @@ impl PeerRows {
 /// # Errors
 /// 1 for what is not simulated.
 pub fn peer_rows(dst: &PeerRows, src: &PeerRows, [width, height, depth]: [usize; 3]) -> Answer<(u64, u64, CopyShape)> {
-    // No layer is no copy.
+    // With 0 layers, nothing is copied.
     let height = if depth == 0 { 0 } else { height };
     if depth > 1 {
         return Err(Code::INVALID_VALUE);

@@ -27,8 +27,7 @@ struct Recorded {
     is_used: AtomicBool,
 }
 
-/// A call's use of a graph or of an executable of it. The vendors leave it to the caller that there is one at a time, and CUDA corrupts
-/// memory otherwise.
+/// A call's use of a graph or of an executable of it. The caller must make one such call at a time. Otherwise CUDA corrupts memory.
 struct Use<'g>(&'g Recorded);
 
 impl<'g> Use<'g> {
@@ -36,7 +35,7 @@ impl<'g> Use<'g> {
         if graph.is_used.swap(true, Ordering::Acquire) {
             die("two threads use a graph or its executables at the same time, expected one after the other");
         }
-        // A second user has time to arrive.
+        // Gives another thread time to make a call.
         std::thread::yield_now();
         Self(graph)
     }

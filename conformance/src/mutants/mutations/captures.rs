@@ -103,7 +103,7 @@ mutants! {
             Ok(())
         });
     };
-    "captures-mixed": "Records fills in the capture of the device that is open the longest." => |h| {
+    "captures-mixed": "Records fills in the capture of the device that has been open the longest." => |h| {
         let open = in_order(h);
         h.backend.fill(move |reference, fill, stream| {
             let first = open.with(|open| open.iter().copied().find(|other| other.device() == stream.device()));
@@ -388,7 +388,7 @@ fn captures(h: &mut Hooks) -> Shared<HashSet<StreamId>> {
     open
 }
 
-/// The same, in the order of their begins.
+/// The same, in the order in which they began.
 fn in_order(h: &mut Hooks) -> Shared<Vec<StreamId>> {
     let open = Shared::<Vec<StreamId>>::default();
     let (begun, ended) = (open.clone(), open.clone());

@@ -64,7 +64,7 @@ mutants! {
             if is_made { reference.stream_wait_event(stream, event) } else { looked_at(reference, stream, event) }
         });
     };
-    "waits-of-the-same-place-forgotten": "Forgets waits of a stream with the place of the stream that recorded the event." => |h| {
+    "waits-of-the-same-place-forgotten": "Forgets waits of a stream whose id has the slot of the stream that recorded the event." => |h| {
         let recorded = recorded_events(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
             let place = |stream: StreamId| (stream.device(), stream.parts().slot);
@@ -90,7 +90,7 @@ mutants! {
     };
 
     in "event.wait-snapshot":
-    "waits-made-with-the-next-call": "Makes a wait with the next call for its stream, for the record of then." => |h| {
+    "waits-made-with-the-next-call": "Enqueues a wait only with the next call for its stream, for the latest record." => |h| {
         let held = Deferred::default();
         let waits = held.clone();
         h.backend.stream_wait_event(move |reference, stream, event| {
@@ -108,7 +108,7 @@ mutants! {
             _ => Ok(()),
         });
     };
-    "waits-for-whole-streams": "Waits for all work that the stream of the record has by then." => |h| {
+    "waits-for-whole-streams": "Waits for all work that the stream of the record has at that time." => |h| {
         let recorded = recorded_events(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
             reference.stream_wait_event(stream, event)?;
@@ -398,7 +398,7 @@ mutants! {
     "times-with-the-call": "Adds the time that a call may take to every time." =>
         |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? + 30_000_000));
 
-    "times-in-the-order-of-the-calls": "Tells no time to an event that was recorded by an earlier call." => |h| {
+    "times-in-the-order-of-the-calls": "Returns 0 ns if the end was recorded by an earlier call than the start." => |h| {
         let calls = Shared::<(u64, HashMap<EventId, u64>)>::default();
         let noted = calls.clone();
         h.backend.record_event(move |reference, event, stream| {

@@ -160,7 +160,7 @@ mutants! {
     };
 
     in "blas.stream-resets-workspace":
-    "workspace-survives-a-stream" needs [has::blas_workspace]: "Keeps its workspace when a stream is bound, and says that it does not." =>
+    "workspace-survives-a-stream" needs [has::blas_workspace]: "Keeps its workspace when a stream is bound, and reports that it does not." =>
         |h| h.handle.set_stream(|handle, stream| {
             handle.set_stream(stream)?;
             let workspace = handle.workspace;

@@ -125,7 +125,7 @@ mutants! {
             Ok(first.with(|first| *first.entry(device).or_insert(info)))
         });
     };
-    "free-memory-of-any-device": "Reports the free memory of the device that was asked for last until the next allocation." => |h| {
+    "free-memory-of-any-device": "Reports the free memory of the device that was queried last until the next allocation." => |h| {
         let last = Shared::<Option<MemoryInfo>>::default();
         let (allocated, freed) = (last.clone(), last.clone());
         h.backend.allocate(move |reference, device, options| {

@@ -90,7 +90,7 @@ mutants! {
     });
     "b-packed": "Reads B as if it had no gaps." => |h| altered(h, |gemm| gemm.shape.ldb = gemm.shape.rows_b().max(1));
 
-    "single-columns-packed": "Takes the elements of a transposed B with one column for packed." =>
+    "single-columns-packed": "Treats the elements of a transposed B with one column as packed." =>
         |h| altered(h, |gemm| {
             if gemm.shape.n == 1 && gemm.shape.transpose_b == Transpose::Yes {
                 gemm.shape.ldb = 1;

@@ -39,9 +39,9 @@ impl Import {
         }
     }
 
-    /// Returns whether opens go on with this mapping, although its exporter has ended or handed over. This process answers for the memory,
-    /// or it keeps the memory and no process counts it: then this process may be about to answer. A new mapping would be that of another
-    /// owner, which could be this process.
+    /// Returns whether opens use this mapping, although its exporter has ended or handed over. If so, this process answers for the memory,
+    /// or it keeps memory that no process counts, and may soon answer for it. A new mapping would have another owner, possibly this
+    /// process.
     pub(in super::super) fn is_kept_here(&self) -> bool {
         match &*self.succession.lock() {
             Succession::Inherited(_) => true,
@@ -388,7 +388,7 @@ impl Link {
         }
         let mark = self.parts.lock().iter().find_map(|part| part.ready.as_ref()?.heir());
         let heir = mark.and_then(Process::of_mark);
-        // A process needs no proof that it lives itself.
+        // This process lives.
         let heir = heir.filter(|heir| heir.pid().map(i32::cast_unsigned) != Some(std::process::id()));
         heir.into_iter().for_each(|heir| drop(self.named_heir.set(Arc::new(heir))));
     }
