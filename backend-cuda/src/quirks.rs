@@ -64,5 +64,5 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     set_stream_resets_workspace: true,
     streams_die_after: &[],
     events_follow_streams: false,
-    rows_between_devices: true,
+    rows_anywhere: true,
 };

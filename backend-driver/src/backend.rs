@@ -944,20 +944,21 @@ impl<P: Platform> DriverBackend<P> {
         Ok(())
     }
 
-    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Other copies are made row by row: between devices
-    /// without [`rows_between_devices`](super::Quirks::rows_between_devices), of memory in several mappings, and those that the
-    /// contract refuses.
+    /// Returns whether one call of the vendor makes the copy on a stream of `device`. Other copies are made row by row: those that the
+    /// contract refuses, and without [`rows_anywhere`](super::Quirks::rows_anywhere) those between devices and over several mappings.
     fn takes_rows_at_once(&self, copy: &MemoryCopy2d, device: u32) -> bool {
         let &MemoryCopy2d { dst, src, shape, .. } = copy;
         let is_here = |side| matches!(side, Location::Device { device: of, .. } if of == device);
         let is_host = |side| matches!(side, Location::Host(_));
-        let rows_between_devices = self.state.platform.quirks().rows_between_devices;
-        let is_taken = |side| is_host(side) || is_here(side) || rows_between_devices;
+        let rows_anywhere = self.state.platform.quirks().rows_anywhere;
+        let is_one_device = |side| is_host(side) || is_here(side);
+        let is_taken = |side| is_one_device(side) || rows_anywhere;
         let (Some(to_bytes), Some(from_bytes)) = (shape.dst_bytes(), shape.src_bytes()) else { return false };
         !shape.is_empty()
             && (is_here(dst) && is_taken(src) || is_taken(dst) && is_here(src))
             && shape.dst_pitch.max(shape.src_pitch) <= MAX_PITCH
-            && !self.state.may_cross_mappings([(dst, to_bytes), (src, from_bytes)])
+            && (rows_anywhere && is_one_device(dst) && is_one_device(src)
+                || !self.state.may_cross_mappings([(dst, to_bytes), (src, from_bytes)]))
     }
 
     fn allocate_in_order(&self, device: u32, stream: StreamId, bytes: usize) -> Result<DevicePtr> {

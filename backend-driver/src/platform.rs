@@ -141,8 +141,9 @@ pub struct Quirks {
     /// destroyed and while it takes part in a capture. The vendor must then wait for a stream's work when it destroys the
     /// stream.
     pub events_follow_streams: bool,
-    /// Whether one call copies rows between devices. Otherwise, each row is a copy of its own.
-    pub rows_between_devices: bool,
+    /// Whether one call copies rows between devices, and one call rows over several mappings of a device. Otherwise, each row is a copy
+    /// of its own.
+    pub rows_anywhere: bool,
 }
 
 impl Quirks {
@@ -260,7 +261,7 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
 
     /// Enqueues a copy of rows within one device, or between it and page-locked memory, and returns the vendor's code. The stream's
     /// device is current, and a row has at least one byte. No pitch exceeds [`MAX_PITCH`]. With
-    /// [`Quirks::rows_between_devices`], the copy may be one between devices.
+    /// [`Quirks::rows_anywhere`], the copy may be one between devices.
     ///
     /// # Safety
     /// The same as for [`Backend::copy_2d`](highwater_hal::Backend::copy_2d).

@@ -47,7 +47,7 @@ static CODES: Codes = Codes {
     ],
 };
 
-static QUIRKS: Quirks = Quirks { rows_between_devices: true, ..COMMON };
+static QUIRKS: Quirks = Quirks { rows_anywhere: true, ..COMMON };
 
 /// A vendor whose streams die with a lost capture, and whose handles keep their workspace.
 static MORTAL: Quirks = Quirks {
@@ -82,7 +82,7 @@ const COMMON: Quirks = Quirks {
     set_stream_resets_workspace: true,
     streams_die_after: &[],
     events_follow_streams: false,
-    rows_between_devices: false,
+    rows_anywhere: false,
 };
 
 /// Returns the context of a device.

@@ -880,14 +880,17 @@ fn rows_are_copied_at_once_if_one_call_can() {
     copy(near_the_end, here, CopyShape::new(16, 2)).unwrap();
     assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 0], 7));
     copy(near_the_end, here, shape).unwrap();
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 0], 7));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 0], 8));
+    // No call is known to take both.
+    copy(on(1, 0x1000), near_the_end, shape.with_src_pitch(32)).unwrap();
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 8));
     // Nothing to copy, and what is refused, calls nothing.
     copy(here, there, CopyShape::new(0, 5)).unwrap();
     for (dst, src, shape) in [(here, there, shape.with_src_pitch(15)), (here, here, shape), (host, host, shape)] {
         assert_eq!(copy(dst, src, shape).unwrap_err().kind(), ErrorKind::InvalidArgument, "{shape:?}");
     }
     assert_eq!(copy(on(1, 0x1000), host, shape).unwrap_err().kind(), ErrorKind::WrongDevice);
-    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 3, 0], 7));
+    assert_eq!((flat(), fake.calls("memcpy_2d_async").len()), ([3, 0, 0, 3], 8));
     // SAFETY: The test owns the range, and no work uses it.
     unsafe { backend.unmap_memory(0, ptr, GRANULARITY) }.unwrap();
     backend.destroy_memory(memory).unwrap();
@@ -908,6 +911,21 @@ fn rows_between_devices_are_copied_one_by_one_without_a_call_for_them() {
         unsafe { fake.backend.copy_2d(&MemoryCopy2d::new(dst, src, CopyShape::new(16, 3)), stream) }.unwrap();
     }
     assert_eq!((fake.calls("memcpy_peer_async").len(), fake.calls("memcpy_2d_async").len()), (6, 0));
+    // Over two mappings of one device, too.
+    let backend = &fake.backend;
+    let ptr = backend.reserve_addresses(0, 2 * GRANULARITY).unwrap();
+    let memory = backend.create_memory(0, &PhysicalMemoryOptions::new(GRANULARITY)).unwrap();
+    // SAFETY: The test owns the range.
+    unsafe { backend.map_memory(0, ptr, memory) }.unwrap();
+    let near_the_end = on(0, ptr.get() + GRANULARITY as u64 - 40);
+    // SAFETY: The fake vendor copies nothing.
+    unsafe { backend.copy_2d(&MemoryCopy2d::new(near_the_end, on(0, 0x2000), CopyShape::new(16, 3)), stream) }.unwrap();
+    assert_eq!((fake.calls("memcpy_dtod_async").len(), fake.calls("memcpy_2d_async").len()), (3, 0));
+    // SAFETY: The test owns the range, and no work uses it.
+    unsafe { backend.unmap_memory(0, ptr, GRANULARITY) }.unwrap();
+    backend.destroy_memory(memory).unwrap();
+    // SAFETY: As above.
+    unsafe { backend.free_addresses(0, ptr, 2 * GRANULARITY) }.unwrap();
     fake.backend.destroy_stream(stream).unwrap();
     fake.is_empty();
 }

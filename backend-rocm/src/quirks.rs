@@ -90,7 +90,7 @@ const COMMON: Quirks = Quirks {
     set_stream_resets_workspace: false,
     streams_die_after: &[CAPTURE_INVALIDATED, CAPTURE_UNJOINED],
     events_follow_streams: true,
-    rows_between_devices: false,
+    rows_anywhere: false,
 };
 
 /// hipBLAS 2, whose new handles allow atomics, and hipBLAS 3, whose new handles do not.
