@@ -201,7 +201,7 @@ static void multiply(const hw_gemm *gemm) {
             sum += load(shape->data_type, gemm->a, product * shape->stride_a + in_a) *
                    load(shape->data_type, gemm->b, product * shape->stride_b + in_b);
         }
-        store(shape->output, gemm->c, c, gemm->alpha * sum + old);
+        store(shape->output, gemm->c, c, (shape->k == 0 ? 0 : gemm->alpha * sum) + old);
     }
 }
 

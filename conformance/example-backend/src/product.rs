@@ -11,7 +11,7 @@ use crate::backend::{DEVICE, Shared};
 use crate::memory::Span;
 use crate::stream::Work;
 
-/// One product. With alpha 0 there are no factors (`gemm.alpha-zero`); with beta 0, C is not read (`gemm.beta-zero`).
+/// One product. With alpha 0 or without terms there are no factors (`gemm.alpha-zero`); with beta 0, C is not read (`gemm.beta-zero`).
 #[derive(Debug)]
 pub(crate) struct Product {
     shape: GemmShape,
@@ -28,13 +28,13 @@ impl Product {
             let (product, column, row) = (element / m / n, element / m % n, element % m);
             let at = product * batch.map_or(0, |batch| batch.stride_c) + row + column * ldc;
             let old = if self.beta == 0.0 { 0.0 } else { self.beta * self.load(&self.c, at) };
-            self.store(at, self.alpha * self.sum(product, row, column) + old);
+            let new = self.factors.as_ref().map_or(0.0, |factors| self.alpha * self.sum(factors, product, row, column));
+            self.store(at, new + old);
         }
     }
 
-    fn sum(&self, product: usize, row: usize, column: usize) -> f64 {
+    fn sum(&self, (a, b): &(Span, Span), product: usize, row: usize, column: usize) -> f64 {
         let GemmShape { k, lda, ldb, transpose_a, transpose_b, batch, .. } = self.shape;
-        let Some((a, b)) = &self.factors else { return 0.0 };
         let (stride_a, stride_b) = batch.map_or((0, 0), |batch| (batch.stride_a, batch.stride_b));
         let term = |inner: usize| {
             let in_a = if transpose_a == Transpose::Yes { inner + row * lda } else { row + inner * lda };
