@@ -146,15 +146,15 @@ fn bad_ids_that_are_refused_and_living_ones_that_are() {
 fn errors_without_a_message_and_of_another_call() {
     let refusing = |named: &'static str, message: &'static str| {
         let mut backend = credulous(&[0]);
-        backend.expect_query_stream().returning(move |_| Err(Error::new(ErrorKind::Vendor, named, message)));
+        backend.expect_synchronize_event().returning(move |_| Err(Error::new(ErrorKind::Vendor, named, message)));
         finding(&backend, |backend| {
-            let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
-            backend.query_stream(stream).unwrap_err();
-            backend.destroy_stream(stream).unwrap();
+            let event = backend.create_event(0, &EventOptions::new()).unwrap();
+            backend.synchronize_event(event).unwrap_err();
+            backend.destroy_event(event).unwrap();
         })
     };
-    assert_says(&refusing("query_stream", ""), &["`query_stream` returned an error without a message"]);
-    assert_says(&refusing("query_event", "no"), &["`query_stream` returned an error of `query_event`"]);
+    assert_says(&refusing("synchronize_event", ""), &["`synchronize_event` returned an error without a message"]);
+    assert_says(&refusing("query_event", "no"), &["`synchronize_event` returned an error of `query_event`"]);
 }
 
 #[test]
