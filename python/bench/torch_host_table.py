@@ -18,6 +18,7 @@ import pathlib
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 WAYS = ("PyTorch", "Highwater")
@@ -63,7 +64,7 @@ def serve(connection: Any, way: str) -> None:
             requested += size
         return float(torch.cuda.host_memory_stats()["allocated_bytes.current"]) / requested
 
-    steps = {
+    steps: dict[str, Callable[..., float]] = {
         "empty": empty,
         "copied": copied,
         "threads": lambda size, pairs: threads.nanoseconds_per_pair(16, ctypes.c_size_t(size), pairs),
