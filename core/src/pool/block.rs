@@ -1,11 +1,9 @@
 //! A block of page-locked memory: a run of pages with the record of its uses.
 
-use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;
 
-use super::block_uses::BlockUses;
-use super::lazy_box::LazyBox;
+use super::block_uses::{BINDING_WORDS, BlockUses};
 use super::ranges::{PAGE, Run};
 use super::slabs::{self, SLAB_PAGES};
 use super::thread_cache::ThreadCache;
@@ -25,25 +23,7 @@ pub(crate) struct Block {
     pub(crate) uses: BlockUses,
     /// The thread cache that the block returns to.
     pub(crate) home: Option<Arc<ThreadCache>>,
-    binding: LazyBox<BindingMemory>,
 }
-
-/// The words of a block for a binding to another language. This crate uses only their address.
-struct BindingMemory(UnsafeCell<[u64; BINDING_WORDS]>);
-
-// SAFETY: No code of this crate reads or writes the words once they are made.
-unsafe impl Send for BindingMemory {}
-// SAFETY: As above.
-unsafe impl Sync for BindingMemory {}
-
-impl fmt::Debug for BindingMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BindingMemory").finish_non_exhaustive()
-    }
-}
-
-/// Words of [`Block::binding_memory`].
-pub(crate) const BINDING_WORDS: usize = 6;
 
 /// Memory beside the pool that several processes can have, as seen from its block.
 pub(crate) trait SharedPages: fmt::Debug + Send + Sync {
@@ -61,7 +41,7 @@ impl Block {
         borders: Vec<usize>,
         home: Option<Arc<ThreadCache>>,
     ) -> OwnedBlock {
-        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home, binding: LazyBox::new() })
+        Arc::new(Self { ptr, start, size, uses: BlockUses::with_borders(borders), home })
     }
 
     /// Returns the block of memory that several processes can have. Its last owner releases it.
@@ -74,7 +54,7 @@ impl Block {
         // Sizes in pages end where sizes in units begin.
         let size = u32::try_from(requested.max(1).div_ceil(PAGE)).map_or(MOST_PAGES, |pages| pages.min(MOST_PAGES));
         let uses = BlockUses::with_attached(borders, Box::new(shared));
-        let block = Self { ptr, start: 0, size, uses, home: None, binding: LazyBox::new() };
+        let block = Self { ptr, start: 0, size, uses, home: None };
         block.begin_life(requested);
         Arc::new(block)
     }
@@ -131,10 +111,7 @@ impl Block {
     /// Returns memory for a binding to another language. It lives as long as the block, and is zero at first.
     #[inline]
     pub(crate) fn binding_memory(&self) -> *mut [u64; BINDING_WORDS] {
-        match self.binding.get() {
-            Some(memory) => memory.0.get(),
-            None => make_binding_memory(&self.binding),
-        }
+        self.uses.binding_memory()
     }
 
     /// Keeps the block. It belongs to a buffer, which the caller must borrow.
@@ -142,13 +119,6 @@ impl Block {
         self.uses.count_keeper();
         KeptBlock(Arc::clone(self))
     }
-}
-
-/// `extern "C"`, so that the compiler knows that it does not unwind.
-#[cold]
-#[inline(never)]
-extern "C" fn make_binding_memory(binding: &LazyBox<BindingMemory>) -> *mut [u64; BINDING_WORDS] {
-    binding.get_or_make(|| BindingMemory(UnsafeCell::new([0; BINDING_WORDS]))).0.get()
 }
 
 impl Drop for Block {

@@ -26,6 +26,8 @@
 //!   lock, and no holder of a submission lock waits here. So there is no cycle of waiting threads.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
+use std::fmt;
 
 use super::completion_events::{CompletionEvent, Point};
 use super::lazy_box::LazyBox;
@@ -69,12 +71,30 @@ pub(crate) struct BlockUses {
     pub(super) rounding: AtomicU16,
 }
 
+/// The words of a block for a binding to another language. This crate uses only their address.
+struct BindingMemory(UnsafeCell<[u64; BINDING_WORDS]>);
+
+// SAFETY: No code of this crate reads or writes the words once they are made.
+unsafe impl Send for BindingMemory {}
+// SAFETY: As above.
+unsafe impl Sync for BindingMemory {}
+
+impl fmt::Debug for BindingMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BindingMemory").finish_non_exhaustive()
+    }
+}
+
+/// Words of [`BlockUses::binding_memory`].
+pub(crate) const BINDING_WORDS: usize = 6;
+
 #[derive(Debug)]
 struct Rest {
     /// Offsets of the registrations that begin inside the block.
     borders: Vec<usize>,
     /// An object of the block. Few blocks have one, so it is here and not in the block.
     attached: Option<Box<dyn Any + Send + Sync>>,
+    binding: BindingMemory,
     state: Mutex<State>,
     /// Wakes the threads that wait for operations that are being enqueued.
     settled: Condvar,
@@ -160,6 +180,22 @@ impl BlockUses {
 
     pub(crate) fn borders(&self) -> &[usize] {
         self.rest.get().map_or(&[], |rest| &rest.borders)
+    }
+
+    /// Returns memory for a binding to another language. It lives as long as the block, and is zero at first.
+    #[inline]
+    pub(crate) fn binding_memory(&self) -> *mut [u64; BINDING_WORDS] {
+        match self.rest.get() {
+            Some(rest) => rest.binding.0.get(),
+            None => self.make_binding_memory(),
+        }
+    }
+
+    /// `extern "C"`, so that the compiler knows that it does not unwind.
+    #[cold]
+    #[inline(never)]
+    extern "C" fn make_binding_memory(&self) -> *mut [u64; BINDING_WORDS] {
+        self.rest().binding.0.get()
     }
 
     fn rest(&self) -> &Rest {
@@ -378,6 +414,7 @@ impl Rest {
         Self {
             borders,
             attached: None,
+            binding: BindingMemory(UnsafeCell::new([0; BINDING_WORDS])),
             state: Mutex::new(state),
             settled: Condvar::new(),
             any: AtomicBool::new(false),
