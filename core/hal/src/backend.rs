@@ -302,7 +302,7 @@ impl std::fmt::Display for LiveObjects {
 /// - `backend.device-checked`: an ordinal of `device_count` or above returns `InvalidArgument`, also in a copy or a fill of
 ///   nothing.
 /// - `backend.lacking`: a call that a capability denies returns `Unsupported` and has no effect.
-/// - `backend.errors`: an error has a message, and names the method that returned it. Methods of [`HostAllocator`] have the prefix
+/// - `backend.errors`: an error has a message, and names the method that returned it. Methods of the host allocator have the prefix
 ///   `host_`. A `copy_2d` that copies each row alone may name `copy`.
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: each object counts in `live_objects` from its creation to its destruction.
