@@ -23,13 +23,13 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let mut retried = 0;
     // The groups whose objects differ. The program sweeps every group and every call.
     for (group, sample) in [
-        ("memory.", 61),
-        ("mapped.", 31),
-        ("host.", 61),
-        ("destroy", 31),
-        ("blas.stream-bound", 51),
-        ("capture.", 307),
-        ("sharing.", 211),
+        ("memory.", 127),
+        ("mapped.", 61),
+        ("host.", 127),
+        ("destroy", 61),
+        ("blas.stream-bound", 101),
+        ("capture.", 607),
+        ("sharing.", 401),
     ] {
         let options = Options::new().with_launcher(launcher.clone()).with_filter(group);
         let report = sweep(&*backend, &options, sample);

@@ -114,7 +114,7 @@ fn every_conformance_case_passes_on_two_devices_with_the_libraries_of_cuda_12() 
 
 #[test]
 fn a_sample_of_refused_calls_leaves_nothing_behind() {
-    let arguments = ["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "997", "--jobs", "2", "--json"];
+    let arguments = ["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "2003", "--jobs", "2", "--json"];
     let object = CUDA.run("", &[], &arguments).ended(0).object();
     assert!(object["calls_swept"].as_u64().unwrap() > 50, "{object}");
 }
