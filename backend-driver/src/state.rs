@@ -298,12 +298,7 @@ impl<P: Platform> DriverState<P> {
 
     #[cold]
     fn out_of_service(&self, operation: &'static str) -> Error {
-        if self.generation.is_current() {
-            Error::new(ErrorKind::ShuttingDown, operation, "the process has begun to exit")
-                .with_hint("join threads that use the device before `main` returns")
-        } else {
-            Generation::error(operation)
-        }
+        if self.generation.is_current() { highwater_hal::exit::error(operation) } else { Generation::error(operation) }
     }
 
     pub(super) fn is_own_process(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Counts and faults of a mock's calls.
 //!
-//! Every trait method of the mock first *enters* its [`Operation`]: fork check, count, fault. A call that is told to
+//! Every trait method of the mock first *enters* its [`Operation`]: check of the process, count, fault. A call that is told to
 //! fail has no effect. One thread at a time uses a BLAS handle, so each handle has counters of its own. Threads that
 //! bind streams side by side then share no cache line. The counts are added up on request.
 
@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use highwater_hal::exit;
 use highwater_hal::fork::Generation;
 use highwater_hal::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -130,18 +131,25 @@ impl Calls {
         self.generation.is_current()
     }
 
-    /// Enters a call: fork check, count, schedule, fault. The caller must hold no lock. Returns the operation.
+    /// Enters a call: check of the process, count, schedule, fault. The caller must hold no lock. Returns the operation.
     #[inline]
     pub(crate) fn enter(&self, operation: Operation) -> Result<Operation> {
-        if !self.generation.is_current() {
-            return Err(Generation::error(operation.name()));
-        }
+        self.check_process(operation)?;
         // Relaxed, here and below: counts order nothing.
         self.tally.0[operation as usize].fetch_add(1, Ordering::Relaxed);
         if let Some(observer) = &self.observer {
             observer.called();
         }
         self.fail_if_told(operation)
+    }
+
+    /// Refuses calls in a forked child and once the process has begun to exit.
+    #[inline]
+    fn check_process(&self, operation: Operation) -> Result<()> {
+        if !self.generation.is_current() {
+            return Err(Generation::error(operation.name()));
+        }
+        if exit::has_begun() { Err(exit::error(operation.name())) } else { Ok(()) }
     }
 
     /// Counts an access of the CPU, which is no call.
@@ -152,9 +160,7 @@ impl Calls {
     /// Enters a call with the counters of a handle, which no other thread writes at the same time.
     #[inline]
     pub(crate) fn enter_handle(&self, tally: &Tally, operation: Operation) -> Result<Operation> {
-        if !self.generation.is_current() {
-            return Err(Generation::error(operation.name()));
-        }
+        self.check_process(operation)?;
         let count = &tally.0[operation as usize];
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         if let Some(observer) = &self.observer {

@@ -156,12 +156,7 @@ impl Services {
             return Err(Generation::error(operation));
         }
         if self.backend.is_exiting() {
-            return Err(Error::new(
-                ErrorKind::ShuttingDown,
-                operation,
-                "the process is exiting, and the driver with it",
-            )
-            .with_hint("stop threads that use the device before `main` returns"));
+            return Err(highwater_hal::exit::error(operation));
         }
         Ok(())
     }

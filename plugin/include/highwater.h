@@ -39,7 +39,8 @@
  *  - backend.forked: in a child forked after the backend was opened, calls return HW_ERROR_FORKED at once, whatever their
  *    arguments. A method whose capability is false, or that the kind of a handle lacks, may return HW_ERROR_UNSUPPORTED
  *    instead.
- *  - backend.exiting: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
+ *  - backend.exiting: once the process has begun to exit, `is_exiting` returns true, and each call that can fail returns
+ *    HW_ERROR_SHUTTING_DOWN. Before that, `is_exiting` returns false.
  *  - host.one-allocator: every call returns the same object.
  */
 #ifndef HIGHWATER_H
@@ -850,7 +851,7 @@ struct hw_table {
     /* Binds the memory for intermediate results, or the handle's own.
      *  - blas.workspace-used: products keep their intermediate results in the bound workspace.
      *  - blas.workspace-alignment: an address that is not a multiple of hw_capabilities.workspace_alignment returns
-     *    HW_ERROR_INVALID_ARGUMENT. */
+     *    HW_ERROR_INVALID_ARGUMENT, and the workspace before it stays bound. */
     int32_t (*handle_set_workspace)(hw_handle *handle, const hw_workspace *workspace, hw_error *error);
     /* Sets the precision of 32-bit products: HW_MATH_MODE_... . */
     int32_t (*handle_set_math_mode)(hw_handle *handle, uint32_t mode, hw_error *error);

@@ -172,7 +172,7 @@ impl Link {
         if !self.guard.is_current() {
             return Generation::error(operation);
         }
-        self.poison.error(&self.plugin, operation).unwrap_or_else(|| shutting_down(operation))
+        self.poison.error(&self.plugin, operation).unwrap_or_else(|| exit::error(operation))
     }
 
     #[cold]
@@ -235,13 +235,6 @@ impl Link {
         let message = format!("the plugin `{}` answered in `{slot}` with {what}", self.plugin);
         Error::new(ErrorKind::Vendor, operation, message).with_hint(BROKEN)
     }
-}
-
-/// Returns the error of a call during the exit of the process.
-#[cold]
-pub(super) fn shutting_down(operation: &'static str) -> Error {
-    Error::new(ErrorKind::ShuttingDown, operation, "the process is exiting, and plugins are not called any more")
-        .with_hint("end the work on the device before `main` returns")
 }
 
 /// Returns the error of a call that returned another code than 0. `room` is this thread's struct.

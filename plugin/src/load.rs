@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::elf;
 use super::import::Imported;
-use super::link::{BROKEN, Link, Poison, error_room, failure, shutting_down};
+use super::link::{BROKEN, Link, Poison, error_room, failure};
 use super::logging;
 use super::raw::{MOST_BYTES, OpenCall, RawHost, RawOpen, RawPlugin, TableCall, read_sized};
 use super::rules;
@@ -211,7 +211,7 @@ impl Plugin {
             return Err(refused(Generation::error("open")));
         }
         if highwater_hal::exit::has_begun() {
-            return Err(refused(shutting_down("open")));
+            return Err(refused(highwater_hal::exit::error("open")));
         }
         if let Some(error) = self.poison.error(&self.name, "open") {
             return Err(refused(error));

@@ -33,6 +33,7 @@ cases! {
     binding_a_stream_unbinds_the_workspace: ["blas.stream-resets-workspace"]
         needs [has::gemm_f32, has::blas_workspace, has::set_stream_resets_workspace];
     misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [has::blas_workspace];
+    refused_workspaces_leave_the_bound_one: ["blas.workspace-alignment"] needs [has::gemm_f32, has::blas_workspace];
     equal_calls_give_equal_bits: ["blas.deterministic"] needs [has::gemm_f32] => equal_bits(Types::F32);
     equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [has::gemm_f64] => equal_bits(Types::F64);
     equal_calls_give_equal_bits_f16: ["blas.deterministic"] needs [has::gemm_f16] => equal_bits(Types::F16);
@@ -372,6 +373,29 @@ fn misaligned_workspaces_are_refused(backend: &dyn Backend) -> CaseResult {
         refuses()?;
         // Also in another thread than the one that made the handle.
         std::thread::scope(|scope| scope.spawn(refuses).join()).map_err(|_| Failure::new("a thread panicked"))??;
+    }
+    Ok(())
+}
+
+/// A product need not use a workspace. If an equal one has used it, so does this one after a refused binding.
+fn refused_workspaces_leave_the_bound_one(backend: &dyn Backend) -> CaseResult {
+    const BOUND_BYTES: usize = 1 << 20;
+    let (stream, bound) = (Stream::new(backend)?, Block::new(backend, BOUND_BYTES)?);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.set_workspace(&bound, 0..BOUND_BYTES)?;
+    for (m, n, k) in [(4, 4, 5000), (128, 128, 128)] {
+        let product = Product::new(Types::F32.shape(m, n, k), 1);
+        let uses = |handle: &mut Handle<'_>| -> Result<bool, Failure> {
+            stream.set(bound.all(), 0x5d)?;
+            product.prove(backend, handle, &stream)?;
+            Ok(bound.read()? != [0x5d; BOUND_BYTES])
+        };
+        let has_used = uses(&mut handle)?;
+        let misaligned = Workspace { ptr: bound.ptr().offset(1), bytes: 4096 };
+        // SAFETY: inside `bound`, which lives longer than the handle. A backend that binds it all the same uses bytes of `bound` only.
+        let refused = unsafe { handle.raw_mut().set_workspace(Some(misaligned)) };
+        check_error!(refused, InvalidArgument, "a workspace 1 byte past an aligned address");
+        check_eq!(uses(&mut handle)?, has_used, "whether a product uses its workspace after another one was refused");
     }
     Ok(())
 }

@@ -17,6 +17,7 @@ cases! {
     waits_gather_several_streams: ["event.wait-orders"];
     waits_order_rounds_of_two_streams: ["event.wait-orders", "event.record-moves"];
     waits_order_devices: ["event.wait-orders"] needs [TWO_DEVICES];
+    waits_follow_an_event_to_another_stream: ["event.wait-orders", "event.record-moves"];
     waits_ignore_work_after_the_record: ["event.wait-orders", "stream.independent"];
     waits_ignore_later_records: ["event.wait-snapshot"];
     waits_ignore_later_records_of_pending_streams: ["event.wait-snapshot"];
@@ -183,6 +184,25 @@ fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
         })?;
     }
     Ok(())
+}
+
+/// The stream that waits recorded the event before, so it may be known as the event's stream.
+fn waits_follow_an_event_to_another_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the producer was done before the consumer had its work", |load| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        consumer.record(&event)?;
+        busy.enqueue(&producer, load)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        consumer.wait(&event)?;
+        consumer.copy(copied.all(), shared.all())?;
+        let outstanding = event.is_pending()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for an event that it recorded before another stream did")?;
+        Ok(Attempt::seen(outstanding))
+    })
 }
 
 fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {

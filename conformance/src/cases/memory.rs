@@ -22,6 +22,7 @@ cases! {
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
     answers_about_memory_follow_other_threads: ["memory.info-counts"];
     freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
+    exported_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"] needs [has::shareable_memory];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
@@ -329,11 +330,9 @@ fn answers_about_memory_follow_other_threads(backend: &dyn Backend) -> CaseResul
     Ok(())
 }
 
-/// Frees a block of each kind that vendors do not keep, while a stream of the device is busy with other work. Another program may take
-/// the memory at the same time, so one success is proof.
+/// Frees a block of each kind that vendors do not keep, while a stream of the device is busy with other work.
 fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     const SIZES: [u64; 2] = [64 << 20, 200 << 20];
-    const TIMES: usize = 20;
     for device in 0..backend.device_count() {
         let (stream, occupied) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
@@ -345,28 +344,56 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
             if backend.memory_info(device)?.free < bytes as u64 {
                 continue;
             }
-            let mut grown = Vec::new();
-            for _ in 0..TIMES {
+            free_memory_grows(backend, device, &format!("{what} memory, beside a busy stream,"), || {
                 let block = make(bytes)?;
-                let before = backend.memory_info(device)?.free;
                 if !occupied.is_pending()? {
                     busy.enqueue(&occupied, 1)?;
                 }
-                block.give_back()?;
-                grown.push(backend.memory_info(device)?.free.saturating_sub(before));
-                if grown.last() >= Some(&(bytes as u64)) {
-                    break;
-                }
-            }
-            check!(
-                grown.last() >= Some(&(bytes as u64)),
-                "the free memory of device {device} grew by {grown:?} bytes when {bytes} bytes of {what} memory were given \
-                 back and another stream was busy"
-            );
+                Ok(block)
+            })?;
         }
         occupied.synchronize()?;
     }
     Ok(())
+}
+
+/// The handle was dropped before the block is freed, and no process opened it.
+fn exported_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
+    const LARGE: u64 = 64 << 20;
+    let bytes = even(backend, DEVICE, LARGE)?;
+    for transport in transports(backend)? {
+        free_memory_grows(backend, DEVICE, &format!("memory that was exported by {transport:?}"), || {
+            let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::Shareable(transport))?;
+            block.export(transport).map(drop)?;
+            Ok(block)
+        })?;
+    }
+    Ok(())
+}
+
+/// Makes blocks and gives them back until the free memory has grown by the bytes of one. Another program may take the memory at the same
+/// time, so one success is proof.
+fn free_memory_grows<'b>(
+    backend: &dyn Backend,
+    device: u32,
+    what: &str,
+    make: impl Fn() -> highwater_hal::Result<Block<'b>>,
+) -> CaseResult {
+    const TIMES: usize = 20;
+    let mut grown = Vec::new();
+    for _ in 0..TIMES {
+        let block = make()?;
+        let bytes = block.bytes() as u64;
+        let before = backend.memory_info(device)?.free;
+        block.give_back()?;
+        grown.push(backend.memory_info(device)?.free.saturating_sub(before));
+        if grown.last() >= Some(&bytes) {
+            return Ok(());
+        }
+    }
+    Err(Failure::new(format!(
+        "the free memory of device {device} grew by {grown:?} bytes each time a block of {what} was given back"
+    )))
 }
 
 fn shareable_memory_is_memory(backend: &dyn Backend) -> CaseResult {

@@ -4,10 +4,11 @@
 
 use highwater_hal::{Backend, CopyShape, Result};
 
+use super::copies::needs_free;
 use super::kinds::StreamKind;
 use super::memory::{Maker, makers};
 use crate::case::{CaseResult, cases, check, check_error, on_devices};
-use crate::device::{Block, Pinned, Span, Stream};
+use crate::device::{Block, DEVICE, Pinned, Span, Stream, read_span};
 use crate::random::Random;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -22,6 +23,7 @@ cases! {
     in_memory_of_each_kind_are_exact: ["copy-2d.exact"];
     of_many_rows_are_exact: ["copy-2d.exact"];
     pitches_may_be_large: ["copy-2d.exact", "copy-2d.pitch"];
+    of_more_than_four_gibibytes_are_exact: ["copy-2d.exact"];
     across_mappings_are_exact: ["copy-2d.exact", "mapped.contiguous"] needs [has::mapped_memory];
     run_in_order_on_each_kind_of_stream: ["copy-2d.ordered", "copy-2d.exact", "stream.order"];
     run_after_pending_work: ["copy-2d.ordered"];
@@ -283,6 +285,42 @@ fn pitches_may_be_large(backend: &dyn Backend) -> CaseResult {
         }
         Ok(())
     })
+}
+
+/// Rows in a block of more bytes than a number of 32 bits counts. Only the rows are touched.
+fn of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const WIDTH: usize = 64;
+    const PITCH: usize = 1 << 30;
+    const ROWS: usize = 6;
+    const LARGE: usize = (ROWS - 1) * PITCH + WIDTH;
+    needs_free(backend, DEVICE, LARGE + (1 << 20))?;
+    let stream = Stream::new(backend)?;
+    let content = Random::new(3).bytes(WIDTH * ROWS);
+    let (spread, gathered) =
+        (CopyShape::new(WIDTH, ROWS).with_dst_pitch(PITCH), CopyShape::new(WIDTH, ROWS).with_src_pitch(PITCH));
+    let (large, packed) = (Block::new(backend, LARGE)?, Block::holding(backend, &content)?);
+    let pinned = Pinned::holding(backend, &content)?;
+    let spread_from = [("on the device", packed.all()), ("to the device", pinned.all())];
+    for (way, from) in spread_from {
+        for row in 0..ROWS {
+            stream.set(large.span(row * PITCH..row * PITCH + WIDTH), 0)?;
+        }
+        stream.copy_rows(large.all(), from, spread)?;
+        stream.synchronize()?;
+        for row in 0..ROWS {
+            let got = read_span(backend, DEVICE, large.span(row * PITCH..row * PITCH + WIDTH))?;
+            check!(got == content[row * WIDTH..][..WIDTH], "a copy of {spread:?} {way} gave row {row} other bytes");
+        }
+    }
+    stream.set(packed.all(), 0)?;
+    stream.copy_rows(packed.all(), large.all(), gathered)?;
+    stream.synchronize()?;
+    check!(packed.read()? == content, "a copy of {gathered:?} on the device gave other bytes");
+    pinned.write(&[0; WIDTH * ROWS])?;
+    stream.copy_rows(pinned.all(), large.all(), gathered)?;
+    stream.synchronize()?;
+    check!(pinned.read()? == content, "a copy of {gathered:?} to the host gave other bytes");
+    Ok(())
 }
 
 /// Spreads bytes over rows with gaps and gathers them again, on every kind of stream. Each copy needs the one before it.

@@ -52,6 +52,9 @@ cases! {
     memory_that_was_freed_elsewhere_is_kept: ["ipc.free-keeps"] needs [has::shareable_memory, DESCRIPTORS];
     altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
+    handles_are_refused_for_another_device: ["ipc.open-checked"] needs [TWO_DEVICES, has::shareable_memory];
+    imports_are_refused_for_another_device: ["ipc.import-checked"]
+        needs [TWO_DEVICES, has::shareable_memory, has::mapped_memory, has::foreign_memory];
     handles_without_their_descriptor_are_refused: ["ipc.open-checked"] needs [has::shareable_memory, DESCRIPTORS];
     open_memory_counts: ["backend.live-objects"] needs [has::shareable_memory];
     descriptors_of_handles_count: ["backend.live-objects"] needs [has::shareable_memory, DESCRIPTORS];
@@ -129,11 +132,13 @@ fn devices_have_one_uuid_in_every_process(backend: &dyn Backend, launcher: &Laun
 }
 
 /// The second process exits with its objects. An exit handler that was registered before the backend was opened calls
-/// `is_exiting`.
+/// `is_exiting` and other methods.
 fn processes_notice_their_exit(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let mut peer = start(launcher, backend)?;
     check!(!backend.is_exiting() && !peer.is_exiting()??, "a backend reports the exit of a process that does not exit");
-    check!(peer.exit_and_tell()?, "a backend does not notice that its process has begun to exit");
+    let (notices, refuses) = peer.exit_and_tell()?;
+    check!(notices, "a backend does not notice that its process has begun to exit");
+    check!(refuses, "a backend does not return `ShuttingDown` for calls after its process has begun to exit");
     check!(!backend.is_exiting(), "a backend reports the exit of its process after another process has exited");
     Ok(())
 }
@@ -617,6 +622,37 @@ fn handles_of_another_device_are_refused(backend: &dyn Backend, launcher: &Launc
             refused(peer, &altered, &format!("the UUID {other:x?}"))?;
         }
         Ok(())
+    })
+}
+
+/// A handle as its exporter made it, opened for work of a device that does not have the memory.
+fn handles_are_refused_for_another_device(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let there = peer.allocate(BYTES, transport)??;
+        let handle = peer.export(there, transport)??;
+        let before = backend.live_objects();
+        let opened = Block::open(backend, DEVICE + 1, &handle);
+        check_error!(opened, InvalidArgument, "open_memory for device {} of memory of device {DEVICE}", DEVICE + 1);
+        check_eq!(backend.live_objects(), before, "live objects after an open for another device was refused");
+        Block::open(backend, DEVICE, &handle)?.give_back()?;
+        Ok(peer.free(there)??)
+    })
+}
+
+fn imports_are_refused_for_another_device(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
+    with_each_transport(backend, launcher, |transport, peer| {
+        if transport == Transport::Legacy {
+            return Ok(());
+        }
+        let there = peer.allocate_mapped(piece, transport)??;
+        let handle = peer.export(there, transport)??;
+        let before = backend.live_objects();
+        let imported = Block::imported(backend, DEVICE + 1, &handle);
+        check_error!(imported, InvalidArgument, "import_memory for device {} of memory of device {DEVICE}", DEVICE + 1);
+        check_eq!(backend.live_objects(), before, "live objects after an import for another device was refused");
+        Block::imported(backend, DEVICE, &handle)?.give_back()?;
+        Ok(peer.free(there)??)
     })
 }
 

@@ -40,6 +40,7 @@ cases! {
     do_not_wait_for_each_other: ["stream.independent"];
     query_follows_the_work: ["stream.query"];
     query_ignores_other_streams: ["stream.query", "stream.independent"];
+    query_covers_a_wait_for_another_device: ["stream.query", "stream.synchronize"] needs [TWO_DEVICES];
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
@@ -362,6 +363,33 @@ fn query_ignores_other_streams(backend: &dyn Backend) -> CaseResult {
         let outstanding = occupied.is_pending()?;
         occupied.synchronize()?;
         check!(complete || !outstanding, "a stream that was given no work is pending, as another one of the device is");
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+/// A stream whose only work is the wait.
+fn query_covers_a_wait_for_another_device(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = DEVICE + 1;
+    let busy = StreamLoad::new(backend, OTHER, Direction::ToDevice)?;
+    until_conclusive("the work was over before the stream that waits for it was asked", |load| {
+        let (producer, waiting, event) =
+            (Stream::on(backend, OTHER)?, Stream::new(backend)?, Event::on(backend, OTHER)?);
+        busy.enqueue(&producer, load)?;
+        producer.record(&event)?;
+        waiting.wait(&event)?;
+        let complete = waiting.query()?.is_complete();
+        let outstanding = event.is_pending()?;
+        waiting.synchronize()?;
+        let reached = !event.is_pending()?;
+        producer.synchronize()?;
+        check!(
+            !complete || !outstanding,
+            "a stream is complete while its only work, a wait for device {OTHER}, is outstanding"
+        );
+        check!(
+            reached,
+            "`synchronize_stream` of a stream returned before the event of device {OTHER} that it waits for"
+        );
         Ok(Attempt::seen(outstanding))
     })
 }

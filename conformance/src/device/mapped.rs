@@ -164,12 +164,7 @@ impl<'b> Block<'b> {
         second.destroy()?;
         let bytes = handle.bytes as usize;
         let addresses = Addresses::new(backend, device, bytes)?;
-        addresses.map(0, &memory, bytes)?;
-        addresses.give_access(0..bytes, device)?;
-        memory.destroy()?;
-        let ptr = addresses.ptr();
-        let origin = Origin::Mapped(addresses);
-        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+        Self::of_one_piece(addresses, device, memory, bytes)
     }
 
     /// Makes a block of mapped memory of one piece that can be exported.
@@ -183,12 +178,7 @@ impl<'b> Block<'b> {
         let addresses = Addresses::new(backend, device, bytes)?;
         let options = PhysicalMemoryOptions::new(bytes).with_shareable(transport);
         let memory = PhysicalMemory::create(backend, device, &options)?;
-        addresses.map(0, &memory, bytes)?;
-        addresses.give_access(0..bytes, device)?;
-        memory.destroy()?;
-        let ptr = addresses.ptr();
-        let origin = Origin::Mapped(addresses);
-        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+        Self::of_one_piece(addresses, device, memory, bytes)
     }
 
     /// Makes a block of mapped memory, with one piece of physical memory for each number of bytes.
@@ -202,8 +192,21 @@ impl<'b> Block<'b> {
             addresses.fill_in(offset..offset + bytes)?.destroy()?;
             offset += bytes;
         }
-        let ptr = addresses.ptr();
+        Ok(Self::at(addresses, device, bytes))
+    }
+
+    /// Maps the memory at these addresses, and destroys it: it stays as long as it is mapped.
+    fn of_one_piece(addresses: Addresses<'b>, device: u32, memory: PhysicalMemory<'_>, bytes: usize) -> Result<Self> {
+        addresses.map(0, &memory, bytes)?;
+        addresses.give_access(0..bytes, device)?;
+        memory.destroy()?;
+        Ok(Self::at(addresses, device, bytes))
+    }
+
+    /// The block at addresses where memory is mapped.
+    fn at(addresses: Addresses<'b>, device: u32, bytes: usize) -> Self {
+        let (backend, ptr) = (addresses.backend, addresses.ptr());
         let origin = Origin::Mapped(addresses);
-        Ok(Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true })
+        Self { backend, device, ptr, bytes, origin, users: Users::default(), alive: true }
     }
 }

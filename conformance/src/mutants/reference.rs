@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use highwater_hal::{
     Backend, BlasHandle, BlasKind, BlasOptions, Completion, DevicePtr, Error, ErrorKind, EventOptions, FillPattern,
-    Gemm, GraphId, HostAllocator, HostOptions, IpcSharing, Location, MemoryCopy, MemoryFill, PlanArguments, PlanId,
-    Result, StreamId, StreamOptions, Workspace, for_each_operation,
+    Gemm, GraphId, HostAllocator, HostOptions, IpcSharing, Location, MemoryCopy, MemoryFill, MemoryHandle,
+    PlanArguments, PlanId, Result, StreamId, StreamOptions, Workspace, for_each_operation,
 };
 
 use crate::validation::Validated;
@@ -252,6 +252,12 @@ pub(super) struct ReferenceSharing {
 impl ReferenceSharing {
     pub(super) fn new(backend: Reference, sharing: Arc<dyn IpcSharing>) -> Self {
         Self { backend, sharing }
+    }
+
+    /// Returns the device that the handle names.
+    pub(super) fn device_of(&self, handle: &MemoryHandle) -> Option<u32> {
+        let names = |&device: &u32| self.backend.device_info(device).is_ok_and(|info| info.uuid == handle.device_uuid);
+        (0..self.backend.device_count()).find(names)
     }
 }
 

@@ -142,12 +142,13 @@ impl Peer {
         Ok(self.number(Command::IsExiting, |message| message)?.map(|answer| answer != 0))
     }
 
-    /// Makes the process exit with all its objects. Returns whether the backend then reports the exit.
+    /// Makes the process exit with all its objects. Returns whether the backend then reports the exit, and whether it refuses calls.
     #[track_caller]
-    pub(crate) fn exit_and_tell(mut self) -> Result<bool, Failure> {
-        let answer = self.number(Command::ExitAndTell, |message| message)??;
+    pub(crate) fn exit_and_tell(mut self) -> Result<(bool, bool), Failure> {
+        let read = |answer: &Message| Some((answer.number(0)? != 0, answer.number(1)? != 0));
+        let answers = self.value(Command::ExitAndTell, |message| message, read)??;
         self.ends_well()?;
-        Ok(answer != 0)
+        Ok(answers)
     }
 
     /// Waits for a process that has the command to end.

@@ -6,7 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
-use highwater_hal::{Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, Result};
+use highwater_hal::{
+    AllocateOptions, Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, HostOptions,
+    Result, StreamOptions,
+};
 use rustix::process::Signal;
 
 use super::command::Command;
@@ -32,13 +35,26 @@ pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Res
     Some(serve(open))
 }
 
-/// The socket to which the process reports the answer of `is_exiting` at its exit.
+/// The socket to which the process reports at its exit whether the backend notices it.
 static AT_EXIT: Mutex<Option<(OwnedFd, Arc<dyn Backend>)>> = Mutex::new(None);
+
+/// Returns whether calls that make objects, wait and ask are refused because the process exits.
+fn refuses_calls(backend: &dyn Backend) -> bool {
+    let refused = |result: Result<()>| result.is_err_and(|error| error.kind() == ErrorKind::ShuttingDown);
+    refused(backend.create_stream(0, &StreamOptions::new()).map(drop))
+        && refused(backend.create_event(0, &EventOptions::new()).map(drop))
+        && refused(backend.allocate(0, &AllocateOptions::new(4096)).map(drop))
+        && refused(backend.host_allocator().allocate(4096, &HostOptions::new()).map(drop))
+        && refused(backend.synchronize_device(0))
+        && refused(backend.memory_info(0).map(drop))
+        && refused(backend.capabilities(0).map(drop))
+}
 
 extern "C" fn tell_at_exit() {
     if let Some((socket, backend)) = AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner).take() {
         // If the socket is broken, the case has failed already.
-        let _ = wire::send(&socket, &Message::new(wire::DONE).with_numbers([u64::from(backend.is_exiting())]));
+        let answers = [backend.is_exiting(), refuses_calls(&*backend)].map(u64::from);
+        let _ = wire::send(&socket, &Message::new(wire::DONE).with_numbers(answers));
         // Destructors do not run at an exit.
         std::mem::forget(backend);
     }

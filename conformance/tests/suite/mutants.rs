@@ -10,7 +10,7 @@ use highwater_hal::{Backend, Result, clauses};
 use highwater_mock::{MockGpu, MockOptions};
 
 fn open() -> Result<Arc<dyn Backend>> {
-    Ok(MockGpu::open(MockOptions::new().with_devices(2))?)
+    Ok(MockGpu::open(MockOptions::new().with_devices(2).with_memory_bytes(6 << 30))?)
 }
 
 #[test]

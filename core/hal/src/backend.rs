@@ -310,7 +310,8 @@ impl std::fmt::Display for LiveObjects {
 ///   call of another thread that uses it. That call ends as if the object was alive. Later calls return `InvalidHandle`.
 /// - `backend.forked`: in a child forked after the backend was opened, calls return `Forked` at once, whatever their arguments. A
 ///   method whose capability is false, or that the kind of a handle lacks, may return `Unsupported` instead.
-/// - `backend.exiting`: once the process has begun to exit, `is_exiting` returns true. Before that, it returns false.
+/// - `backend.exiting`: once the process has begun to exit, `is_exiting` returns true, and each call that can fail returns
+///   `ShuttingDown`. Before that, `is_exiting` returns false.
 ///
 /// # Objects in use
 /// Any thread can destroy these objects while work that uses them is outstanding: streams, events, graphs, executable

@@ -561,7 +561,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// Binds the memory for intermediate results. `None` binds the handle's own; `Some` needs `blas_workspace`.
     ///
     /// - `blas.workspace-used`: products keep their intermediate results in the bound workspace.
-    /// - `blas.workspace-alignment`: an address that is not a multiple of `workspace_alignment` returns `InvalidArgument`.
+    /// - `blas.workspace-alignment`: an address that is not a multiple of `workspace_alignment` returns `InvalidArgument`, and the workspace
+    ///   before it stays bound.
     ///
     /// # Safety
     /// The caller must pass memory of the handle's device. It must stay allocated while it is bound and until the last

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::{Error, ErrorKind};
+
 static EXITING: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn set_exiting() {
@@ -23,4 +25,12 @@ pub fn watch() {
 #[inline]
 pub fn has_begun() -> bool {
     EXITING.load(Ordering::Acquire)
+}
+
+/// Returns the error of a call that comes after the process has begun to exit.
+#[cold]
+#[must_use]
+pub fn error(operation: &'static str) -> Error {
+    Error::new(ErrorKind::ShuttingDown, operation, "the process has begun to exit")
+        .with_hint("join threads that use the device before `main` returns")
 }

@@ -32,13 +32,14 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     let tried = Workers::start(choice, limit)?;
     let (identity, devices) = (tried.identity().clone(), tried.about().device_count());
     drop(tried);
-    // Some mutants need two devices to do wrong. Without a description, the mock has two.
-    let two_devices = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
+    // Some mutants need two devices to do wrong, or a block of more than 4 GiB. Without a description, the mock has both.
+    const ENOUGH: &str = "devices=2,memory=6GiB";
+    let is_undescribed = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
     let open = || -> highwater::Result<Arc<dyn Backend>> {
-        if two_devices { Ok(MockGpu::open(MockOptions::new().with_devices(2))?) } else { choice.open(Prober::Nobody) }
+        if is_undescribed { Ok(MockGpu::open(MockOptions::parse(ENOUGH)?)?) } else { choice.open(Prober::Nobody) }
     };
     let launcher = choice.launcher()?;
-    let launcher = if two_devices { launcher.with_environment(MOCK, "devices=2") } else { launcher };
+    let launcher = if is_undescribed { launcher.with_environment(MOCK, ENOUGH) } else { launcher };
     let mut options = MutantOptions::new().with_every(arguments.sample as usize).with_launcher(launcher);
     if arguments.mutants {
         options = options.with_generated();

@@ -249,7 +249,7 @@ fn conformance_names_the_nearest_clause_case_or_mutant_to_a_misspelled_filter() 
     highwater(&["conformance", "--filter", "zebra"]).assert_error(&["hint: name a part of a case, such as `identity`"]);
 }
 
-/// A mock with few abilities and little memory: two thirds of the cases are skipped, and a full run takes less time.
+/// A mock with few abilities and little memory: two thirds of the cases are skipped, so a full run takes less time.
 const FEW_ABILITIES: &str = "memory=64MiB,gemm_f32=off,gemm_f64=off,gemm_f16=off,gemm_bf16=off,gemm_mixed=off,tf32=off,\
     lt_plans=off,strided_batch=off,blas_workspace=off,atomics_mode=off,capture=off,stream_ordered_memory=off,\
     shareable_memory=off,interprocess_events=off,host_register=off,write_combined=off,mapped_memory=off,foreign_memory=off,\

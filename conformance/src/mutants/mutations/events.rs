@@ -22,6 +22,22 @@ mutants! {
             true => reference.stream_wait_event(stream, event),
             false => looked_at(reference, stream, event),
         });
+    "waits-of-the-first-recorder-forgotten": "Forgets a wait by the stream that was the first to record the event." => |h| {
+        let first = Shared::<HashMap<EventId, StreamId>>::default();
+        let noted = first.clone();
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            noted.with(|first| *first.entry(event).or_insert(stream));
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let is_own = first.with(|first| first.get(&event) == Some(&stream));
+            match is_own && !reference.is_recording(stream) {
+                true => looked_at(reference, stream, event),
+                false => reference.stream_wait_event(stream, event),
+            }
+        });
+    };
     "last-wait-counts": "Makes the last of several waits in a row, and none of the others." => |h| {
         let held = Deferred::default();
         let waits = held.clone();

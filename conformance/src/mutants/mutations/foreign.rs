@@ -97,6 +97,10 @@ mutants! {
             let piece = sharing.backend.capabilities(device)?.mapped_memory_granularity;
             sharing.backend.create_memory(device, &PhysicalMemoryOptions::new(piece))
         });
+    "imports-for-the-device-they-name" [by_two_processes] needs [TWO_DEVICES]: "Imports a handle for the device that it names, not for the one that was asked for." =>
+        |h| h.sharing.import_memory(|sharing, device, handle| {
+            sharing.import_memory(sharing.device_of(handle).unwrap_or(device), handle)
+        });
     "imports-of-blocks" [by_two_processes]: "Imports memory of `allocate`, as new memory, in the process that exports it." => |h| {
         let exported = Shared::<HashSet<[u8; 64]>>::default();
         let kept = exported.clone();

@@ -6,49 +6,32 @@ use std::time::Duration;
 
 use highwater_hal::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanId, Workspace};
 
+use super::super::hooks::Hooks;
 use super::super::reference::{ReferenceHandle, forgiven, is};
 use super::super::state::Shared;
 
 mutants! {
     in "blas.create-concurrent":
     "handles-made-under-a-lock": "Makes handles under a lock that every fill takes." => |h| {
-        let lock = Arc::new(RwLock::new(()));
-        let shared = Arc::clone(&lock);
-        h.backend.create_blas_handle(move |reference, device, options| {
-            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
-            std::thread::sleep(Duration::from_millis(40));
-            reference.create_blas_handle(device, options)
-        });
+        let lock = made_under_a_lock(h);
         h.backend.fill(move |reference, fill, stream| {
-            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            let _beside = lock.read().unwrap_or_else(PoisonError::into_inner);
             reference.fill(fill, stream)
         });
     };
 
     "handles-made-under-a-lock-of-copies": "Makes handles under a lock that every copy takes." => |h| {
-        let lock = Arc::new(RwLock::new(()));
-        let shared = Arc::clone(&lock);
-        h.backend.create_blas_handle(move |reference, device, options| {
-            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
-            std::thread::sleep(Duration::from_millis(40));
-            reference.create_blas_handle(device, options)
-        });
+        let lock = made_under_a_lock(h);
         h.backend.copy(move |reference, copy, stream| {
-            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            let _beside = lock.read().unwrap_or_else(PoisonError::into_inner);
             reference.copy(copy, stream)
         });
     };
 
     "handles-made-under-a-lock-of-products": "Makes handles under a lock that every product takes." => |h| {
-        let lock = Arc::new(RwLock::new(()));
-        let shared = Arc::clone(&lock);
-        h.backend.create_blas_handle(move |reference, device, options| {
-            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
-            std::thread::sleep(Duration::from_millis(40));
-            reference.create_blas_handle(device, options)
-        });
+        let lock = made_under_a_lock(h);
         h.handle.gemm(move |handle, gemm| {
-            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            let _beside = lock.read().unwrap_or_else(PoisonError::into_inner);
             handle.gemm(gemm)
         });
     };
@@ -233,6 +216,15 @@ mutants! {
             }
         });
 
+    "refused-workspaces-unbind": "Leaves a handle without its workspace when it refuses another." =>
+        |h| h.handle.set_workspace(|handle, workspace| {
+            let bound = handle.set_workspace(workspace);
+            if is(&bound, ErrorKind::InvalidArgument) {
+                handle.set_workspace(None)?;
+            }
+            bound
+        });
+
     in "blas.deterministic":
     "atomics-stay" needs [has::atomics_mode]: "Keeps to atomics once they were allowed." => |h| h.handle.set_atomics_mode(|handle, mode| match mode {
         AtomicsMode::Allowed => handle.set_atomics_mode(mode),
@@ -267,4 +259,16 @@ mutants! {
 fn is_bound_to_nothing(handle: &ReferenceHandle) -> bool {
     let is_gone = |stream| is(&handle.backend.query_stream(stream), ErrorKind::InvalidHandle);
     handle.stream.is_some_and(is_gone)
+}
+
+/// Makes handles slowly, each under the lock.
+fn made_under_a_lock(h: &mut Hooks) -> Arc<RwLock<()>> {
+    let lock = Arc::new(RwLock::new(()));
+    let shared = Arc::clone(&lock);
+    h.backend.create_blas_handle(move |reference, device, options| {
+        let _alone = shared.write().unwrap_or_else(PoisonError::into_inner);
+        std::thread::sleep(Duration::from_millis(40));
+        reference.create_blas_handle(device, options)
+    });
+    lock
 }

@@ -118,6 +118,10 @@ mutants! {
     in "backend.exiting":
     "exits-unnoticed" [by_two_processes]: "Does not notice that the process exits." =>
         |h| h.is_exiting = Some(Box::new(|_| false));
+    "waits-at-exit" [by_two_processes]: "Reports a wait for the device as done while the process exits." =>
+        |h| h.backend.synchronize_device(|reference, device| {
+            forgiven(ErrorKind::ShuttingDown, reference.synchronize_device(device), ())
+        });
     "always-exiting" [by_two_processes]: "Reports an exit from the start." =>
         |h| h.is_exiting = Some(Box::new(|_| true));
 

@@ -324,6 +324,23 @@ mutants! {
         });
         h.count(move |live| live.allocations -= kept.get());
     };
+    "exported-blocks-kept" needs [has::shareable_memory]: "Keeps memory that is freed after it was exported." => |h| {
+        let (kept, exported) = (Shared::new(0_u64), Shared::<HashSet<(u32, DevicePtr)>>::default());
+        let (freed, shared) = (kept.clone(), exported.clone());
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport)?;
+            shared.with(|exported| exported.insert((device, ptr)));
+            Ok(handle)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            if stream.is_some() || !exported.with(|exported| exported.remove(&(device, ptr))) {
+                return reference.free(device, ptr, stream);
+            }
+            freed.set(freed.get() + 1);
+            Ok(())
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
     "stream-ordered-blocks-kept" needs [has::stream_ordered_memory]: "Keeps stream-ordered memory that is freed." => |h| {
         let kept = Shared::new(0_u64);
         let freed = kept.clone();

@@ -31,6 +31,21 @@ mutants! {
     "rows-of-eight-bits": "Keeps the low 8 bits of the height." => |h| reshaped(h, |shape| shape.height &= 0xff);
     "rows-beyond-a-grid-left-out": "Leaves out the rows from 65,535 on." =>
         |h| reshaped(h, |shape| shape.height = shape.height.min(0xffff));
+    "rows-with-offsets-of-32-bits": "Keeps the low 32 bits of the offset of a row in the source." => |h| h.backend.copy_2d(|reference, copy, stream| {
+        const LIMIT: usize = 1 << 32;
+        let &MemoryCopy2d { dst, src, shape, .. } = copy;
+        reference.copy_2d(copy, stream)?;
+        match shape.src_bytes() {
+            Some(bytes) if bytes > LIMIT && shape.src_pitch > 0 && LIMIT.is_multiple_of(shape.src_pitch) => {
+                // The rows beyond it begin again at the first.
+                let within = LIMIT / shape.src_pitch;
+                let mut beyond = shape;
+                beyond.height -= within;
+                reference.copy_2d(&MemoryCopy2d::new(dst.offset(within * shape.dst_pitch), src, beyond), stream)
+            }
+            _ => Ok(()),
+        }
+    });
     "rows-clear-their-source": "Clears the first row of a source on the device." => |h| h.backend.copy_2d(|reference, copy, stream| {
         reference.copy_2d(copy, stream)?;
         match copy.src {

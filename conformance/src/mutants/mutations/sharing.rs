@@ -238,6 +238,10 @@ mutants! {
             handle.device_uuid = sharing.backend.device_info(device)?.uuid;
             sharing.open_memory(device, &handle)
         });
+    "handles-opened-for-the-device-they-name" [by_two_processes] needs [TWO_DEVICES]: "Opens a handle for the device that it names, not for the one that was asked for." =>
+        |h| h.sharing.open_memory(|sharing, device, handle| {
+            sharing.open_memory(sharing.device_of(handle).unwrap_or(device), handle)
+        });
     "handles-of-nothing-opened" [by_two_processes]: "Opens handles that no exporter made, as its own memory." => |h| {
         let made = Shared::<HashSet<DevicePtr>>::default();
         let opened = made.clone();

@@ -277,6 +277,30 @@ mutants! {
             Ok(if seen.with(|seen| seen.contains(&stream)) { completion } else { Completion::Pending })
         });
     };
+    "waits-for-other-devices-left-out" needs [TWO_DEVICES]: "Reports a stream as complete while its only work is a wait for another device." =>
+    |h| {
+        // The streams that did nothing else since they were complete.
+        let waiting = Shared::<HashSet<StreamId>>::default();
+        let (begun, asked) = (waiting.clone(), waiting.clone());
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| !matches!(method, "stream_wait_event" | "query_stream")) {
+                begun.with(|waiting| waiting.remove(&stream));
+            }
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let is_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
+            reference.stream_wait_event(stream, event)?;
+            if is_idle && stream.device() != event.device() {
+                waiting.with(|waiting| waiting.insert(stream));
+            }
+            Ok(())
+        });
+        h.backend.query_stream(move |reference, stream| match asked.with(|waiting| waiting.contains(&stream)) {
+            true => reference.query_stream(stream).map(|_| Completion::Complete),
+            false => reference.query_stream(stream),
+        });
+    };
     "pending-for-others": "Reports a stream as pending while any other one is." => |h| {
         let streams = living_streams(h);
         h.backend.query_stream(move |reference, stream| {
