@@ -314,6 +314,7 @@ pub(super) fn generated() -> &'static [Mutant] {
                         also: broken,
                         what: String::leak(what),
                         needs_launcher: operation == "close_memory",
+                        needs_large_block: false,
                         survives: equivalent(operation, mistake, condition),
                         act: Act::Generated(mutation),
                     });

@@ -60,6 +60,8 @@ pub struct Mutant {
     pub what: &'static str,
     /// Whether only sharing between two processes shows the mistake. The suite then needs a [`Launcher`](crate::Launcher).
     pub needs_launcher: bool,
+    /// Whether only a block of more than 4 GiB shows the mistake.
+    needs_large_block: bool,
     /// Why no case can notice the mutant, if so.
     pub survives: Option<&'static str>,
     /// Clauses that the mutant breaks too.
@@ -85,6 +87,7 @@ impl Mutant {
             clause,
             what,
             needs_launcher: false,
+            needs_large_block: false,
             survives: None,
             also: &[],
             needs: &[],
@@ -154,6 +157,11 @@ impl Mutant {
 
     const fn needing(mut self, needs: &'static [Need]) -> Self {
         self.needs = needs;
+        self
+    }
+
+    const fn by_a_large_block(mut self) -> Self {
+        self.needs_large_block = true;
         self
     }
 

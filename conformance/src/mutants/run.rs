@@ -11,6 +11,7 @@ use highwater_hal::{Backend, Error, ErrorKind, Identity, Result};
 use super::{Mutant, VARIABLE, generated_mutants, mutants};
 use crate::case::{Case, all_capabilities};
 use crate::cases::cases;
+use crate::device::DEVICE;
 use crate::options::Options;
 use crate::peer::Launcher;
 use crate::report::Status;
@@ -373,7 +374,15 @@ pub fn run_mutants(
 
 /// Returns the reason if the mutant does no wrong around this backend.
 fn unmet(mutant: &Mutant, backend: &dyn Backend) -> Option<String> {
+    const LARGE: u64 = 5 << 30;
     // A backend that cannot describe its devices fails the cases.
+    let free = backend.memory_info(DEVICE).ok()?.free;
+    if mutant.needs_large_block && free <= LARGE {
+        return Some(format!(
+            "a block of more than 4 GiB shows the mistake, and device {DEVICE} has {} MiB of free memory",
+            free >> 20
+        ));
+    }
     mutant.unmet(&all_capabilities(backend).ok()?)
 }
 

@@ -9,12 +9,12 @@ use super::state::Shared;
 /// Makes the table of a file. Each clause has its mutants, with name, needs, description and hooks.
 macro_rules! mutants {
     ($(in $clause:literal: $(
-        $name:literal $([$two_processes:ident])? $(needs [$($($need:ident)::+),+])? $(survives $why:literal)?: $what:literal
+        $name:literal $([$shown:ident])? $(needs [$($($need:ident)::+),+])? $(survives $why:literal)?: $what:literal
             => $hooks:expr;
     )*)*) => {
         pub(super) const MUTANTS: &[crate::mutants::Mutant] = &[$($(
             crate::mutants::Mutant::new($name, $clause, $what, $hooks)
-                $(.$two_processes())?$(.needing(&[$(crate::case::needs::$($need)::+),+]))?$(.survives($why))?
+                $(.$shown())?$(.needing(&[$(crate::case::needs::$($need)::+),+]))?$(.survives($why))?
         ),*),*];
     };
 }

@@ -31,7 +31,7 @@ mutants! {
     "rows-of-eight-bits": "Keeps the low 8 bits of the height." => |h| reshaped(h, |shape| shape.height &= 0xff);
     "rows-beyond-a-grid-left-out": "Leaves out the rows from 65,535 on." =>
         |h| reshaped(h, |shape| shape.height = shape.height.min(0xffff));
-    "rows-with-offsets-of-32-bits": "Keeps the low 32 bits of the offset of a row in the source." => |h| h.backend.copy_2d(|reference, copy, stream| {
+    "rows-with-offsets-of-32-bits" [by_a_large_block]: "Keeps the low 32 bits of the offset of a row in the source." => |h| h.backend.copy_2d(|reference, copy, stream| {
         const LIMIT: usize = 1 << 32;
         let &MemoryCopy2d { dst, src, shape, .. } = copy;
         reference.copy_2d(copy, stream)?;
