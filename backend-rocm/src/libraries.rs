@@ -103,8 +103,11 @@ mod tests {
             std::fs::create_dir_all(root.join(release)).unwrap();
         }
         let found = releases_in(&root);
+        // Failed once, with one release missing. If it fails again, this says whether the folder was there.
+        let there: Vec<_> =
+            std::fs::read_dir(&root).unwrap().map(|entry| entry.map(|entry| entry.file_name())).collect();
+        assert_eq!(found, ["rocm", "rocm-7.0.1", "rocm-6.4.3"].map(|release| root.join(release)), "{there:?}");
         std::fs::remove_dir_all(&root).unwrap();
-        assert_eq!(found, ["rocm", "rocm-7.0.1", "rocm-6.4.3"].map(|release| root.join(release)));
         assert!(releases_in(&root).is_empty());
     }
 
