@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -97,6 +97,15 @@ sys.stdin.readline()
 """
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler. A shell starts commands in the background with SIGINT ignored, and Python then installs none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("limit", [None, float("inf"), 1e300, 60.0])
 def test_ctrl_c_ends_the_wait_for_an_owner(
     runtime: highwater.Runtime, child: Callable[[str], Child], limit: float | None
