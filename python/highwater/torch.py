@@ -246,10 +246,14 @@ class _State:
                     wait = FIRST_LOOK_SECONDS
                     next_sweep = min(next_sweep, begin + max(wait, 20 * took))
                 if begin < next_sweep:
-                    self.release(arrived)
+                    has_ended = self.release(arrived)
+                    # Receipts of tensors that this process still has change nothing, and may come later.
+                    if tokens:
+                        self.receipts.pause(not has_ended)
                     continue
                 arrived.clear()
-                self.sweep()
+                if self.sweep():
+                    self.receipts.pause(False)
                 end = time.monotonic()
                 took = end - begin
                 next_sweep = end + max(wait, 20 * took)
@@ -277,8 +281,8 @@ class _State:
             export.flights.discard(token)
         return exports
 
-    def sweep(self) -> None:
-        """Ends the shares of all storages that no tensor of this process and no message on its way needs."""
+    def sweep(self) -> bool:
+        """Ends the shares of all storages that no tensor of this process and no message on its way needs. Returns whether there were any."""
         now = time.monotonic()
         with self.lock:
             for token in [token for token, flight in self.flights.items() if flight.until < now]:
@@ -286,10 +290,13 @@ class _State:
             if len(self.received) > self.most_received:
                 self.forget_received()
             found = list(self.exports.values())
-        self.release(found)
+        return self.release(found)
 
-    def release(self, exports: list[_Export]) -> None:
-        """Ends the shares of the given storages, except those that a tensor of this process or a message on its way needs."""
+    def release(self, exports: list[_Export]) -> bool:
+        """Ends the shares of the given storages, except those that a tensor of this process or a message on its way needs.
+
+        Returns whether it ended any.
+        """
         ended: list[_Export] = []
         with self.lock:
             for export in exports:
@@ -298,8 +305,10 @@ class _State:
                     del self.exports[export.keep.storage._cdata], self.by_serial[export.serial]
                     ended.append(export)
         exports.clear()
+        has_ended = bool(ended)
         # Outside of the lock: this frees the memory, or keeps it until no process has it open.
         ended.clear()
+        return has_ended
 
     def is_idle(self, export: _Export) -> bool:
         found = export.keep.uses()

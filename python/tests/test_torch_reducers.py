@@ -608,6 +608,24 @@ def test_threads_share_and_open_at_once(workers: list[Worker]) -> None:
     assert len(found) == 400 and all(found)
 
 
+def test_receipts_arrive_while_their_thread_pauses() -> None:
+    receipts = _highwater.Receipts(os.urandom(16))
+    for pauses in (True, False, True):
+        receipts.pause(pauses)
+        # The kernel may queue no more than ten.
+        for count in (1, 8, 100):
+            tokens = list(range(1, count + 1))
+            assert all(_highwater.acknowledge(receipts.name, token) for token in tokens)
+            found: list[int] = []
+
+            def is_complete(found: list[int] = found, count: int = count) -> bool:
+                found += receipts.take(0.0)
+                return len(found) >= count
+
+            until(is_complete)
+            assert sorted(found) == tokens
+
+
 def test_uninstall_restores_the_originals() -> None:
     reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is hwt._reduce
