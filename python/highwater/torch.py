@@ -64,6 +64,9 @@ _log = logging.getLogger("highwater")
 
 # The first seven fields of a `TensorTicket`.
 _Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
+# What tensors of one kind and shape have in common: dtype, size and stride, then kind, requires_grad and views. Most tensors have the defaults
+# of the last three, and `None` in their place.
+_Layout = tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, bool, tuple[bool, bool]] | None]
 
 
 class TensorTicket(NamedTuple):
@@ -104,8 +107,10 @@ class TensorTicket(NamedTuple):
 class TensorBatch(NamedTuple):
     """Names many tensors over few storages. `share_all` returns it. It can be pickled, and goes through queues and pipes."""
 
-    tensors: tuple[tuple[int, _Described], ...]
-    """For each tensor the number of its storage, and the first seven fields of a `TensorTicket`."""
+    layouts: tuple[_Layout, ...]
+    """The types and shapes of the tensors, each once."""
+    places: bytes
+    """For each tensor three integers of 8 bytes: the number of its storage, the number of its layout, and its offset in elements."""
     batch: TicketBatch
     """The tickets of the storages."""
     exporter: bytes
@@ -116,7 +121,7 @@ class TensorBatch(NamedTuple):
     """The number of this batch in its receipt."""
 
     def __repr__(self) -> str:
-        return f"<highwater.torch.TensorBatch of {len(self.tensors)} tensors over {len(self.serials)} storages>"
+        return f"<highwater.torch.TensorBatch of {len(self.places) // 24} tensors over {len(self.serials)} storages>"
 
 
 class _Keep:
@@ -200,9 +205,10 @@ class _State:
 
     def __init__(self) -> None:
         torch.cuda.init()
-        if not hasattr(torch._C, "_storage_Use_Count"):
-            message = f"PyTorch {torch.__version__} does not count the uses of a storage"
-            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
+        for name in ("_storage_Use_Count", "_cuda_getCurrentRawStream"):
+            if not hasattr(torch._C, name):
+                message = f"PyTorch {torch.__version__} has no function torch._C.{name}"
+                raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
         self.pid = os.getpid()
         self.runtime = _highwater.standing_runtime(_backend())
         self.receipts = _highwater.Receipts(os.urandom(16))
@@ -240,10 +246,14 @@ class _State:
                     wait = FIRST_LOOK_SECONDS
                     next_sweep = min(next_sweep, begin + max(wait, 20 * took))
                 if begin < next_sweep:
-                    self.release(arrived)
+                    has_ended = self.release(arrived)
+                    # Receipts of tensors that this process still has change nothing, and may come later.
+                    if tokens:
+                        self.receipts.pause(not has_ended)
                     continue
                 arrived.clear()
-                self.sweep()
+                if self.sweep():
+                    self.receipts.pause(False)
                 end = time.monotonic()
                 took = end - begin
                 next_sweep = end + max(wait, 20 * took)
@@ -271,8 +281,8 @@ class _State:
             export.flights.discard(token)
         return exports
 
-    def sweep(self) -> None:
-        """Ends the shares of all storages that no tensor of this process and no message on its way needs."""
+    def sweep(self) -> bool:
+        """Ends the shares of all storages that no tensor of this process and no message on its way needs. Returns whether there were any."""
         now = time.monotonic()
         with self.lock:
             for token in [token for token, flight in self.flights.items() if flight.until < now]:
@@ -280,10 +290,13 @@ class _State:
             if len(self.received) > self.most_received:
                 self.forget_received()
             found = list(self.exports.values())
-        self.release(found)
+        return self.release(found)
 
-    def release(self, exports: list[_Export]) -> None:
-        """Ends the shares of the given storages, except those that a tensor of this process or a message on its way needs."""
+    def release(self, exports: list[_Export]) -> bool:
+        """Ends the shares of the given storages, except those that a tensor of this process or a message on its way needs.
+
+        Returns whether it ended any.
+        """
         ended: list[_Export] = []
         with self.lock:
             for export in exports:
@@ -292,8 +305,10 @@ class _State:
                     del self.exports[export.keep.storage._cdata], self.by_serial[export.serial]
                     ended.append(export)
         exports.clear()
+        has_ended = bool(ended)
         # Outside of the lock: this frees the memory, or keeps it until no process has it open.
         ended.clear()
+        return has_ended
 
     def is_idle(self, export: _Export) -> bool:
         found = export.keep.uses()
@@ -308,11 +323,10 @@ class _State:
 
     def stream(self, device: int) -> Stream:
         """The stream on which this thread's work of PyTorch goes."""
-        stream = torch.cuda.current_stream(device)
-        key = (device, stream.cuda_stream)
+        key = (device, torch._C._cuda_getCurrentRawStream(device))
         known = self.streams.get(key)
         if known is None:
-            known = self.streams[key] = self.runtime.device(device).stream_from_raw(stream)
+            known = self.streams[key] = self.runtime.device(device).stream_from_raw(torch.cuda.current_stream(device))
         return known
 
     def export_of(self, storage: Any, device: int) -> _Export:
@@ -373,7 +387,8 @@ class _State:
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
         numbers: dict[int, int] = {}
         exports: list[_Export] = []
-        placed: list[tuple[int, _Described]] = []
+        layouts: dict[_Seen, int] = {}
+        places = array.array("q")
         for place, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
             number = numbers.get(storage._cdata)
@@ -385,10 +400,13 @@ class _State:
                 self.stream(tensor.device.index).note_device_use(export.buffer)
                 number = numbers[storage._cdata] = len(exports)
                 exports.append(export)
-            placed.append((number, _described(tensor)))
+            layout = layouts.setdefault(_seen(tensor), len(layouts))
+            places.extend((number, layout, tensor.storage_offset()))
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
-        return TensorBatch(tuple(placed), batch, self.name, serials, self.fly(exports, opens, _new_token()))
+        described = tuple(_layout(*seen) for seen in layouts)
+        token = self.fly(exports, opens, _new_token())
+        return TensorBatch(described, places.tobytes(), batch, self.name, serials, token)
 
     def open_batch(self, exporter: bytes, name: bytes, serials: Sequence[int], batch: TicketBatch) -> _Incoming:
         """Opens the storages of a message, all or none."""
@@ -461,9 +479,27 @@ class _State:
 
 def _described(tensor: Any) -> _Described:
     """The first seven fields of a `TensorTicket`."""
-    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
+    kind = "Parameter" if type(tensor) is torch.nn.Parameter else "Tensor"
     shape = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
     return (kind, tensor.dtype, *shape, tensor.requires_grad, (tensor.is_conj(), tensor.is_neg()))
+
+
+# What a layout is made of: the class, dtype, size, stride, whether a gradient is required, and the two signs.
+_Seen = tuple[type, Any, tuple[int, ...], tuple[int, ...], bool, bool, bool]
+
+
+def _seen(tensor: Any) -> _Seen:
+    size, stride = tensor.size(), tensor.stride()
+    return type(tensor), tensor.dtype, size, stride, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+
+
+def _layout(
+    kind: type, dtype: Any, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, is_conj: bool, is_neg: bool
+) -> _Layout:
+    is_parameter = kind is torch.nn.Parameter
+    is_plain = not (is_parameter or requires_grad or is_conj or is_neg)
+    rest = None if is_plain else ("Parameter" if is_parameter else "Tensor", requires_grad, (is_conj, is_neg))
+    return dtype, tuple(size), tuple(stride), rest
 
 
 class _Incoming:
@@ -494,25 +530,56 @@ class _Incoming:
         return storage
 
 
+class _Sent:
+    """A storage of a message, while it is pickled. The tensors over it name it, so that the message has it once."""
+
+    __slots__ = ("number", "token")
+
+    def __init__(self, token: bytes, number: int) -> None:
+        self.token = token
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _storage_of, (self.token, self.number)
+
+
 class _Outgoing:
     """The storages of a message, while it is pickled."""
 
+    __slots__ = ("exports", "layouts", "sent", "state", "storages", "streams", "token")
+
     def __init__(self) -> None:
+        # Set with the first storage.
+        self.state: Any = None
         self.token = b""
         """The number of the message in its receipt, under which the tensors of the message find its storages."""
-        self.numbers: dict[int, int] = {}
+        self.sent: dict[int, _Sent] = {}
+        """By the number of the storage in PyTorch."""
+        self.layouts: dict[_Seen, _Layout] = {}
         self.exports: list[_Export] = []
         # These keep the storages until the message is on its way.
         self.storages: list[Any] = []
         self.streams: dict[int, Stream] = {}
 
-    def add(self, tensor: Any) -> int | None:
-        """Returns the number of the tensor's storage. `None` if a ticket of its own must name it."""
+    def reduce(self, tensor: Any) -> Any:
+        """Returns what makes the tensor in the receiver. `None` if a ticket of its own must name its storage."""
         storage = tensor.untyped_storage()
-        number = self.numbers.get(storage._cdata)
-        if number is not None:
-            return number
-        state = _current()
+        sent = self.sent.get(storage._cdata)
+        if sent is None:
+            sent = self.add(storage, tensor)
+            if sent is None:
+                return None
+        seen = _seen(tensor)
+        layout = self.layouts.get(seen)
+        if layout is None:
+            layout = self.layouts[seen] = _layout(*seen)
+        return _view, (sent, layout, tensor.storage_offset())
+
+    def add(self, storage: Any, tensor: Any) -> _Sent | None:
+        state = self.state
+        if state is None:
+            state = self.state = _current()
+            self.token = _new_token()
         is_full = len(self.exports) >= MOST_STORAGES
         if is_full or storage.nbytes() == 0 or state.forwarded(storage) is not None:
             return None
@@ -522,11 +589,10 @@ class _Outgoing:
         if stream is None:
             stream = self.streams[device] = state.stream(device)
         stream.note_device_use(export.buffer)
-        self.token = self.token or _new_token()
-        number = self.numbers[storage._cdata] = len(self.exports)
+        sent = self.sent[storage._cdata] = _Sent(self.token, len(self.exports))
         self.exports.append(export)
         self.storages.append(storage)
-        return number
+        return sent
 
     def header(self) -> bytes:
         """Sends the storages. Returns the opcodes that open them before the objects of the message are made.
@@ -534,18 +600,22 @@ class _Outgoing:
         The opcodes leave the `_Incoming` on the stack of the unpickler, below the objects of the message, and use no memo. So it lives
         until the message is read.
         """
-        state = _current()
+        state = self.state
         batch = state.runtime.share_all([export.buffer for export in self.exports]).to_bytes()
         serials = array.array("Q", [export.serial for export in self.exports]).tobytes()
         state.fly(self.exports, 1, self.token)
-        fields = b"".join((_FIELDS.pack(self.token, state.name, len(self.exports)), serials, batch))
-        # Protocol 3 has no frames, which would hide what follows.
-        opcodes = (pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n{_receive.__name__}\n".encode(), pickle.BINBYTES)
-        return b"".join((*opcodes, len(fields).to_bytes(4, "little"), fields, pickle.TUPLE1, pickle.REDUCE))
+        fields = _FIELDS.pack(self.token, state.name, len(self.exports))
+        length = (len(fields) + len(serials) + len(batch)).to_bytes(4, "little")
+        return b"".join((_BEFORE_FIELDS, length, fields, serials, batch, _AFTER_FIELDS))
 
 
 _FIELDS = struct.Struct("<8s16sI")
 """The token of a message, the name of its exporter, and the number of its storages. Their serial numbers and tickets follow."""
+
+
+# Protocol 3 has no frames, which would hide what follows.
+_BEFORE_FIELDS = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_receive\n".encode(), pickle.BINBYTES))
+_AFTER_FIELDS = pickle.TUPLE1 + pickle.REDUCE
 
 
 class _Threads(threading.local):
@@ -570,19 +640,31 @@ def _receive(fields: bytes) -> _Incoming:
     return incoming
 
 
-def _tensor_of(token: bytes, number: int, described: _Described) -> Any:
-    """Makes a tensor of a message over one of its storages."""
+def _storage_of(token: bytes, number: int) -> Any:
+    """Finds a storage of a message."""
     incoming = _threads.incoming.get(token)
     if incoming is None:
         message = "the message that has the memory of the tensor is not being read"
         raise InvalidState("InvalidState", "open", message, None, "read the tensor with its message, in the same thread")
-    return _over(incoming.storage(number), described)
+    return incoming.storage(number)
+
+
+def _view(storage: Any, layout: _Layout, offset: int) -> Any:
+    """Makes a tensor over a storage."""
+    dtype, size, stride, rest = layout
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return tensor if rest is None else _finished(tensor, *rest)
 
 
 def _over(storage: Any, described: _Described) -> Any:
     """A tensor over a storage."""
-    kind, dtype, size, stride, offset, requires_grad, (is_conj, is_neg) = described
+    kind, dtype, size, stride, offset, requires_grad, signs = described
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return _finished(tensor, kind, requires_grad, signs)
+
+
+def _finished(tensor: Any, kind: str, requires_grad: bool, signs: tuple[bool, bool]) -> Any:
+    is_conj, is_neg = signs
     if is_conj:
         tensor = tensor.conj()
     if is_neg:
@@ -641,10 +723,12 @@ def runtime() -> Runtime:
 
 def _unfit(tensor: Any) -> str | None:
     """Returns why a tensor cannot be shared. `None` if it can."""
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+    kind = type(tensor)
+    is_known = kind is torch.Tensor or kind is torch.nn.Parameter
+    if not (is_known or isinstance(tensor, torch.Tensor)) or not tensor.is_cuda:
         return "it is no tensor of a CUDA device"
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return f"its class is {type(tensor).__name__}, expected Tensor or Parameter"
+    if not is_known:
+        return f"its class is {kind.__name__}, expected Tensor or Parameter"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return "it is not strided: it is sparse, nested or quantized"
     if tensor.requires_grad and not tensor.is_leaf:
@@ -654,11 +738,13 @@ def _unfit(tensor: Any) -> str | None:
     return None
 
 
-def _check(operation: str, name: str, tensor: Any, opens: int) -> None:
-    reason = _unfit(tensor)
-    if reason is not None:
-        message = f"{name} cannot be shared: {reason}"
-        raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+def _check(operation: str, tensors: Sequence[Any], opens: int) -> None:
+    for place, tensor in enumerate(tensors):
+        reason = _unfit(tensor)
+        if reason is not None:
+            name = "the tensor" if operation == "share" else f"tensor {place}"
+            message = f"{name} cannot be shared: {reason}"
+            raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
     if opens < 1:
         raise InvalidArgument("InvalidArgument", operation, f"opens is {opens}", None, "pass 1 or more")
 
@@ -675,7 +761,7 @@ def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
 
     Raises `InvalidArgument` for other tensors, and for memory that no process can open, such as that of `cudaMallocAsync`.
     """
-    _check("share", "the tensor", tensor, opens)
+    _check("share", [tensor], opens)
     return _current().share(tensor, opens)
 
 
@@ -703,15 +789,18 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
     empty, and must not come from another process. Otherwise as `share`. Raises `InvalidArgument` with the place of a wrong tensor.
     """
     tensors = list(tensors)
-    for place, tensor in enumerate(tensors):
-        _check("share_all", f"tensor {place}", tensor, opens)
+    _check("share_all", tensors, opens)
     return _current().share_all(tensors, opens)
 
 
 def open_all(batch: TensorBatch) -> list[Any]:
     """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`."""
     incoming = _current().open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
-    return [_over(incoming.storage(number), described) for number, described in batch.tensors]
+    layouts, storages = batch.layouts, [incoming.storage(number) for number in range(len(batch.serials))]
+    places = array.array("q")
+    places.frombytes(batch.places)
+    rows = iter(places)
+    return [_view(storages[number], layouts[layout], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}
@@ -723,12 +812,12 @@ def _reduce(tensor: Any) -> Any:
     if _unfit(tensor) is not None:
         # PyTorch's own way, which also raises PyTorch's own errors.
         return reductions.reduce_tensor(tensor)
-    torch.utils.hooks.warn_if_has_hooks(tensor)
+    # The hooks of other tensors never run.
+    if tensor.requires_grad:
+        torch.utils.hooks.warn_if_has_hooks(tensor)
     outgoing = _threads.outgoing
-    number = None if outgoing is None else outgoing.add(tensor)
-    if outgoing is None or number is None:
-        return open, (_current().share(tensor, 1),)
-    return _tensor_of, (outgoing.token, number, _described(tensor))
+    reduced = None if outgoing is None else outgoing.reduce(tensor)
+    return reduced or (open, (_current().share(tensor, 1),))
 
 
 def _begin(pickler: Any, *arguments: Any) -> None:

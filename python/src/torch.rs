@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ffi::{c_char, c_int, c_void};
+use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::ptr::NonNull;
@@ -320,11 +321,55 @@ pub(crate) fn host_functions() -> [usize; 7] {
 const MOST_WAITING: usize = 1 << 16;
 /// The time that a receiver waits for a process with many receipts.
 const SEND_TIMEOUT: Duration = Duration::from_millis(100);
+/// The longest and the shortest pause of the thread that reads receipts.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
+/// The time for which the thread keeps receipts for itself, while it pauses.
+const KEPT_FOR: Duration = Duration::from_millis(10);
+/// The receipts of a pause after which the next one is shorter. Linux queues ten datagrams by default, and a further one waits.
+const MANY: usize = 5;
+
+/// The most datagrams that are read at once, so that another process cannot keep a thread here.
+const MOST_AT_ONCE: usize = 1024;
+
+/// Reads receipts until none is there. Waits for the first one if `waits`. `None` after an error.
+fn read_tokens(socket: &UnixDatagram, waits: bool) -> Option<Vec<u64>> {
+    let mut tokens = Vec::new();
+    for _ in 0..MOST_AT_ONCE {
+        let mut datagram = [0_u8; 8];
+        let flags = if waits && tokens.is_empty() { libc::MSG_TRUNC } else { libc::MSG_TRUNC | libc::MSG_DONTWAIT };
+        // SAFETY: The kernel writes at most the bytes of the array, and the socket is open.
+        let read = unsafe { libc::recv(socket.as_raw_fd(), datagram.as_mut_ptr().cast(), datagram.len(), flags) };
+        match read {
+            8 => tokens.push(u64::from_le_bytes(datagram)),
+            0.. => {}
+            _ => match std::io::Error::last_os_error().kind() {
+                std::io::ErrorKind::Interrupted => {}
+                std::io::ErrorKind::WouldBlock => return Some(tokens),
+                _ => return None,
+            },
+        }
+    }
+    Some(tokens)
+}
+
+/// Returns the pause after one that brought `found` receipts.
+fn next_pause(pause: Duration, found: usize) -> Duration {
+    let next = if found > MANY { pause / 2 } else { pause + pause / 4 };
+    next.clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
+}
 
 #[derive(Default)]
 struct Arrived {
     tokens: VecDeque<u64>,
     is_awake: bool,
+}
+
+impl Arrived {
+    fn add(&mut self, tokens: Vec<u64>) {
+        let space = MOST_WAITING.saturating_sub(self.tokens.len());
+        self.tokens.extend(tokens.into_iter().take(space));
+    }
 }
 
 /// The receipts from other processes. Each token names one message that this process sent.
@@ -333,7 +378,10 @@ struct Arrived {
 #[pyclass(frozen, module = "highwater._highwater")]
 pub(crate) struct Receipts {
     name: [u8; 16],
+    socket: Arc<UnixDatagram>,
     shared: Arc<(Mutex<Arrived>, Condvar)>,
+    /// Whether the thread pauses between its reads. Relaxed: the flag only delays receipts.
+    pauses: Arc<AtomicBool>,
 }
 
 fn failed(operation: &'static str, what: &str, error: &std::io::Error) -> PyErr {
@@ -354,30 +402,32 @@ impl Receipts {
         const OPERATION: &str = "receipts";
         let socket = address_of(&name).and_then(|address| UnixDatagram::bind_addr(&address));
         let socket = socket.map_err(|error| failed(OPERATION, "the socket of receipts cannot be made", &error))?;
-        let shared: Arc<(Mutex<Arrived>, Condvar)> = Arc::default();
+        let socket = Arc::new(socket);
+        let (shared, pauses): (Arc<(Mutex<Arrived>, Condvar)>, Arc<AtomicBool>) = Default::default();
         let read = {
-            let shared = Arc::clone(&shared);
+            let (socket, shared, pauses) = (Arc::clone(&socket), Arc::clone(&shared), Arc::clone(&pauses));
             move || {
-                let mut datagram = [0_u8; 8];
-                loop {
-                    match socket.recv(&mut datagram) {
-                        Ok(8) => {
-                            let mut arrived = lock(&shared.0);
-                            if arrived.tokens.len() < MOST_WAITING {
-                                arrived.tokens.push_back(u64::from_le_bytes(datagram));
-                            }
-                            shared.1.notify_all();
-                        }
-                        Ok(_) => {}
-                        Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                        Err(_) => return,
+                let (mut pause, mut kept_since) = (SHORTEST_PAUSE, None);
+                while let Some(tokens) = read_tokens(&socket, kept_since.is_none()) {
+                    pause = next_pause(pause, tokens.len());
+                    let pauses = pauses.load(Ordering::Relaxed);
+                    if !tokens.is_empty() {
+                        kept_since.get_or_insert_with(Instant::now);
+                        lock(&shared.0).add(tokens);
+                    }
+                    if kept_since.is_some_and(|since: Instant| !pauses || since.elapsed() >= KEPT_FOR) {
+                        kept_since = None;
+                        shared.1.notify_all();
+                    }
+                    if pauses {
+                        std::thread::sleep(pause);
                     }
                 }
             }
         };
         let thread = std::thread::Builder::new().name("highwater-torch".to_owned()).spawn(read);
         thread.map_err(|error| failed(OPERATION, "the thread of receipts cannot be started", &error))?;
-        Ok(Self { name, shared })
+        Ok(Self { name, socket, shared, pauses })
     }
 
     /// The name of the socket.
@@ -386,14 +436,18 @@ impl Receipts {
         PyBytes::new(py, &self.name)
     }
 
-    /// Returns the tokens that arrived. Waits for the first one, for `wake`, and for at most `timeout` seconds, if any.
+    /// Returns the tokens that arrived. Waits for the first one, for `wake`, and for at most `timeout` seconds, if any. A timeout of 0
+    /// also returns the tokens that the thread has not read yet.
     fn take(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<u64>> {
         let limit = timeout.map(Duration::try_from_secs_f64).transpose();
         let limit = limit.map_err(|_| invalid("take", format!("{timeout:?} is no time"), "pass seconds"))?;
         let end = limit.map(|limit| Instant::now() + limit);
         let (mutex, condition) = &*self.shared;
         Ok(py.detach(|| {
+            // After an error, the thread has ended, and the time limits decide.
+            let unread = limit.is_some_and(|limit| limit.is_zero()).then(|| read_tokens(&self.socket, false)).flatten();
             let mut arrived = lock(mutex);
+            arrived.add(unread.unwrap_or_default());
             while arrived.tokens.is_empty() && !arrived.is_awake {
                 arrived = match end.map(|end| end.saturating_duration_since(Instant::now())) {
                     Some(left) if left.is_zero() => break,
@@ -404,6 +458,12 @@ impl Receipts {
             arrived.is_awake = false;
             arrived.tokens.drain(..).collect()
         }))
+    }
+
+    /// Makes the thread pause between its reads, or ends its pauses. A receiver that sends during a pause wakes no thread, which would cost
+    /// it several times as much as the send. A `take` that waits gets the receipts of 10 milliseconds together.
+    fn pause(&self, pauses: bool) {
+        self.pauses.store(pauses, Ordering::Relaxed);
     }
 
     /// Ends a `take` that waits, or the next one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import io
 import multiprocessing
 import os
@@ -381,7 +382,7 @@ def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> No
     matrix, other = cuda([[0, 1], [2, 3]]), cuda([7, 8], torch.int64)
     tensors = [matrix[row : row + 1] for row in range(2)] * 50 + [matrix.t(), other, torch.nn.Parameter(matrix)]
     batch = hwt.share_all(tensors, opens=2)
-    assert (len(batch.tensors), len(batch.serials), batch.batch.allocations) == (103, 2, 2)
+    assert (len(batch.layouts), len(batch.places), len(batch.serials), batch.batch.allocations) == (4, 103 * 24, 2, 2)
     expected = [tensor.tolist() for tensor in tensors]
     here = hwt.open_all(batch)
     assert here[0].untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
@@ -424,6 +425,23 @@ def test_the_storages_of_a_message_are_opened_together(workers: list[Worker]) ->
     hwt.collect()
     assert hwt.kept_bytes() == 100 * 8
     assert workers[0].ask("read", 99) == [99, 99]
+
+
+def test_a_further_view_of_a_storage_takes_few_bytes(workers: list[Worker]) -> None:
+    matrix = cuda([[value, -value] for value in range(300)])
+    kinds = [matrix.t(), torch.nn.Parameter(matrix), matrix.as_strided((3,), (4,), 1).requires_grad_()]
+    views = [matrix[row : row + 1] for row in range(300)]
+    expected = [tensor.tolist() for tensor in [*kinds, *views]]
+    sizes = [len(ForkingPickler.dumps([*kinds, *views[:count]])) for count in (1, 300)]
+    assert sizes[1] - sizes[0] < 299 * 20
+    assert workers[0].ask("keep", *kinds, *views) == expected
+    sizes = [len(pickle.dumps(hwt.share_all([*kinds, *views[:count]]))) for count in (1, 300)]
+    assert sizes[1] - sizes[0] < 299 * 25
+    assert workers[1].ask("open_all", hwt.share_all([*kinds, *views])) == (expected, 1)
+    # The messages that no process reads.
+    for flight in hwt._state.flights.values():
+        flight.until = 0.0
+    del flight
 
 
 def test_a_message_is_read_again_while_the_producer_has_its_tensors(workers: list[Worker]) -> None:
@@ -493,7 +511,7 @@ def test_messages_go_through_other_files_and_after_other_bytes(workers: list[Wor
     first, second = reader.load(), reader.load()
     assert [tensor.tolist() for tensor in first] == [[1], [2]] and first is second
     with pytest.raises(highwater.InvalidState):
-        hwt._tensor_of(b"of no message", 0, hwt._described(tensors[0]))
+        hwt._storage_of(b"of no message", 0)
 
 
 def test_a_consumer_killed_with_many_tensors_keeps_nothing(victim: Worker) -> None:
@@ -589,6 +607,26 @@ def test_threads_share_and_open_at_once(workers: list[Worker]) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 400 and all(found)
+
+
+def test_receipts_arrive_while_their_thread_pauses() -> None:
+    receipts = _highwater.Receipts(os.urandom(16))
+    for pauses in (True, False, True):
+        receipts.pause(pauses)
+        # The kernel may queue no more than ten.
+        for count in (1, 8, 100):
+            tokens = list(range(1, count + 1))
+            for token in tokens:
+                # On a busy machine, the queue may stay full for longer than a send waits.
+                until(functools.partial(_highwater.acknowledge, receipts.name, token))
+            found: list[int] = []
+
+            def is_complete(found: list[int] = found, count: int = count) -> bool:
+                found += receipts.take(0.0)
+                return len(found) >= count
+
+            until(is_complete)
+            assert sorted(found) == tokens
 
 
 def test_uninstall_restores_the_originals() -> None:

@@ -48,6 +48,10 @@ const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
+/// Time for which a thread looks for an answer before it sleeps. A running exporter mostly answers earlier, and to sleep and be woken takes
+/// as long again.
+const LOOKS_FOR: Duration = Duration::from_micros(50);
+
 /// Time between two checks of a thread that waits for the requests of another thread.
 const LOCK_LOOKS_EVERY: Duration = Duration::from_millis(20);
 
@@ -843,6 +847,7 @@ impl Link {
     fn hear(&self, mapper: &dyn Mapper, patience: Patience) -> Result<(Message, Vec<OwnedFd>)> {
         let process = &self.process;
         let mut buffer = [0_u8; LONGEST + 1];
+        let mut sleeps_at = None;
         loop {
             match receive(self.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(bytes, descriptors)) => {
@@ -872,6 +877,11 @@ impl Link {
                 }
                 Ok(Received::Nothing) => {}
                 Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
+            }
+            let now = Instant::now();
+            if now < *sleeps_at.get_or_insert(now + LOOKS_FOR) {
+                std::hint::spin_loop();
+                continue;
             }
             self.wait_for(PollFlags::IN, mapper, patience)?;
         }

@@ -202,7 +202,8 @@ impl ReadySegment {
     /// a waiting process has it open, and the slot of an open allocation is not reused.
     pub(crate) fn begin(&self, slot: usize) {
         self.issue(slot, 0);
-        self.publish(slot, 0);
+        // Wakes no thread: none waits for an allocation that had the slot, because it has no user left.
+        self.0.words()[READY + slot].store(0, Ordering::Release);
     }
 
     /// Announces that tickets of an allocation have numbers up to this one. Call it before such a ticket leaves this process.

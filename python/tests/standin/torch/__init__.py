@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import types
 import weakref
 from typing import Any
@@ -41,18 +42,20 @@ class device:
         return isinstance(other, device) and (self.type, self.index) == (other.type, other.index)
 
 
+# The name of a parameter of `empty`.
+_device = device
 _storages: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
 class UntypedStorage:
-    def __init__(self, nbytes: int, buffer: Any = None) -> None:
+    def __init__(self, nbytes: int, buffer: Any = None, on: device | None = None) -> None:
         self.buffer = buffer
         self._nbytes = nbytes
         self._address = 0 if buffer is None or nbytes == 0 else buffer.ptr
         self._cdata = next(_numbers)
-        self.device = device("cpu" if buffer is None else "cuda", 0 if buffer is None else buffer.device)
-        self.tensors: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.device = on or device("cpu" if buffer is None else "cuda", 0 if buffer is None else buffer.device)
+        self._holder: weakref.ref[_Storage] | None = None
         _storages[self._cdata] = self
 
     def data_ptr(self) -> int:
@@ -61,13 +64,29 @@ class UntypedStorage:
     def nbytes(self) -> int:
         return self._nbytes
 
+    def held(self) -> _Storage:
+        """What all tensors over the storage hold."""
+        held = None if self._holder is None else self._holder()
+        if held is None:
+            held = _Storage(self)
+            self._holder = weakref.ref(held)
+        return held
+
+    def tensors(self) -> int:
+        """The number of tensors over the storage."""
+        held = None if self._holder is None else self._holder()
+        # Less the references of this function.
+        return 0 if held is None else sys.getrefcount(held) - 2
+
     @staticmethod
     def _new_with_weak_ptr(cdata: int) -> UntypedStorage | None:
         return _storages.get(cdata)
 
 
 class _Storage:
-    """Keeps the storage for a tensor. A reference of C++, which Python's count of the storage does not have."""
+    """Keeps the storage for its tensors. References of C++, which Python's count of the storage does not have."""
+
+    __slots__ = ("__weakref__", "storage")
 
     def __init__(self, storage: UntypedStorage) -> None:
         self.storage = storage
@@ -78,8 +97,7 @@ class Tensor:
     is_nested = is_quantized = False
 
     def __init__(self, storage: UntypedStorage, kind: dtype, size: Any, stride: Any, offset: int) -> None:
-        self._holds = _Storage(storage)
-        storage.tensors.add(self)
+        self._holds = storage.held()
         self.dtype, self._size, self._stride, self._offset = kind, tuple(size), tuple(stride), offset
         self.requires_grad, self.is_leaf = False, True
         self._is_conj = self._is_neg = False
@@ -117,6 +135,10 @@ class Tensor:
     def has_names(self) -> bool:
         return bool(self.names)
 
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def requires_grad_(self) -> Tensor:
         self.requires_grad = True
         return self
@@ -130,8 +152,8 @@ class Tensor:
         return Tensor(self._holds.storage, self.dtype, size, stride, offset)
 
     def set_(self, storage: UntypedStorage, offset: int, size: Any, stride: Any) -> Tensor:
-        self._holds.storage.tensors.discard(self)
-        self.__init__(storage, self.dtype, size, stride, offset)  # type: ignore[misc]
+        self._holds = storage.held()
+        self._size, self._stride, self._offset = tuple(size), tuple(stride), offset
         return self
 
     def t(self) -> Tensor:
@@ -149,6 +171,8 @@ class Tensor:
 
     def tolist(self) -> Any:
         storage = self._holds.storage
+        if storage.buffer is None:
+            return self._array(np.empty(0, "uint8")).tolist()
         return self._array(_stream(storage.device.index).download(storage.buffer)).tolist()
 
     def fill_(self, value: float) -> Tensor:
@@ -188,6 +212,8 @@ def empty(*size: int, dtype: dtype = float32, device: Any = "cpu") -> Tensor:
     import highwater.torch
 
     ordinal = 0 if isinstance(device, str) else device.index
+    if nbytes == 0:
+        return Tensor(UntypedStorage(0, None, _device("cuda", ordinal)), dtype, size, stride, 0)
     buffer = highwater.torch.runtime().device(ordinal).allocate_shared(nbytes, "uint8")
     return Tensor(UntypedStorage(nbytes, buffer), dtype, size, stride, 0)
 
@@ -201,7 +227,7 @@ def tensor(values: Any, dtype: dtype = float32, device: Any = "cpu") -> Tensor:
 
 
 def _use_count(cdata: int) -> int:
-    return 1 + len(_storages[cdata].tensors)
+    return 1 + _storages[cdata].tensors()
 
 
 _C = types.SimpleNamespace(_storage_Use_Count=_use_count)
@@ -236,6 +262,7 @@ class _Stream:
         self.stream.synchronize()
 
 
+_C._cuda_getCurrentRawStream = lambda index: _stream(index).raw
 cuda = types.SimpleNamespace(init=lambda: None, is_available=lambda: False, current_stream=_Stream)
 
 
