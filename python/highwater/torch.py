@@ -205,10 +205,11 @@ class _State:
 
     def __init__(self) -> None:
         torch.cuda.init()
-        for name in ("_storage_Use_Count", "_cuda_getCurrentRawStream"):
-            if not hasattr(torch._C, name):
-                message = f"PyTorch {torch.__version__} has no function torch._C.{name}"
-                raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
+        if not hasattr(torch._C, "_storage_Use_Count"):
+            message = f"PyTorch {torch.__version__} does not count the uses of a storage"
+            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
+        # The public function makes an object of Python for each call.
+        self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
         self.pid = os.getpid()
         self.runtime = _highwater.standing_runtime(_backend())
         self.receipts = _highwater.Receipts(os.urandom(16))
@@ -323,7 +324,7 @@ class _State:
 
     def stream(self, device: int) -> Stream:
         """The stream on which this thread's work of PyTorch goes."""
-        key = (device, torch._C._cuda_getCurrentRawStream(device))
+        key = (device, self.raw_stream(device))
         known = self.streams.get(key)
         if known is None:
             known = self.streams[key] = self.runtime.device(device).stream_from_raw(torch.cuda.current_stream(device))
@@ -475,6 +476,11 @@ class _State:
             del self.received[key]
             self.received_by_cdata.pop(received.reference.cdata, None)
         return storage
+
+
+def _raw_stream(device: int) -> int:
+    """The address of the stream on which this thread's work of PyTorch goes."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _described(tensor: Any) -> _Described:
