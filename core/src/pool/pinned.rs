@@ -21,7 +21,7 @@ use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
 use super::ranges::{Borders, PAGE};
 use super::recorder::Recorder;
-use super::thread_cache::{Cached, Counts, ThreadCache, enlist, with_mine};
+use super::thread_cache::{AtHome, Cached, Counts, ThreadCache, enlist, keep_at_home, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
@@ -578,6 +578,20 @@ impl PinnedPool {
     #[inline(never)]
     pub(crate) unsafe fn give_back(pool: PoolRef, block: OwnedBlock) {
         let is_free = block.uses.end_life();
+        // A pool that sends every drop to the slow path has blocks with homes, too.
+        if !is_free || pool.get().id == NO_CACHE {
+            return Self::give_back_elsewhere(pool, block, is_free);
+        }
+        match keep_at_home(block) {
+            AtHome::Kept => {}
+            AtHome::KeptWhileClosing(cache) => end_if_last(&cache),
+            AtHome::Left(block) => Self::give_back_elsewhere(pool, block, is_free),
+        }
+    }
+
+    /// Takes a block back that the cache which it returns to did not keep.
+    #[inline(never)]
+    fn give_back_elsewhere(pool: PoolRef, block: OwnedBlock, is_free: bool) {
         let mut block = Some(block);
         let id = pool.get().id;
         let closing = with_mine(id, |mine| {
