@@ -11,7 +11,7 @@ use front::{
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
-use crate::handle::{self, Handle, Options, WORDS, get, make_from, place, put, read, release};
+use crate::handle::{self, Handle, Options, WORDS, get, make_from, make_from_checked_call, place, put, read, release};
 use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
@@ -256,7 +256,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_pinned_allocate, {
-        make_from(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from_checked_call(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -268,7 +268,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate, {
-        make_from(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from_checked_call(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
