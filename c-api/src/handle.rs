@@ -330,5 +330,8 @@ pub(crate) unsafe fn text<'a>(given: *const c_char, name: &str) -> Result<Option
     }
     // SAFETY: As the caller promises.
     let text = unsafe { CStr::from_ptr(given) }.to_str();
-    text.map(Some).map_err(|error| invalid(format!("the {name} is not UTF-8: {error}"), "pass a text in UTF-8"))
+    text.map(Some).map_err(|error| {
+        let message = format!("the {name} is not UTF-8: no character begins at byte {}", error.valid_up_to());
+        invalid(message, "pass a text in UTF-8")
+    })
 }

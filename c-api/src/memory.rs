@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 
-use front::hal::DevicePtr;
+use front::hal::{DevicePtr, counted};
 use front::{
     Access, CopyShape, DeviceBuffer, DeviceSlice, Error, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result,
     SharedPinnedBuffer,
@@ -147,7 +147,11 @@ fn range(offset: usize, bytes: usize, memory: usize) -> Result<Range<usize>> {
 #[cold]
 fn outside(offset: usize, bytes: usize, memory: usize) -> Error {
     invalid(
-        format!("{bytes} bytes at offset {offset} leave the memory, which has {memory} bytes"),
+        format!(
+            "the range of {} at offset {offset} leaves the memory, which has {}",
+            counted(bytes, "byte"),
+            counted(memory, "byte")
+        ),
         "pass a range inside the memory, in bytes",
     )
 }
@@ -539,7 +543,7 @@ pub unsafe extern "C" fn highwater_fill(
 
 fn memory_of_caller(address: *const c_void, bytes: usize, name: &str) -> Result<()> {
     if address.is_null() && bytes > 0 {
-        let message = format!("the {name} is null, expected the address of {bytes} bytes");
+        let message = format!("the {name} is null, expected the address of {}", counted(bytes, "byte"));
         return Err(invalid(message, "pass memory of the host"));
     }
     Ok(())
