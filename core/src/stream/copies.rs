@@ -319,7 +319,8 @@ impl Stream {
         self.check_here(operation, device)?;
         let kept = pinned.keep_live_block(host).ok_or_else(|| not_pinned(operation, host))?;
         let start = host.address() - kept.ptr.address();
-        let requested = kept.bytes();
+        // The block may be longer than its buffer.
+        let requested = kept.requested();
         let copied = match start.checked_add(bytes) {
             Some(end) if end <= requested => copy(&kept, start..end),
             _ => {
