@@ -146,12 +146,6 @@ impl Cached {
         if self.sizes[self.last] == size {
             return Some(self.last);
         }
-        self.other_list_of(size)
-    }
-
-    /// Not inlined, because the search is long and a repetition needs none.
-    #[inline(never)]
-    fn other_list_of(&self, size: u32) -> Option<usize> {
         self.sizes.iter().position(|of_list| *of_list == size)
     }
 
