@@ -33,7 +33,7 @@ fn attribute_of(get: unsafe extern "C" fn(*mut u8, u32, DevicePtr) -> i32, which
 }
 
 fn elsewhere(ptr: DevicePtr, owner: i32, number: i32) -> Error {
-    let message = format!("{ptr:?} is memory of CUDA's device {owner}, not of CUDA's device {number}");
+    let message = format!("{ptr} is memory of CUDA's device {owner}, not of CUDA's device {number}");
     Error::new(ErrorKind::WrongDevice, OPERATION, message).with_hint("pass the device that the memory belongs to")
 }
 
@@ -103,7 +103,7 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
 pub(crate) fn export(cuda: &Cuda, ptr: DevicePtr, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
     const OPERATION: &str = "export_memory";
     let not_mapped = || {
-        Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{ptr:?} is not mapped memory"))
+        Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{ptr} is not mapped memory"))
             .with_hint("export other memory by `Transport::Legacy`")
     };
     let memory = cuda.driver.virtual_memory.as_ref().ok_or_else(|| Error::lacks(OPERATION, "foreign_memory"))?;

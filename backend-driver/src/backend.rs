@@ -404,12 +404,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.state.require(OPERATION, start.device(), |can| can.event_timing, "event_timing")?;
         for (id, held) in [(start, &first), (end, &last)] {
             if held.flags() & (TIMING | FOREIGN) == 0 {
-                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{id:?} has no timing"))
+                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("the {id} has no timing"))
                     .with_hint("create both events with `EventOptions::with_timing`"));
             }
         }
         if start.device() != end.device() {
-            let message = format!("{start:?} and {end:?} belong to different devices, expected one device");
+            let message = format!("the {start} and the {end} belong to different devices, expected one device");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
         let _relaxed = state.relaxed();
@@ -532,7 +532,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let mut blocks = state.blocks.lock();
             let found = blocks.get(&ptr).filter(|block| block.device == device);
             let Some(found) = found else {
-                let message = format!("{ptr:?} is not the start of a live block of device {device}");
+                let message = format!("{ptr} is not the start of a live block of device {device}");
                 return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, message)
                     .with_hint("free each address of `allocate` once, on its own device"));
             };
@@ -658,8 +658,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 {
                     Self::same_device(OPERATION, stream, "the memory", to)?;
                     if dst < src.offset(bytes) && src < dst.offset(bytes) {
-                        let message =
-                            format!("{bytes} bytes at {src:?} and at {dst:?} overlap, expected separate ranges");
+                        let message = format!("{bytes} bytes at {src} and at {dst} overlap, expected separate ranges");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
                     (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
@@ -690,7 +689,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 self.check_peers(OPERATION, (stream, &held), [from, to])?;
             } else if copy.shape.overlaps(dst.get(), src.get()) {
                 let message =
-                    format!("rows at {src:?} and at {dst:?} overlap, expected separate rows: {:?}", copy.shape);
+                    format!("rows at {src} and at {dst} overlap, expected separate rows: {}", copy.shape.described());
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
             }
         }
@@ -713,7 +712,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let size = pattern.bytes();
         if !dst.is_aligned_to(size) {
-            let message = format!("the destination is {dst:?}, expected a multiple of the pattern's {size} bytes");
+            let message = format!("the destination is {dst}, expected a multiple of the pattern's {size} bytes");
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
         }
         let _current = state.current_for(OPERATION, &held, device)?;

@@ -198,14 +198,14 @@ pub(super) fn check_workspace(
 
 #[cold]
 fn unaligned(operation: &'static str, workspace: Workspace, alignment: usize) -> Error {
-    let message = format!("the workspace is at {:?}, expected a multiple of {alignment}", workspace.ptr);
+    let message = format!("the workspace is at {}, expected a multiple of {alignment}", workspace.ptr);
     Error::new(ErrorKind::InvalidArgument, operation, message)
         .with_hint("align the workspace to the capability `workspace_alignment`")
 }
 
 #[cold]
 fn too_large(operation: &'static str, shape: &GemmShape) -> Error {
-    let message = format!("{shape:?} has a size beyond the range of the vendor's BLAS");
+    let message = format!("{} has a size beyond the range of the vendor's BLAS", shape.described());
     Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller products")
 }
 

@@ -46,7 +46,7 @@ impl<P: Platform> DriverState<P> {
     pub(super) fn replace_dead(&self, operation: &'static str, stream: StreamId) -> Result<()> {
         let flags = self.stream(operation, stream)?.flags();
         if flags & FOREIGN != 0 {
-            let message = format!("{stream:?} died with its capture, and foreign code owns it");
+            let message = format!("the {stream} died with its capture, and foreign code owns it");
             return Err(Error::new(ErrorKind::InvalidState, operation, message).with_hint(
                 "destroy the id, then replace the stream in the code that created it; destroying it frees the streams that joined",
             ));
@@ -64,7 +64,7 @@ impl<P: Platform> DriverState<P> {
             })
         });
         outcome.map_err(|error| {
-            let message = format!("{stream:?} died with its capture and could not be replaced: {}", error.message());
+            let message = format!("the {stream} died with its capture and could not be replaced: {}", error.message());
             Error::new(ErrorKind::InvalidState, operation, message)
                 .with_code(error.code().unwrap_or(0))
                 .with_hint("destroy the stream before you use the streams that joined, then create another")

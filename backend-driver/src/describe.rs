@@ -14,7 +14,7 @@ use highwater_hal::{
 #[cold]
 #[must_use]
 pub fn no_device_memory(operation: &'static str, ptr: DevicePtr, what: &str) -> Error {
-    Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr:?} is {what}, expected memory of a device"))
+    Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr} is {what}, expected memory of a device"))
         .with_hint("pass an address of device memory that is allocated")
 }
 

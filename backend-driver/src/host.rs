@@ -29,7 +29,7 @@ impl<P: Platform> DriverHost<P> {
             }
             _ => {
                 let how = if registered { "register" } else { "allocate" };
-                let message = format!("{ptr:?} is not the start of live memory of `{how}`");
+                let message = format!("{ptr} is not the start of live memory of `{how}`");
                 Err(Error::new(ErrorKind::InvalidPointer, operation, message)
                     .with_hint(format!("pass each address of `{how}` once")))
             }
@@ -118,8 +118,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             if let Some((other, block)) =
                 blocks.range(..end).next_back().filter(|(other, block)| *other + block.bytes > start)
             {
-                let message =
-                    format!("{bytes} bytes at {ptr:?} overlap {} page-locked bytes at {other:#x}", block.bytes);
+                let message = format!("{bytes} bytes at {ptr} overlap {} page-locked bytes at {other:#x}", block.bytes);
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
                     .with_hint("register each range once, and no memory of `allocate`"));
             }

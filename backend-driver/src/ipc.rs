@@ -233,7 +233,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{ptr:?} is not the start of memory that can be shared by {transport:?}"),
+                format!("{ptr} is not the start of memory that can be shared by {transport:?}"),
             )
             .with_hint("allocate the memory as `DeviceMemoryKind::Shareable`, or create it, with this transport")
         };
@@ -323,7 +323,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 return Err(Error::new(
                     ErrorKind::InvalidPointer,
                     OPERATION,
-                    format!("{ptr:?} is not open for device {device}"),
+                    format!("{ptr} is not open for device {device}"),
                 )
                 .with_hint("close each address of `open_memory` as often as it was opened"));
             };
@@ -389,7 +389,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{event:?} is not an interprocess event"),
+                format!("the {event} is not an interprocess event"),
             )
             .with_hint("create the event with `EventOptions::with_interprocess`"));
         }

@@ -114,7 +114,7 @@ impl Plan {
         ];
         for (what, ptr, alignment) in operands {
             if let Some(ptr) = ptr.filter(|ptr| !ptr.is_aligned_to(alignment)) {
-                return invalid(format!("{what} is at {ptr:?}, expected a multiple of {alignment}"))
+                return invalid(format!("{what} is at {ptr}, expected a multiple of {alignment}"))
                     .with_hint("align the operand, or create the plan with a smaller `alignment`");
             }
         }

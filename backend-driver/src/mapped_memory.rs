@@ -68,7 +68,7 @@ impl MappedMemory {
         if Some(next) == end && bytes > 0 && self.is_reserved(device, ptr.get(), bytes as u64) {
             return Ok(found);
         }
-        let message = format!("{bytes} bytes at {ptr:?} of device {device} do not consist of whole mappings");
+        let message = format!("{bytes} bytes at {ptr} of device {device} do not consist of whole mappings");
         Err(Error::new(ErrorKind::InvalidPointer, operation, message)
             .with_hint("pass the address of a mapping and its bytes, or those of several without a gap"))
     }
@@ -77,14 +77,14 @@ impl MappedMemory {
 /// Returns the error of an id that another thread destroys.
 #[cold]
 fn being_destroyed(operation: &'static str, id: PhysicalMemoryId) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} is being destroyed by another thread"))
+    Error::new(ErrorKind::InvalidHandle, operation, format!("the {id} is being destroyed by another thread"))
         .with_hint("use each id before it is destroyed, and destroy it once")
 }
 
 /// Returns the error of a range that a call cannot take.
 #[cold]
 fn wrong_range(operation: &'static str, device: u32, ptr: DevicePtr, bytes: usize, what: &str, hint: &str) -> Error {
-    let message = format!("{bytes} bytes at {ptr:?} of device {device} {what}");
+    let message = format!("{bytes} bytes at {ptr} of device {device} {what}");
     Error::new(ErrorKind::InvalidPointer, operation, message).with_hint(hint)
 }
 
@@ -265,7 +265,7 @@ impl<P: Platform> DriverState<P> {
                 .with_hint("map memory at addresses of its own device"));
         }
         if !ptr.is_aligned_to(granularity) {
-            let message = format!("{ptr:?} is no multiple of {granularity}");
+            let message = format!("{ptr} is no multiple of {granularity}");
             return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
                 .with_hint("map memory at a multiple of `mapped_memory_granularity`"));
         }

@@ -387,10 +387,10 @@ impl<I: IdOf> Objects<I> {
     #[cold]
     fn unknown(&self, operation: &'static str, id: I) -> Error {
         if id.parts().tag == self.tag {
-            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist"))
+            Error::new(ErrorKind::InvalidHandle, operation, format!("the {id} does not exist"))
                 .with_hint(format!("the {} was destroyed or never existed; create a new one", I::NAME))
         } else {
-            let message = format!("{id:?} was issued by another backend, expected backend {}", self.tag.get());
+            let message = format!("the {id} was issued by another backend, expected backend {}", self.tag.get());
             Error::new(ErrorKind::InvalidHandle, operation, message)
                 .with_hint(format!("create the {} with this backend", I::NAME))
         }

@@ -436,7 +436,7 @@ impl<P: Platform> DriverState<P> {
         let tag = self.identity.tag;
         let issued = [StreamId::legacy_default(tag, id.device()), StreamId::per_thread_default(tag, id.device())];
         let Some(device) = self.devices.get(id.device() as usize).filter(|_| issued.contains(&id)) else {
-            let message = format!("{id:?} is not a default stream of backend {}", tag.get());
+            let message = format!("the {id} is not a default stream of backend {}", tag.get());
             return Err(Error::new(ErrorKind::InvalidHandle, operation, message)
                 .with_hint("create the id with this backend's tag and an existing device"));
         };
@@ -614,7 +614,7 @@ impl<P: Platform> DriverState<P> {
             _ => Err(Error::new(
                 ErrorKind::InvalidPointer,
                 operation,
-                format!("{ptr:?} is not page-locked memory of this backend"),
+                format!("{ptr} is not page-locked memory of this backend"),
             )
             .with_hint("pass an address in memory of `allocate` or `register`")),
         }
@@ -688,7 +688,7 @@ fn in_capture(operation: &'static str) -> Error {
 
 #[cold]
 pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
-    let message = format!("{stream:?} belongs to device {}, expected device {device} of {what}", stream.device());
+    let message = format!("the {stream} belongs to device {}, expected device {device} of {what}", stream.device());
     Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
 }
 

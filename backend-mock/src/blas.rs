@@ -268,7 +268,7 @@ impl BlasHandle for MockBlas {
                     return Err(operation
                         .error(
                             ErrorKind::InvalidArgument,
-                            format!("the workspace is at {:?}, not at a multiple of {alignment}", wanted.ptr),
+                            format!("the workspace is at {}, not at a multiple of {alignment}", wanted.ptr),
                         )
                         .with_hint("the capability `workspace_alignment` is the required alignment"));
                 }

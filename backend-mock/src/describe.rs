@@ -16,14 +16,14 @@ impl State {
             })
             .ok_or_else(|| {
                 operation
-                    .error(ErrorKind::InvalidPointer, format!("{ptr:?} is in no memory of a device"))
+                    .error(ErrorKind::InvalidPointer, format!("{ptr} is in no memory of a device"))
                     .with_hint("pass an address of device memory that is allocated")
             })?;
         if of == device {
             return Ok(range);
         }
         Err(operation
-            .error(ErrorKind::WrongDevice, format!("{ptr:?} is memory of device {of}, not of device {device}"))
+            .error(ErrorKind::WrongDevice, format!("{ptr} is memory of device {of}, not of device {device}"))
             .with_hint("pass the device that the memory belongs to"))
     }
 }

@@ -180,9 +180,9 @@ impl Device {
         };
         if stream_ordered != (block.owner == Owner::StreamOrdered) {
             let message = if stream_ordered {
-                format!("{ptr:?} was not allocated in stream order, but a stream was passed")
+                format!("{ptr} was not allocated in stream order, but a stream was passed")
             } else {
-                format!("{ptr:?} was allocated in stream order, but no stream was passed")
+                format!("{ptr} was allocated in stream order, but no stream was passed")
             };
             return Err(operation
                 .error(ErrorKind::InvalidArgument, message)
@@ -256,7 +256,7 @@ impl Device {
         let (offset, block) = self.block_of(operation, ptr, Owner::Shareable)?;
         let file = self.memory.block_file(offset).ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidPointer, format!("the memory at {ptr:?} was freed during the call"))
+                .error(ErrorKind::InvalidPointer, format!("the memory at {ptr} was freed during the call"))
                 .with_hint("keep the memory allocated during the call")
         })?;
         Ok((file, block))
@@ -273,7 +273,7 @@ impl Device {
         match self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?))) {
             Some((offset, block)) if block.owner == owner => Ok((offset, block)),
             Some((_, block)) if !matches!(block.owner, Owner::Mock | Owner::Physical) => Err(operation
-                .error(ErrorKind::InvalidArgument, format!("the memory at {ptr:?} was not allocated to be shared"))
+                .error(ErrorKind::InvalidArgument, format!("the memory at {ptr} was not allocated to be shared"))
                 .with_hint("allocate with `DeviceMemoryKind::Shareable`")),
             _ => Err(self.not_a_block(operation, &arena, ptr)),
         }
@@ -321,7 +321,7 @@ impl Device {
                 Ok(())
             }
             None => Err(operation
-                .error(ErrorKind::InvalidPointer, format!("no memory is open for device {} at {ptr:?}", self.ordinal))
+                .error(ErrorKind::InvalidPointer, format!("no memory is open for device {} at {ptr}", self.ordinal))
                 .with_hint("close with the address and the device of `open_memory`, once for each open")),
         }
     }
@@ -348,7 +348,7 @@ impl Device {
                     .error(
                         ErrorKind::InvalidPointer,
                         format!(
-                            "{what}: {bytes} bytes at {ptr:?} are not inside one block of device {}; {block}",
+                            "{what}: {bytes} bytes at {ptr} are not inside one block of device {}; {block}",
                             self.ordinal
                         ),
                     )
@@ -420,10 +420,10 @@ impl Device {
             (offset < start + block.bytes).then_some((start, block.owner))
         });
         let message = match inside {
-            Some((_, Owner::Mock)) => format!("{ptr:?} is memory of the backend itself"),
-            Some((_, Owner::Physical)) => format!("{ptr:?} is no address of a block"),
-            Some((start, _)) => format!("{ptr:?} points into the block at {:#x}", self.memory.base() + start),
-            None => format!("no block of device {} begins at {ptr:?}", self.ordinal),
+            Some((_, Owner::Mock)) => format!("{ptr} is memory of the backend itself"),
+            Some((_, Owner::Physical)) => format!("{ptr} is no address of a block"),
+            Some((start, _)) => format!("{ptr} points into the block at {:#x}", self.memory.base() + start),
+            None => format!("no block of device {} begins at {ptr}", self.ordinal),
         };
         operation
             .error(ErrorKind::InvalidPointer, message)

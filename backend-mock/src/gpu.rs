@@ -345,7 +345,7 @@ impl MockGpu {
         match found.ok_or_else(|| self.shared.no_device(operation, device))?.locate(ptr.get()) {
             Some((Store::File(inode), ..)) => Ok(inode),
             _ => {
-                let message = format!("device {device} has no memory at {ptr:?}");
+                let message = format!("device {device} has no memory at {ptr}");
                 Err(Error::new(ErrorKind::InvalidPointer, operation, message)
                     .with_hint("pass the address of a block of the device, or of memory that is open for it"))
             }
@@ -414,7 +414,7 @@ impl MockGpu {
                 if dst_device == src_device && shape.overlaps(dst as u64, src as u64) {
                     return Err(operation.error(
                         ErrorKind::InvalidArgument,
-                        format!("{from_bytes} bytes at {src_ptr:?} and at {dst_ptr:?} overlap"),
+                        format!("{from_bytes} bytes at {src_ptr} and at {dst_ptr} overlap"),
                     ));
                 }
                 Command::CopyOnDevices { src, src_device, dst, dst_device, shape }
@@ -669,7 +669,7 @@ unsafe impl Backend for MockGpu {
         }
         let time = |id: EventId| {
             let event = self.shared.event(operation, id)?;
-            let error = |kind, what: &str| Error::new(kind, operation.name(), format!("{id:?} {what}"));
+            let error = |kind, what: &str| Error::new(kind, operation.name(), format!("the {id} {what}"));
             if !event.timing {
                 return Err(error(ErrorKind::InvalidArgument, "has no timing")
                     .with_hint("create both events with `EventOptions::with_timing`"));
@@ -686,7 +686,7 @@ unsafe impl Backend for MockGpu {
         if start.device() != end.device() {
             return Err(operation.error(
                 ErrorKind::WrongDevice,
-                format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare"),
+                format!("the {start} and the {end} belong to two devices, whose clocks do not compare"),
             ));
         }
         Ok(nanoseconds(to.saturating_duration_since(from)))
@@ -844,7 +844,7 @@ unsafe impl Backend for MockGpu {
         if !dst.is_aligned_to(size) {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,
-                format!("{dst:?} is not a multiple of the {size} bytes of the pattern"),
+                format!("{dst} is not a multiple of the {size} bytes of the pattern"),
             ));
         }
         let bytes = count.checked_mul(size).ok_or_else(|| out_of_range(operation, "the fill"))?;

@@ -167,10 +167,7 @@ impl MockHost {
             return Err(operation
                 .error(
                     ErrorKind::InvalidArgument,
-                    format!(
-                        "{what}: {bytes} bytes at {ptr:?} reach out of the {} registered at {start:#x}",
-                        block.bytes
-                    ),
+                    format!("{what}: {bytes} bytes at {ptr} reach out of the {} registered at {start:#x}", block.bytes),
                 )
                 .with_hint("split copies at the borders between registrations"));
         }
@@ -178,7 +175,7 @@ impl MockHost {
         Err(operation
             .error(
                 ErrorKind::InvalidPointer,
-                format!("{what}: {bytes} bytes at {ptr:?} are not inside one block of page-locked memory"),
+                format!("{what}: {bytes} bytes at {ptr} are not inside one block of page-locked memory"),
             )
             .with_hint("copy from and to memory that the host allocator allocated or registered, one block at a time"))
     }
@@ -257,7 +254,7 @@ unsafe impl HostAllocator for MockHost {
             other => {
                 let what = if other.is_some() { "was registered, not allocated" } else { "is no allocated block" };
                 return Err(operation
-                    .error(ErrorKind::InvalidPointer, format!("{ptr:?} {what}"))
+                    .error(ErrorKind::InvalidPointer, format!("{ptr} {what}"))
                     .with_hint("free each block once, with the address that `allocate` returned"));
             }
         };
@@ -292,7 +289,7 @@ unsafe impl HostAllocator for MockHost {
         }
         let invalid = |message: String| Err(operation.error(ErrorKind::InvalidArgument, message));
         let Some(end) = ptr.address().checked_add(bytes) else {
-            return invalid(format!("{bytes} bytes at {ptr:?} reach past the address space"));
+            return invalid(format!("{bytes} bytes at {ptr} reach past the address space"));
         };
         let mut table = self.table.write();
         // Only the last block that begins before the end can reach into the range.
@@ -300,7 +297,7 @@ unsafe impl HostAllocator for MockHost {
             && start + block.bytes > ptr.address()
         {
             return invalid(format!(
-                "{bytes} bytes at {ptr:?} overlap the {} page-locked bytes at {start:#x}",
+                "{bytes} bytes at {ptr} overlap the {} page-locked bytes at {start:#x}",
                 block.bytes
             ));
         }
@@ -329,7 +326,7 @@ unsafe impl HostAllocator for MockHost {
             return Ok(());
         }
         Err(operation
-            .error(ErrorKind::InvalidPointer, format!("{ptr:?} was not registered"))
+            .error(ErrorKind::InvalidPointer, format!("{ptr} was not registered"))
             .with_hint("unregister each range once, with the address it was registered with"))
     }
 

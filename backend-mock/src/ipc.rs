@@ -181,7 +181,7 @@ impl IpcSharing for MockIpc {
         let object = self.gpu.event(operation, event)?;
         let shared = object.shared.as_ref().ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidArgument, format!("{event:?} was not created for other processes"))
+                .error(ErrorKind::InvalidArgument, format!("the {event} was not created for other processes"))
                 .with_hint("create the event with `EventOptions::with_interprocess`")
         })?;
         shared.export(operation, device_uuid(object.device), &self.gpu.exported)

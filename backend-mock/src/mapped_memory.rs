@@ -118,7 +118,7 @@ impl MappedMemory {
         if Some(next) == end && bytes > 0 && self.is_reserved(device, ptr.get(), bytes as u64) {
             return Ok(found);
         }
-        let message = format!("{bytes} bytes at {ptr:?} of device {device} do not consist of whole mappings");
+        let message = format!("{bytes} bytes at {ptr} of device {device} do not consist of whole mappings");
         Err(operation
             .error(ErrorKind::InvalidPointer, message)
             .with_hint("pass the address of a mapping and its bytes, or those of several without a gap"))
@@ -153,7 +153,7 @@ impl State {
         let memory = &self.device(operation, device)?.memory;
         let mut mapped = self.mapped_memory.lock();
         let wrong = |what: &str| {
-            let message = format!("{bytes} bytes at {ptr:?} of device {device} {what}");
+            let message = format!("{bytes} bytes at {ptr} of device {device} {what}");
             operation.error(ErrorKind::InvalidPointer, message)
         };
         if mapped.reserved.get(&ptr.get()) != Some(&(device, bytes as u64)) {
@@ -244,7 +244,8 @@ impl State {
         let found = self.physical_memory.get(operation.name(), memory)?;
         self.device(operation, device)?;
         if memory.device() != device {
-            let message = format!("{memory:?} belongs to device {}, the addresses to device {device}", memory.device());
+            let message =
+                format!("the {memory} belongs to device {}, the addresses to device {device}", memory.device());
             return Err(operation
                 .error(ErrorKind::WrongDevice, message)
                 .with_hint("map memory at addresses of its own device"));
@@ -252,13 +253,13 @@ impl State {
         let granularity = self.capabilities.mapped_memory_granularity;
         if !ptr.is_aligned_to(granularity) {
             return Err(operation
-                .error(ErrorKind::InvalidArgument, format!("{ptr:?} is no multiple of {granularity}"))
+                .error(ErrorKind::InvalidArgument, format!("{ptr} is no multiple of {granularity}"))
                 .with_hint("map memory at a multiple of `mapped_memory_granularity`"));
         }
         let mut mapped = self.mapped_memory.lock();
         let bytes = found.bytes;
         let wrong = |what: &str| -> Error {
-            let message = format!("{bytes} bytes at {ptr:?} of device {device} {what}");
+            let message = format!("{bytes} bytes at {ptr} of device {device} {what}");
             operation.error(ErrorKind::InvalidPointer, message)
         };
         if !mapped.is_reserved(device, ptr.get(), bytes) {
@@ -335,7 +336,7 @@ impl State {
         if piece.memory.shareable.is_some() {
             return Ok(Some(Arc::clone(&piece.memory)));
         }
-        let message = format!("the physical memory at {ptr:?} was not created to be shared");
+        let message = format!("the physical memory at {ptr} was not created to be shared");
         Err(operation
             .error(ErrorKind::InvalidArgument, message)
             .with_hint("create it with `PhysicalMemoryOptions::with_shareable`"))

@@ -144,7 +144,7 @@ impl RawProduct {
             if !ptr.is_aligned_to(size) {
                 return Err(operation.error(
                     ErrorKind::InvalidArgument,
-                    format!("{what} is at {ptr:?}, not at a multiple of the {size} bytes of an element"),
+                    format!("{what} is at {ptr}, not at a multiple of the {size} bytes of an element"),
                 ));
             }
             device.range(operation, what, ptr, elements * size)

@@ -147,7 +147,7 @@ impl State {
             return Err(operation
                 .error(
                     ErrorKind::InvalidHandle,
-                    format!("{id:?} is not a default stream of backend {}", self.identity.tag.get()),
+                    format!("the {id} is not a default stream of backend {}", self.identity.tag.get()),
                 )
                 .with_hint("create the id with this backend's tag and a device that it has"));
         }
@@ -201,7 +201,7 @@ pub(crate) fn wrong_device(operation: Operation, stream: StreamId, what: &str, d
     operation
         .error(
             ErrorKind::WrongDevice,
-            format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device()),
+            format!("the {stream} is a stream of device {}, {what} belongs to device {device}", stream.device()),
         )
         .with_hint("use a stream of the same device")
 }

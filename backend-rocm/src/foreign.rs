@@ -59,7 +59,7 @@ pub(crate) fn describe(calls: &Calls, get: Option<GetAttributes>, device: u32, p
         return Err(no_device_memory(OPERATION, ptr, "not memory of a device"));
     }
     if !is_managed && attributes.device != device as i32 {
-        let message = format!("{ptr:?} is memory of device {}, not of device {device}", attributes.device);
+        let message = format!("{ptr} is memory of device {}, not of device {device}", attributes.device);
         return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
             .with_hint("pass the device that the memory belongs to"));
     }

@@ -5,10 +5,10 @@ use std::ffi::c_void;
 use front::hal::Workspace;
 use front::hal::numbers::Coded as _;
 use front::half::{bf16, f16};
-use front::{DataType, DeviceBuffer, DeviceSlice, GemmShape, Result, Scalar, StridedBatch};
+use front::{DataType, DeviceBuffer, DeviceSlice, Error, GemmShape, Result, Scalar, StridedBatch};
 
 use crate::failure::{call, invalid};
-use crate::handle::{Options, get, read};
+use crate::handle::{Options, get, get_for_checked_call, read};
 use crate::memory::highwater_buffer;
 use crate::numbers::highwater_status;
 use crate::stream::highwater_stream;
@@ -112,20 +112,21 @@ unsafe fn product<T: Scalar, R: Scalar>(
     stream.blas()?.gemm_mixed(&shape(given)?, scale(given.alpha), a, b, scale(given.beta), c)
 }
 
-/// Lends a vendor's handle to a callback of C.
-fn lend(
-    callback: highwater_blas_callback,
-    user: *mut c_void,
-    lend: impl FnOnce(&dyn Fn(u64, Option<Workspace>)) -> Result<()>,
-) -> Result<()> {
-    let Some(callback) = callback else {
-        return Err(invalid("the callback is null, expected a function that uses the handle", "pass a function"));
-    };
-    lend(&|handle, workspace| {
+/// Returns a closure that lends a vendor's handle to a callback of C. It is compiled into the caller: a call by a `dyn` closure costs
+/// another indirect call.
+#[inline]
+fn lends(callback: highwater_blas_callback, user: *mut c_void) -> Result<impl FnOnce(u64, Option<Workspace>)> {
+    let Some(callback) = callback else { return Err(no_callback()) };
+    Ok(move |handle, workspace: Option<Workspace>| {
         let (workspace, bytes) = workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
         // SAFETY: The caller promised that the function accepts these, and neither throws nor jumps.
         unsafe { callback(user, handle, workspace, bytes) }
     })
+}
+
+#[cold]
+fn no_callback() -> Error {
+    invalid("the callback is null, expected a function that uses the handle", "pass a function")
 }
 
 /// Enqueues a product with a BLAS handle of the pool and the workspace of the stream. Returns without waiting for it.
@@ -164,7 +165,8 @@ pub unsafe extern "C" fn highwater_blas_lend(
 ) -> highwater_status {
     call!(highwater_blas_lend, {
         let stream = get(stream)?;
-        lend(callback, user, |foreign| stream.blas()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+        let foreign = lends(callback, user)?;
+        stream.blas()?.with_raw(|raw| foreign(raw.handle, raw.workspace))
     })
 }
 
@@ -181,8 +183,9 @@ pub unsafe extern "C" fn highwater_blas_enqueue(
     user: *mut c_void,
 ) -> highwater_status {
     call!(highwater_blas_enqueue, {
-        let stream = get(stream)?;
-        lend(callback, user, |foreign| stream.blas()?.enqueue_raw(|handle| foreign(handle, None)))
+        let stream = get_for_checked_call(stream)?;
+        let foreign = lends(callback, user)?;
+        stream.blas()?.enqueue_raw(|handle| foreign(handle, None))
     })
 }
 
@@ -195,7 +198,8 @@ pub unsafe extern "C" fn highwater_blas_lt_lend(
 ) -> highwater_status {
     call!(highwater_blas_lt_lend, {
         let stream = get(stream)?;
-        lend(callback, user, |foreign| stream.lt()?.with_raw(|raw| foreign(raw.handle, raw.workspace)))
+        let foreign = lends(callback, user)?;
+        stream.lt()?.with_raw(|raw| foreign(raw.handle, raw.workspace))
     })
 }
 

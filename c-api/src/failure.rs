@@ -76,7 +76,9 @@ fn named(operation: &str, error: &Error) -> String {
 }
 
 /// The names in the errors of the Rust crates that C has too, and those of C.
-const NAMES: [(&str, &str); 20] = [
+const NAMES: [(&str, &str); 22] = [
+    ("allow the mock, or ask for it by name", "set highwater_open_options.fallback_to_mock, or pass \"mock\""),
+    ("give no name", "pass NULL instead of a name"),
     ("the bytes of `Ticket::to_bytes`", "the text of highwater_buffer_share or highwater_pinned_share"),
     ("`Device::allocate`", "highwater_device_allocate"),
     ("`Device::allocate_shared`", "highwater_device_allocate_shared"),
@@ -195,6 +197,13 @@ mod tests {
         assert_eq!(last(), format!("highwater_test: slice: {expected}"));
         // SAFETY: The text is that of this thread, and no call comes between.
         assert_eq!(unsafe { CStr::from_ptr(hint()) }, c"allocate it with highwater_device_allocate_shared");
+        let no_device = || {
+            Err(Error::new(ErrorKind::DeviceMissing, "open", "no backend could be taken")
+                .with_hint("allow the mock, or ask for it by name, to compute on the CPU"))
+        };
+        contained("highwater_open", no_device);
+        let remedy = "set highwater_open_options.fallback_to_mock, or pass \"mock\", to compute on the CPU";
+        assert!(last().ends_with(remedy), "{}", last());
     }
 
     #[test]

@@ -129,6 +129,15 @@ pub(crate) unsafe fn get<'a, K: Kind>(handle: *mut K) -> Result<&'a K::Object> {
     live(handle).map(|handle| &handle.value)
 }
 
+/// As [`get`], for a call of the object that refuses a forked child itself, before it takes a lock. The generation is then checked once.
+///
+/// # Safety
+/// As for [`get`].
+#[inline]
+pub(crate) unsafe fn get_for_checked_call<'a, K: Kind>(handle: *mut K) -> Result<&'a K::Object> {
+    checked(handle).map(|handle| &handle.value)
+}
+
 /// Checks a place for an answer, before the work whose answer it gets.
 #[inline]
 pub(crate) fn place<T>(place: *mut T, name: &str) -> Result<()> {
@@ -173,6 +182,21 @@ pub(crate) unsafe fn make_from<P: Kind, K: Kind>(
     make: impl FnOnce(&P::Object) -> Result<K::Object>,
 ) -> Result<()> {
     let parent = live(parent)?;
+    // SAFETY: As the caller promises.
+    unsafe { make_in(parent.generation, slot, || make(&parent.value)) }
+}
+
+/// As [`make_from`], for a `make` that refuses a forked child itself, before it takes a lock. The generation is then checked once.
+///
+/// # Safety
+/// As for [`make_from`].
+#[inline]
+pub(crate) unsafe fn make_from_checked_call<P: Kind, K: Kind>(
+    parent: *mut P,
+    slot: *mut *mut K,
+    make: impl FnOnce(&P::Object) -> Result<K::Object>,
+) -> Result<()> {
+    let parent = checked(parent)?;
     // SAFETY: As the caller promises.
     unsafe { make_in(parent.generation, slot, || make(&parent.value)) }
 }
@@ -306,5 +330,8 @@ pub(crate) unsafe fn text<'a>(given: *const c_char, name: &str) -> Result<Option
     }
     // SAFETY: As the caller promises.
     let text = unsafe { CStr::from_ptr(given) }.to_str();
-    text.map(Some).map_err(|error| invalid(format!("the {name} is not UTF-8: {error}"), "pass a text in UTF-8"))
+    text.map(Some).map_err(|error| {
+        let message = format!("the {name} is not UTF-8: no character begins at byte {}", error.valid_up_to());
+        invalid(message, "pass a text in UTF-8")
+    })
 }

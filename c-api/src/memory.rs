@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 
-use front::hal::DevicePtr;
+use front::hal::{DevicePtr, counted};
 use front::{
     Access, CopyShape, DeviceBuffer, DeviceSlice, Error, Owner, PinnedBuffer, PinnedSlice, PinnedSliceMut, Result,
     SharedPinnedBuffer,
@@ -11,7 +11,7 @@ use front::{
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
-use crate::handle::{self, Handle, Options, WORDS, get, make_from, place, put, read, release};
+use crate::handle::{self, Handle, Options, WORDS, get, make_from, make_from_checked_call, place, put, read, release};
 use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
@@ -147,7 +147,11 @@ fn range(offset: usize, bytes: usize, memory: usize) -> Result<Range<usize>> {
 #[cold]
 fn outside(offset: usize, bytes: usize, memory: usize) -> Error {
     invalid(
-        format!("{bytes} bytes at offset {offset} leave the memory, which has {memory} bytes"),
+        format!(
+            "the range of {} at offset {offset} leaves the memory, which has {}",
+            counted(bytes, "byte"),
+            counted(memory, "byte")
+        ),
         "pass a range inside the memory, in bytes",
     )
 }
@@ -256,7 +260,7 @@ pub unsafe extern "C" fn highwater_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_pinned_allocate, {
-        make_from(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from_checked_call(runtime, pinned, |runtime| runtime.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -268,7 +272,7 @@ pub unsafe extern "C" fn highwater_device_pinned_allocate(
     pinned: *mut *mut highwater_pinned,
 ) -> highwater_status {
     call!(highwater_device_pinned_allocate, {
-        make_from(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
+        make_from_checked_call(device, pinned, |device| device.pinned::<u8>(bytes).map(Pinned::Pooled))
     })
 }
 
@@ -539,7 +543,7 @@ pub unsafe extern "C" fn highwater_fill(
 
 fn memory_of_caller(address: *const c_void, bytes: usize, name: &str) -> Result<()> {
     if address.is_null() && bytes > 0 {
-        let message = format!("the {name} is null, expected the address of {bytes} bytes");
+        let message = format!("the {name} is null, expected the address of {}", counted(bytes, "byte"));
         return Err(invalid(message, "pass memory of the host"));
     }
     Ok(())

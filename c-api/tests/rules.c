@@ -28,7 +28,28 @@
         EXPECT(strstr(highwater_last_error(), (words)) != NULL);                \
         EXPECT(strlen(highwater_last_hint()) > 10);                             \
         EXPECT(strstr(highwater_last_error(), highwater_last_hint()) != NULL);  \
+        EXPECT(!shows_rust());                                                  \
     } while (0)
+
+/* Whether the last error shows a value as Rust's debug form prints it, or counts one thing in the plural. */
+static int shows_rust(void) {
+    static const char *const forms[] = {" { ", "{ ..", "Ptr(", "Id(", "Some(", "None", "DeviceSlice", "PinnedSlice", "GemmShape"};
+    static const char *const plurals[] = {"bytes", "values", "buffers", "rows", "devices"};
+    const char *error = highwater_last_error();
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+        if (strstr(error, forms[i])) {
+            return 1;
+        }
+    }
+    for (size_t i = 0; i < sizeof plurals / sizeof *plurals; i++) {
+        char one[32];
+        snprintf(one, sizeof one, " 1 %s", plurals[i]);
+        if (strstr(error, one)) {
+            return 1;
+        }
+    }
+    return 0;
+}
 
 static highwater_runtime *runtime;
 static highwater_device *device;
@@ -53,6 +74,27 @@ static void opening(void) {
     highwater_text_release(&report);
     EXPECT(report == NULL);
     REFUSED(highwater_open("mock", NULL, NULL, NULL), INVALID_ARGUMENT, "highwater_open: ");
+    REFUSED(highwater_open("auto", NULL, NULL, NULL), INVALID_ARGUMENT, "the place for the highwater_runtime is null");
+    REFUSED(highwater_open(NULL, NULL, NULL, NULL), INVALID_ARGUMENT, "the place for the highwater_runtime is null");
+    REFUSED(highwater_open("auto", NULL, &none, NULL), UNKNOWN_BACKEND, "no backend is named `auto`");
+    EXPECT(strstr(highwater_last_hint(), "pass NULL instead of a name") != NULL);
+    REFUSED(highwater_open("", NULL, &none, NULL), UNKNOWN_BACKEND, "no backend is named ``");
+    EXPECT(strstr(highwater_last_hint(), "pass NULL instead of a name") != NULL);
+    const char *given = getenv("HIGHWATER_BACKEND");
+    char *before = given ? strdup(given) : NULL;
+    setenv("HIGHWATER_BACKEND", "auto", 1);
+    REFUSED(highwater_open(NULL, NULL, &none, NULL), UNKNOWN_BACKEND, "asked for by HIGHWATER_BACKEND");
+    EXPECT(strstr(highwater_last_hint(), "unset HIGHWATER_BACKEND") != NULL);
+    unsetenv("HIGHWATER_BACKEND");
+    if (before) {
+        setenv("HIGHWATER_BACKEND", before, 1);
+    }
+    free(before);
+    setenv("HIGHWATER_MOCK", "devices=0", 1);
+    REFUSED(highwater_open("mock", NULL, &none, NULL), INVALID_ARGUMENT, "0 devices");
+    unsetenv("HIGHWATER_MOCK");
+    highwater_open_options folder = {.size = sizeof folder, .plugin_path = "/"};
+    REFUSED(highwater_open(NULL, &folder, &none, NULL), UNSUPPORTED, "not a regular file");
     REFUSED(highwater_open("m\xff", NULL, &none, NULL), INVALID_ARGUMENT, "UTF-8");
 
     highwater_open_options options = {0};
@@ -117,8 +159,11 @@ static void memory(void) {
     OK(highwater_buffer_bytes(buffer, &count));
     OK(highwater_buffer_address(buffer, &address));
     EXPECT(count == 8 && address != 0);
-    REFUSED(highwater_write(stream, bytes, buffer, 4, 8), INVALID_ARGUMENT, "highwater_write: invalid argument: 8 bytes at offset 4 leave the memory");
-    REFUSED(highwater_write(stream, bytes, buffer, SIZE_MAX, 8), INVALID_ARGUMENT, "leave the memory");
+    REFUSED(highwater_write(stream, bytes, buffer, 4, 8), INVALID_ARGUMENT, "highwater_write: invalid argument: the range of 8 bytes at offset 4 leaves the memory, which has 8 bytes");
+    REFUSED(highwater_write(stream, bytes, buffer, SIZE_MAX, 8), INVALID_ARGUMENT, "leaves the memory");
+    REFUSED(highwater_write(stream, bytes, buffer, 8, 1), INVALID_ARGUMENT, "the range of 1 byte at offset 8 leaves the memory");
+    REFUSED(highwater_copy(stream, other, 0, buffer, 0, 9), INVALID_ARGUMENT, "leaves the memory, which has 8 bytes");
+    REFUSED(highwater_write(stream, NULL, buffer, 0, 1), INVALID_ARGUMENT, "the source is null, expected the address of 1 byte;");
     REFUSED(highwater_write(stream, NULL, buffer, 0, 8), INVALID_ARGUMENT, "the source is null");
     REFUSED(highwater_read(stream, buffer, 0, NULL, 8), INVALID_ARGUMENT, "the destination is null");
     OK(highwater_write(stream, NULL, buffer, 0, 0));
@@ -135,7 +180,7 @@ static void memory(void) {
     OK(highwater_copy_to_host(stream, buffer, 0, pinned, 1, 7));
     OK(highwater_pinned_wait(pinned, false));
     EXPECT(count == 8 && ((unsigned char *)data)[7] == 7);
-    REFUSED(highwater_copy_to_host(stream, buffer, 0, pinned, 2, 7), INVALID_ARGUMENT, "7 bytes at offset 2 leave the memory");
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, pinned, 2, 7), INVALID_ARGUMENT, "the range of 7 bytes at offset 2 leaves the memory");
     OK(highwater_copy_to_device(stream, pinned, 1, buffer, 0, 4));
     OK(highwater_pinned_used_on(pinned, stream, false));
     OK(highwater_buffer_used_on(buffer, stream));
@@ -193,17 +238,17 @@ static void rows(void) {
     OK(highwater_read(stream, matrix, 0, found, 12));
     EXPECT(memcmp(found, "\2\3\2\3\6\7\6\7\12\13\12\13", 12) == 0);
     REFUSED(highwater_copy_2d(stream, matrix, 1, matrix, 0, &shape), INVALID_ARGUMENT, "overlap");
-    REFUSED(highwater_copy_2d(stream, matrix, 3, columns, 0, &shape), INVALID_ARGUMENT, "leave the source, which has 9 bytes");
+    REFUSED(highwater_copy_2d(stream, matrix, 3, columns, 0, &shape), INVALID_ARGUMENT, "leaves the source, which has 9 bytes");
     REFUSED(highwater_copy_2d(stream, matrix, 13, columns, 0, &shape), INVALID_ARGUMENT, "13");
-    REFUSED(highwater_copy_2d_to_device(stream, pinned, 4, columns, 0, &shape), INVALID_ARGUMENT, "leave the source, which has 9 bytes");
+    REFUSED(highwater_copy_2d_to_device(stream, pinned, 4, columns, 0, &shape), INVALID_ARGUMENT, "leaves the source, which has 9 bytes");
     REFUSED(highwater_copy_2d_to_device(stream, pinned, SIZE_MAX, matrix, 0, &shape), INVALID_ARGUMENT, "");
-    REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 4, &shape), INVALID_ARGUMENT, "leave the destination, which has 9 bytes");
+    REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 4, &shape), INVALID_ARGUMENT, "leaves the destination, which has 9 bytes");
     REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 14, &shape), INVALID_ARGUMENT, "14");
     shape.source_pitch = 1;
-    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "the pitch of the source is 1 bytes");
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "the pitch of the source is 1 byte,");
     shape.height = SIZE_MAX;
     shape.source_pitch = shape.destination_pitch = SIZE_MAX;
-    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "leave the source");
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "leaves the source");
     shape.size = 12;
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 12");
     shape.size = 0;
@@ -683,6 +728,11 @@ static void forked(void) {
         highwater_buffer *buffer = NULL;
         REFUSED(highwater_stream_synchronize(stream), FORKED, "fork");
         REFUSED(highwater_device_allocate(device, 8, &buffer), FORKED, "fork");
+        highwater_pinned *pinned = NULL;
+        REFUSED(highwater_pinned_allocate(runtime, 8, &pinned), FORKED, "fork");
+        REFUSED(highwater_device_pinned_allocate(device, 8, &pinned), FORKED, "fork");
+        REFUSED(highwater_blas_enqueue(stream, enqueues, NULL), FORKED, "fork");
+        EXPECT(pinned == NULL);
         OK(highwater_stream_release(&copy));
         EXPECT(highwater_torch_alloc(8, 0, NULL) == NULL && strstr(highwater_last_error(), "fork"));
         EXPECT(highwater_pinned_malloc(8) == NULL && strstr(highwater_last_error(), "fork"));

@@ -26,7 +26,7 @@ use crate::services::{Services, lacks_transport};
 use crate::sharing::{ExportKey, MemoryPart, Ticket, WeakMemory};
 use highwater_hal::{
     AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, MemoryRange, RangeKind, Result, Transport,
-    Transports,
+    Transports, counted,
 };
 
 const OPERATION: &str = "adopt";
@@ -170,15 +170,22 @@ fn check_arguments<T: Element>(operation: &'static str, ptr: DevicePtr, bytes: u
         return Err(invalid("0 bytes cannot be adopted".to_owned(), "pass the number of bytes, at least one value"));
     }
     if size == 0 || !bytes.is_multiple_of(size) {
-        let message = format!("{bytes} bytes are not a whole number of {name}, which has {size} bytes");
+        let message = format!(
+            "the size of {} is not a multiple of that of {name}, which has {}",
+            counted(bytes, "byte"),
+            counted(size, "byte")
+        );
         return Err(invalid(message, "pass a multiple of the size of the element type"));
     }
     if !ptr.is_aligned_to(alignment) {
-        let message = format!("{ptr:?} is not a multiple of {alignment}, the alignment of {name}");
+        let message = format!("{ptr} is not a multiple of {alignment}, the alignment of {name}");
         return Err(invalid(message, "adopt the bytes as a type of smaller alignment, such as u8"));
     }
     if ptr.get().checked_add(bytes as u64).is_none() || isize::try_from(bytes).is_err() {
-        return Err(invalid(format!("{bytes} bytes at {ptr:?} leave the address space"), "pass the number of bytes"));
+        return Err(invalid(
+            format!("the memory of {} at {ptr} leaves the address space", counted(bytes, "byte")),
+            "pass the number of bytes",
+        ));
     }
     Ok(())
 }
@@ -190,13 +197,13 @@ fn check_kind(range: &MemoryRange) -> Result<()> {
     match range.kind {
         RangeKind::StreamOrdered => Err(invalid(
             format!(
-                "the memory at {at:?} belongs to a pool that is freed in the order of streams: no process can open it"
+                "the memory at {at} belongs to a pool that is freed in the order of streams: no process can open it"
             ),
             "allocate it outside the pool, or copy it into a buffer of `Device::allocate_shared`",
         )),
         RangeKind::Managed => Err(invalid(
             format!(
-                "the memory at {at:?} is managed: the driver moves it between CPU and devices, and no process can open it"
+                "the memory at {at} is managed: the driver moves it between CPU and devices, and no process can open it"
             ),
             "allocate it as memory of the device, or copy it into a buffer of `Device::allocate_shared`",
         )),
@@ -211,8 +218,9 @@ impl Device {
         let end = ptr.get() + bytes as u64;
         let leaves = |reached: u64| {
             let message = format!(
-                "{bytes} bytes at {ptr:?} leave their allocation, which ends after {}",
-                reached.saturating_sub(ptr.get())
+                "the memory of {} at {ptr} leaves its allocation, which ends after {}",
+                counted(bytes, "byte"),
+                counted(reached.saturating_sub(ptr.get()), "byte")
             );
             Error::new(ErrorKind::InvalidPointer, operation, message)
                 .with_hint("pass no more bytes than the allocation has from this address on")

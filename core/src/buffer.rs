@@ -11,7 +11,7 @@ use crate::device_block::{DeviceBlock, Origin};
 use crate::pool::pinned::Liveness;
 use crate::runtime::Runtime;
 use crate::sharing::{Exported, Owner, Ticket};
-use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, Result};
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, Result, counted};
 
 /// `len` values of `T` in the memory of one device.
 ///
@@ -114,7 +114,12 @@ pub(crate) fn check_range(range: &Range<usize>, len: usize) -> Result<()> {
         return Err(Error::new(
             ErrorKind::InvalidArgument,
             "slice",
-            format!("{range:?} is not inside a buffer of {len} values"),
+            format!(
+                "the range from {} to {} is not inside a buffer of {}",
+                range.start,
+                range.end,
+                counted(len, "value")
+            ),
         )
         .with_hint("ranges count values, not bytes"));
     }
@@ -128,7 +133,10 @@ fn in_values_of<U: Element>(offset: usize, bytes: usize) -> Result<(usize, usize
         return Err(Error::new(
             ErrorKind::InvalidArgument,
             "reinterpret",
-            format!("{bytes} bytes at offset {offset} are not a whole number of {size}-byte values"),
+            format!(
+                "the range of {} at offset {offset} is not a whole number of {size}-byte values",
+                counted(bytes, "byte")
+            ),
         )
         .with_hint("use the type that the memory was written as"));
     }

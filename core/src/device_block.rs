@@ -320,9 +320,9 @@ impl DeviceBlock {
         };
         wait().map_err(|error: Error| {
             let own =
-                home.stream().map_or_else(|| "a stream that has ended".to_owned(), |home| format!("{:?}", home.id()));
+                home.stream().map_or_else(|| "a stream that has ended".to_owned(), |home| format!("the {}", home.id()));
             let message = format!(
-                "{:?} cannot wait for the allocation of {:?} in the order of {own}: {}",
+                "the {} cannot wait for the allocation of {} in the order of {own}: {}",
                 stream.id,
                 self.ptr,
                 error.message()

@@ -72,7 +72,7 @@ impl Device {
     #[cold]
     pub(crate) fn place_of_memory(&self, operation: &'static str, ptr: DevicePtr, error: Error) -> Error {
         let backend = &self.runtime().inner.backend;
-        self.with_places(operation, &format!("the memory at {ptr:?}"), error, |device| {
+        self.with_places(operation, &format!("the memory at {ptr}"), error, |device| {
             backend.describe_memory(device, ptr).is_ok()
         })
     }

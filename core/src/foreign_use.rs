@@ -130,7 +130,7 @@ impl Stream {
         let inner = &runtime.inner;
         inner.check(OPERATION)?;
         let unknown = || {
-            Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr:?} is in no live page-locked buffer"))
+            Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr} is in no live page-locked buffer"))
                 .with_hint("note the use while the buffer is alive, on a stream of the runtime that it came from")
         };
         let kept = inner.pinned.keep_live_block(ptr).ok_or_else(unknown)?;

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-use highwater_hal::{DevicePtr, Error, ErrorKind, HostPtr, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostPtr, Result, counted};
 
 /// A block of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +21,13 @@ pub struct DeviceBlockInfo {
     pub base: DevicePtr,
     /// Size in bytes.
     pub bytes: usize,
+}
+
+impl DeviceBlockInfo {
+    /// Returns the block in words, for messages.
+    fn described(&self) -> String {
+        format!("{} at {} of device {}", counted(self.bytes, "byte"), self.base, self.device)
+    }
 }
 
 /// A block of page-locked memory.
@@ -117,7 +124,7 @@ impl Ledger {
         let info = block.info;
         let start = info.base.get();
         let Some(end) = start.checked_add(info.bytes as u64) else {
-            let message = format!("the backend allocated {info:?}, which ends after the last address");
+            let message = format!("the backend allocated {}, which ends after the last address", info.described());
             return Err(Error::new(ErrorKind::InvalidPointer, "allocate", message)
                 .with_hint("the backend is at fault; run the conformance suite on it"));
         };
@@ -131,7 +138,11 @@ impl Ledger {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 "allocate",
-                format!("the backend allocated {info:?}, which overlaps the live {before:?}"),
+                format!(
+                    "the backend allocated {}, which overlaps the live memory of {}",
+                    info.described(),
+                    before.described()
+                ),
             )
             .with_hint("the backend is at fault; run the conformance suite on it"));
         }
@@ -173,13 +184,17 @@ impl Ledger {
             Some(DeviceBlock { info: block, .. }) => Error::new(
                 ErrorKind::WrongDevice,
                 "free",
-                format!("{ptr:?} belongs to device {}, not to device {device}", block.device),
+                format!("{ptr} belongs to device {}, not to device {device}", block.device),
             ),
             None => match find(&blocks, ptr) {
                 Some(block) => Error::new(
                     ErrorKind::InvalidPointer,
                     "free",
-                    format!("{ptr:?} points {} bytes into {block:?}", ptr.get() - block.base.get()),
+                    format!(
+                        "{ptr} points {} into the memory of {}",
+                        counted(ptr.get() - block.base.get(), "byte"),
+                        block.described()
+                    ),
                 )
                 .with_hint("free the address that was allocated"),
                 None => unknown(ptr),
@@ -212,7 +227,7 @@ fn find(blocks: &BTreeMap<u64, DeviceBlock>, ptr: DevicePtr) -> Option<DeviceBlo
 }
 
 fn unknown(ptr: DevicePtr) -> Error {
-    Error::new(ErrorKind::InvalidPointer, "free", format!("{ptr:?} is in no live block"))
+    Error::new(ErrorKind::InvalidPointer, "free", format!("{ptr} is in no live block"))
         .with_hint("it was freed before, or did not come from this runtime")
 }
 

@@ -8,7 +8,7 @@ use crate::buffer::DeviceSlice;
 use crate::numerics::Numerics;
 use crate::product::Product;
 use crate::stream::Stream;
-use highwater_hal::{Error, ErrorKind, GemmShape, Result, Scalar, Transpose};
+use highwater_hal::{Error, ErrorKind, GemmShape, Result, Scalar, Transpose, counted};
 
 const OPERATION: &str = "matmul";
 
@@ -59,15 +59,16 @@ impl<'b, T: Scalar> Matrix<'b, T> {
     fn bytes(&self, name: &str) -> Result<usize> {
         let Self { values, rows, columns, leading, is_row_major } = *self;
         let (layout, line, (len, count)) = match is_row_major {
-            true => ("row-major", "columns", (columns, rows)),
-            false => ("column-major", "rows", (rows, columns)),
+            true => ("row-major", "column", (columns, rows)),
+            false => ("column-major", "row", (rows, columns)),
         };
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, OPERATION, message);
         if leading < len.max(1) {
             return Err(invalid(format!(
-                "{name} is {layout} with {len} {line}, but its leading dimension is {leading}"
+                "{name} is {layout} with {}, but its leading dimension is {leading}",
+                counted(len, line)
             ))
-            .with_hint(format!("the leading dimension of a {layout} matrix is at least its {line}, and at least 1")));
+            .with_hint(format!("the leading dimension of a {layout} matrix is at least its {line}s, and at least 1")));
         }
         let reach = match count {
             0 => Some(0),
@@ -80,9 +81,9 @@ impl<'b, T: Scalar> Matrix<'b, T> {
                 .with_hint("check the rows, the columns and the leading dimension"));
         };
         if values.len() < reach {
-            let has = values.len();
+            let (reach, has) = (counted(reach, "value"), values.len());
             let message =
-                format!("{name} is {rows} x {columns}, {layout}, and reaches {reach} values, but its buffer has {has}");
+                format!("{name} is {rows} x {columns}, {layout}, and reaches {reach}, but its buffer has {has}");
             return Err(invalid(message)
                 .with_hint("pass a larger buffer, or check the rows, the columns and the leading dimension"));
         }

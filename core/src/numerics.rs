@@ -24,6 +24,7 @@
 //! ```
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use highwater_hal::{AtomicsMode, BlasHandle, Capabilities, DataType, Error, MathMode, Result};
 
@@ -106,6 +107,10 @@ impl Numerics {
     }
 }
 
+/// True once any thread has called [`with`]. Until then no product reads a thread-local variable for the policy. Such an access is a
+/// call in a shared library. Relaxed: a thread finds its own policy after its own store.
+static IS_USED: AtomicBool = AtomicBool::new(false);
+
 thread_local! {
     // No destructor, so it can be read at any time in the life of a thread.
     static OF_THREAD: Cell<Option<Numerics>> = const { Cell::new(None) };
@@ -120,6 +125,7 @@ pub fn with<R>(policy: Numerics, run: impl FnOnce() -> R) -> R {
             OF_THREAD.set(self.0);
         }
     }
+    IS_USED.store(true, Ordering::Relaxed);
     let _restore = Restore(OF_THREAD.replace(Some(policy)));
     run()
 }
@@ -128,7 +134,7 @@ pub fn with<R>(policy: Numerics, run: impl FnOnce() -> R) -> R {
 #[must_use]
 #[inline]
 pub fn of_thread() -> Option<Numerics> {
-    OF_THREAD.get()
+    if IS_USED.load(Ordering::Relaxed) { OF_THREAD.get() } else { None }
 }
 
 /// The modes of a handle, as far as they are known.

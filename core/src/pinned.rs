@@ -188,7 +188,9 @@ impl<T: Element> PinnedBuffer<T> {
         take: impl FnOnce(&PinnedPool, usize) -> Result<OwnedBlock>,
     ) -> Result<Self> {
         let () = Self::ALIGNED;
-        let block = take(pool, size_in_bytes::<T>("pinned", len)?)?;
+        let bytes = size_in_bytes::<T>("pinned", len)?;
+        // The block of an empty buffer has bytes that are not the buffer's.
+        let block = take(pool, if len == 0 { 0 } else { bytes })?;
         Ok(Self { pool: pool.reference(), block: ManuallyDrop::new(block), len, elements: PhantomData })
     }
 

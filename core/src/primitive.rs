@@ -9,9 +9,10 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, 
 
 pub(crate) use highwater_hal::HostPtr;
 pub(crate) use highwater_hal::fork::Generation;
-pub(crate) use parking_lot::{Condvar, Mutex};
+pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub(crate) use crate::pool::fences::{heavy_fence, light_fence, prepare_fences, wait_a_moment};
+pub(crate) use crate::pool::thread_pointer::thread_pointer;
 
 /// `UnsafeCell` with the access pattern of loom's, which tracks readers and writers.
 #[derive(Debug, Default)]

@@ -11,7 +11,7 @@ use crate::device_block::{DeviceBlock, Noted};
 use crate::stream::Stream;
 use crate::stream::core::StreamCore;
 use crate::stream::submission::SubmissionGuard;
-use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
+use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose, counted};
 
 /// A product, or an Lt product with D for C, and the buffers that contain its matrices.
 #[derive(Debug, Clone, Copy)]
@@ -133,7 +133,7 @@ impl<'b> Product<'b> {
         stream.check_here(operation, &c)?;
         let lengths = [("A", a.len, extents.a), ("B", b.len, extents.b), ("C", c.len, extents.c)];
         if let Some((name, len, needed)) = lengths.into_iter().find(|(_, len, needed)| len < needed) {
-            return Err(invalid(format!("{name} has {len} values, the product reaches {needed}"))
+            return Err(invalid(format!("{name} has {}, the product reaches {needed}", counted(len, "value")))
                 .with_hint("pass a larger buffer, or check m, n, k, the leading dimensions and the batch"));
         }
         let written = extents.c * of_result.bytes();
@@ -160,8 +160,12 @@ impl<'b> Product<'b> {
             Some(bias) if epilogue.has_bias() => {
                 stream.check_here(operation, &bias)?;
                 if bias.len < shape.m {
-                    return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len, shape.m))
-                        .with_hint("a bias has one value for each row of D"));
+                    return Err(invalid(format!(
+                        "the bias has {}, D has {}",
+                        counted(bias.len, "value"),
+                        counted(shape.m, "row")
+                    ))
+                    .with_hint("a bias has one value for each row of D"));
                 }
                 let written = shape.extents(operation)?.c * of_result.bytes();
                 if d.overlaps(written, &bias, shape.m * of_result.bytes()) {

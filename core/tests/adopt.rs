@@ -182,7 +182,7 @@ fn memory_past_the_pools_takes_the_place_of_memory_that_waits_for_streams() {
     let buffer = rig.device.adopt_allocated::<u8>(40 << 20, Transport::Descriptor).unwrap();
     let error = rig.device.adopt_allocated::<u8>(40 << 20, Transport::Descriptor).map(drop).unwrap_err();
     assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfMemory, "adopt_allocated"), "{error}");
-    assert!(error.message().contains("41943040 bytes were requested of device 0, which has 67108864"), "{error}");
+    assert!(error.message().contains("the request is for 41943040 bytes of device 0, which has 67108864"), "{error}");
     drop(buffer);
     rig.end();
 }

@@ -68,7 +68,7 @@ fn sizes_and_shapes_that_do_not_fit() {
 
     invalid(stream.copy_to_device(&pinned, &small), "the source has 16 values, the destination 3");
     invalid(stream.write(&[1.0_f32], &large), "the destination 16");
-    invalid(large.slice(10..17), "10..17 is not inside a buffer of 16");
+    invalid(large.slice(10..17), "the range from 10 to 17 is not inside a buffer of 16 values");
     let (front, back) = (large.slice(0..10).unwrap(), large.slice(6..16).unwrap());
     invalid(stream.copy(front, back), "overlap");
     invalid(stream.fill(&device.allocate::<f64>(1).unwrap(), 1.0), "8 bytes");

@@ -4,8 +4,10 @@ use std::ptr::NonNull;
 use std::thread;
 
 use highwater_core::{
-    Access, Backend, DeviceBuffer, ErrorKind, HostPtr, Location, MemoryCopy, Runtime, RuntimeOptions,
+    Access, Backend, CopyShape, DeviceBuffer, DeviceSlice, ErrorKind, HostPtr, Location, MemoryCopy, PinnedBuffer,
+    Runtime, RuntimeOptions,
 };
+use highwater_hal::counted;
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
 const KIB: usize = 1 << 10;
@@ -192,4 +194,75 @@ fn copies_by_addresses_of_other_memory_are_refused() {
     let address = pinned.ptr();
     drop(pinned);
     assert_eq!(refused(address, &on_device).kind(), ErrorKind::InvalidPointer);
+}
+
+/// Blocks are rounded up to 256 bytes or whole pages. The bytes behind the buffer are not the caller's.
+#[test]
+fn copies_by_address_end_with_the_buffer_and_not_with_its_block() {
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let refused = |host: HostPtr, device: DeviceSlice<'_, u8>, rest: &str| {
+        // SAFETY: nothing is enqueued.
+        let [from, to] = unsafe { [stream.copy_from_raw(host, device), stream.copy_to_raw(device, host)] };
+        let rows = CopyShape::new(1, device.len());
+        // SAFETY: as above.
+        let [from_rows, to_rows] =
+            unsafe { [stream.copy_2d_from_raw(host, device, rows), stream.copy_2d_to_raw(device, host, rows)] };
+        for error in [from, to, from_rows, to_rows].map(Result::unwrap_err) {
+            assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
+            assert!(error.message().ends_with(&format!("leaves the buffer, which has {rest} from there")), "{error}");
+            assert!(!error.hint().is_empty());
+        }
+    };
+    for len in [1, 100, 255, 256, 3000, 4096, 5000] {
+        let on_device = stream.allocate::<u8>(len + 1).unwrap();
+        let (all, more) = (on_device.slice(0..len).unwrap(), on_device.slice(0..len + 1).unwrap());
+        let pinned = runtime.pinned::<u8>(len).unwrap();
+        let shared = runtime.pinned_shared::<u8>(len).unwrap();
+        for host in [pinned.ptr(), shared.ptr()] {
+            stream.fill(&on_device, 3).unwrap();
+            // SAFETY: the values are in the buffer, which the CPU does not access.
+            unsafe {
+                stream.copy_to_raw(all, host).unwrap();
+                stream.copy_from_raw(host, all).unwrap();
+            }
+            refused(host, more, &counted(len, "byte"));
+            // Behind a block without rounding lies other memory.
+            if !matches!(len, 256 | 4096) {
+                refused(host.offset(len), on_device.slice(0..1).unwrap(), "0 bytes");
+            }
+        }
+        assert_eq!(pinned.read().unwrap(), vec![3; len]);
+        // A slice of the device's buffer ends with it, too.
+        assert_eq!(on_device.slice(0..len + 2).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+    let empty = runtime.pinned::<u64>(0).unwrap();
+    refused(empty.ptr(), stream.allocate::<u8>(1).unwrap().slice(0..1).unwrap(), "0 bytes");
+    assert_eq!(runtime.statistics().host.broken_law(), None);
+}
+
+/// A drop compares the thread with the one that its block returns to. The system gives the thread pointer of an ended thread to a later one.
+#[test]
+fn a_buffer_of_an_ended_thread_does_not_return_to_a_thread_with_the_same_pointer() {
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let in_a_thread =
+        |work: &(dyn Fn() -> PinnedBuffer<u8> + Sync)| std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+    for round in 0..50 {
+        let buffer = in_a_thread(&|| runtime.pinned::<u8>(64).unwrap());
+        let buffer = std::sync::Mutex::new(Some(buffer));
+        let own = in_a_thread(&|| {
+            // In half of the rounds, the thread has a cache of its own by then.
+            let own = (round % 2 == 0).then(|| runtime.pinned::<u8>(64).unwrap());
+            drop(buffer.lock().unwrap().take());
+            own.unwrap_or_else(|| runtime.pinned::<u8>(64).unwrap())
+        });
+        assert_eq!(runtime.statistics().host.live_blocks, 1);
+        drop(own);
+        let statistics = runtime.statistics().host;
+        assert_eq!((statistics.live_blocks, statistics.broken_law()), (0, None));
+        // A block in the cache of a thread that has ended would be lost.
+        assert!(statistics.cached_blocks <= 1, "{statistics:?}");
+    }
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }

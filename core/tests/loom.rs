@@ -68,10 +68,10 @@ fn a_handle_goes_from_an_ending_thread_to_the_next() {
             let (slot, stack) = (Arc::clone(&slot), Arc::clone(&stack));
             thread::spawn(move || {
                 use_handle(&slot);
-                slot.release_to_thread_cache();
+                assert!(slot.release_to_thread_cache());
                 assert!(slot.lease_claimed());
                 use_handle(&slot);
-                slot.release_to_thread_cache();
+                assert!(slot.release_to_thread_cache());
                 assert!(slot.unclaim());
                 stack.push(slot);
             })
@@ -136,7 +136,7 @@ fn an_owned_lease_ends_while_its_thread_leases_again() {
             thread::spawn(move || {
                 if slot.lease_claimed() {
                     use_handle(&slot);
-                    slot.release_to_thread_cache();
+                    assert!(slot.release_to_thread_cache());
                 }
                 slot.unclaim()
             })
@@ -158,14 +158,14 @@ fn an_owned_lease_ends_while_its_thread_leases_again() {
 fn retiring_a_claimed_slot_and_leasing_it_exclude_each_other() {
     loom::model(|| {
         let (slot, destroyed) = new_slot();
-        slot.release_to_thread_cache();
+        assert!(slot.release_to_thread_cache());
         let owner = {
             let slot = Arc::clone(&slot);
             thread::spawn(move || {
                 let leased = slot.lease_claimed();
                 if leased {
                     use_handle(&slot);
-                    slot.release_to_thread_cache();
+                    assert!(slot.release_to_thread_cache());
                 }
                 leased
             })
@@ -195,7 +195,7 @@ fn retiring_idle_slots_and_popping_exclude_each_other() {
             thread::spawn(move || match stack.pop() {
                 Some(slot) => {
                     use_handle(&slot);
-                    slot.release_to_thread_cache();
+                    assert!(slot.release_to_thread_cache());
                     assert!(slot.unclaim() || slot.is_retired());
                     true
                 }

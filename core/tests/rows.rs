@@ -117,7 +117,9 @@ fn shapes_that_do_not_fit_are_refused_with_fault_and_remedy() {
     let long = CopyShape::new(1, 5).with_src_pitch(100);
     let error = stream.copy_2d(&buffer, &other, long).unwrap_err();
     assert!(
-        error.message().contains("5 rows of 1 bytes with a pitch of 100 bytes leave the source, which has 400"),
+        error
+            .message()
+            .contains("the copy of 5 rows of 1 byte with a pitch of 100 bytes leaves the source, which has 400"),
         "{error}"
     );
     assert!(error.hint().contains("bytes"), "{error}");

@@ -23,6 +23,12 @@ mod primitive {
         shuttle::thread::yield_now();
     }
 
+    /// An address that no other live thread of a schedule has. Null once the thread's locals are gone.
+    pub(crate) fn thread_pointer() -> *mut () {
+        shuttle::thread_local! { static HERE: Box<u8> = Box::new(0); }
+        HERE.try_with(|here| std::ptr::from_ref::<u8>(here).cast_mut().cast()).unwrap_or(std::ptr::null_mut())
+    }
+
     /// Accesses to it are steps of their own, so that a schedule can come between two of them.
     #[derive(Debug)]
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>, std::sync::atomic::AtomicBool);
@@ -233,7 +239,7 @@ use host_options::HostMemoryOptions;
 use primitive::{Arc, Generation, HostPtr, Mutex};
 use ranges::{Borders, PAGE, Run};
 use shuttle::thread;
-use thread_cache::{Cached, ThreadCache, enlist, with_mine};
+use thread_cache::{AtHome, Cached, ThreadCache, enlist, keep_at_home, with_mine};
 
 const SCHEDULES: usize = 250;
 
@@ -509,6 +515,11 @@ impl Rig {
     fn drop_buffer(&self, block: OwnedBlock) {
         assert!(self.model().owned.remove(&pages_of(&block).start).is_some());
         let is_free = block.uses.end_life();
+        let block = match if is_free { keep_at_home(block) } else { AtHome::Left(block) } {
+            AtHome::Kept => return,
+            AtHome::KeptWhileClosing(cache) => return end_if_last(&cache),
+            AtHome::Left(block) => block,
+        };
         let mut block = Some(block);
         let closing = with_mine(self.cache.id, |mine| {
             let mine = mine?;

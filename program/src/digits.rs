@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::hal::display_foreign;
+use highwater::hal::{counted, display_foreign};
 use highwater::{ErrorKind, Opened, Runtime};
 
 use super::args::DigitsArguments;
@@ -73,7 +73,10 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     let mut workers = arguments.workers;
     if workers > 0 && !shareable {
         let what = cannot_share(&place);
-        output::line(format_args!("note: {what}; everything runs in this process, with {threads} threads"));
+        output::line(format_args!(
+            "note: {what}; everything runs in this process, with {}",
+            counted(threads, "thread")
+        ));
         workers = 0;
     }
     let progress = Progress::new("images", task.images(), json);

@@ -5,6 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use highwater::hal::counted;
 use highwater::ipc::{DescriptorStore, HeldAllocation, HeldState, Holder};
 use highwater::sharing::SharingOptions;
 use highwater::{ErrorKind, Ticket};
@@ -66,7 +67,7 @@ fn describe(number: usize, held: &HeldAllocation) -> String {
         HeldState::Inherited => "inherited; this process answers".to_owned(),
         _ => "released".to_owned(),
     };
-    format!("allocation {number}, {} bytes: {state}", held.ticket.bytes())
+    format!("allocation {number}, {}: {state}", counted(held.ticket.bytes(), "byte"))
 }
 
 fn to_json(number: usize, held: &HeldAllocation) -> Value {

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
 use highwater::Transport;
-use highwater::hal::display_foreign;
+use highwater::hal::{counted, display_foreign};
 use highwater::ipc::{Allocation, Answer, OpenedAllocation, SharedAllocation, SharingProcess, processes};
 use serde_json::{Value, json};
 
@@ -230,9 +230,10 @@ fn summary(processes: &[Named]) -> String {
     let dead = all().flat_map(|process| &process.opened).filter(|opened| opened.owner_has_ended);
     let dead = sum(&mut dead.map(|opened| opened.allocation.bytes));
     let silent = all().filter(|process| process.answer != Answer::Complete).count();
-    let mut text = format!("shared: {shared} bytes; mapped from owners that have ended: {dead} bytes");
+    let [shared, dead] = [shared, dead].map(|bytes| counted(bytes, "byte"));
+    let mut text = format!("shared: {shared}; mapped from owners that have ended: {dead}");
     if silent > 0 {
-        text += &format!("; without answer: {silent} of {} processes", processes.len());
+        text += &format!("; without answer: {silent} of {}", counted(processes.len(), "process"));
     }
     text
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use highwater::ErrorKind;
-use highwater::hal::display_foreign;
+use highwater::hal::{counted, display_foreign};
 use safetensors::{Dtype, SafeTensors};
 
 use super::failure::Failure;
@@ -106,7 +106,7 @@ struct File<'a> {
 impl<'a> File<'a> {
     fn parse(bytes: &'a [u8], name: &'a str) -> Result<Self> {
         let tensors = SafeTensors::deserialize(bytes).map_err(|error| {
-            corrupt(format!("`{name}` ({} bytes) is not a safetensors file", bytes.len())).because_of(error)
+            corrupt(format!("`{name}` ({}) is not a safetensors file", counted(bytes.len(), "byte"))).because_of(error)
         })?;
         Ok(Self { name, tensors })
     }
@@ -311,7 +311,7 @@ mod tests {
     fn every_truncation_of_a_file_is_refused() {
         for length in (0..TEST.len()).step_by(1009) {
             let error = TestSet::parse(&TEST[..length], "t").unwrap_err().to_string();
-            assert!(error.contains(&format!("`t` ({length} bytes) is not a safetensors file")), "{error}");
+            assert!(error.contains(&format!("`t` ({}) is not a safetensors file", counted(length, "byte"))), "{error}");
         }
     }
 }

@@ -17,11 +17,10 @@ use std::process::{Command, ExitStatus};
 
 use anyhow::Result;
 use highwater::cuda::mps::{self, MOST_CLIENTS, PIPE_DIRECTORY};
-use highwater::hal::{Backend, display_foreign};
+use highwater::hal::{Backend, counted, display_foreign};
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::args::DigitsArguments;
-use super::report::counted;
 use super::service::{Mode, Service, State};
 use super::{Verdict, backends, child, output, scale};
 

@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 use std::time::Duration;
 
 use highwater::Statistics;
-use highwater::hal::display_foreign;
+use highwater::hal::{counted, display_foreign};
 use serde_json::{Value, json};
 
 use super::frame::fields;
@@ -97,12 +97,7 @@ impl DeviceUse {
 
     fn to_line(&self) -> String {
         let Self { ordinal, name, workers, images } = self;
-        format!(
-            "{ordinal}: {}, {}, {}",
-            display_foreign(name),
-            counted(*workers, "worker"),
-            counted(*images as usize, "image")
-        )
+        format!("{ordinal}: {}, {}, {}", display_foreign(name), counted(*workers, "worker"), counted(*images, "image"))
     }
 }
 
@@ -232,7 +227,7 @@ impl Report<'_> {
             workers => format!(
                 "loaded once{}; {} of the owner's memory mapped in {}; transport: {}",
                 if devices.len() > 1 { format!(" on each of {} devices", devices.len()) } else { String::new() },
-                counted(holdings.mapped_bytes as usize, "byte"),
+                counted(holdings.mapped_bytes, "byte"),
                 if workers == 1 { "another process".to_owned() } else { format!("{workers} other processes") },
                 self.outcome.transport().unwrap_or_default()
             ),
@@ -253,20 +248,25 @@ impl Report<'_> {
             table.add_row(["multi-process service", &service]);
         }
         table.add_row(["weights", &weights]);
-        table.add_row(["accuracy", &format!("{:.4} ({correct} of {images} images)", self.outcome.accuracy())]);
+        table.add_row([
+            "accuracy",
+            &format!("{:.4} ({correct} of {})", self.outcome.accuracy(), counted(*images, "image")),
+        ]);
         table.add_row(["predictions", &agreement]);
         table.add_row(["speed", &speed]);
-        table.add_row(["handles", &format!("{handles_created} created, {threads_served} threads served")]);
-        table.add_row(["workspaces", &format!("{workspace_bytes} bytes in {workspaces}, one for each stream")]);
-        table.add_row(["pinned", &format!("{pinned_requested_bytes} bytes requested, {pinned_held_bytes} held")]);
+        table
+            .add_row(["handles", &format!("{handles_created} created, {} served", counted(*threads_served, "thread"))]);
+        table.add_row([
+            "workspaces",
+            &format!("{} in {workspaces}, one for each stream", counted(*workspace_bytes, "byte")),
+        ]);
+        table.add_row([
+            "pinned",
+            &format!("{} requested, {pinned_held_bytes} held", counted(*pinned_requested_bytes, "byte")),
+        ]);
         table.add_row(["leaks", &leaks.to_string()]);
         table
     }
-}
-
-/// Returns a number with its noun.
-pub(super) fn counted(number: usize, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]

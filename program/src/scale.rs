@@ -30,7 +30,7 @@ impl Scale<'_> {
 
     pub(super) fn faults(&self) -> Vec<String> {
         let faults = |(workers, run): &(usize, Outcome)| {
-            let workers = super::report::counted(*workers, "worker");
+            let workers = highwater::hal::counted(*workers, "worker");
             run.faults().into_iter().map(move |fault| format!("with {workers}, {fault}")).collect::<Vec<_>>()
         };
         self.runs.iter().flat_map(faults).collect()

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use highwater::hal::counted;
 use highwater::{
     Device, DeviceBuffer, DeviceSlice, Epilogue, Error, ErrorKind, GemmShape, Result, Runtime, Stream, Ticket,
     Transport,
@@ -112,7 +113,8 @@ impl Weights {
         let (layers, len) = layout();
         let values = runtime.open_shared::<f32>(ticket)?;
         if values.len() != len {
-            let message = format!("the ticket is for {} values, expected the {len} of the weights", values.len());
+            let message =
+                format!("the ticket is for {}, expected the {len} of the weights", counted(values.len(), "value"));
             return Err(Error::new(ErrorKind::InvalidArgument, "open_shared", message)
                 .with_hint("share the block of `Weights::upload`"));
         }

@@ -224,7 +224,7 @@ fn without_arguments_a_table_says_which_backend_was_taken_and_why() {
         "accuracy",
         "images per second",
         "created",
-        "threads served",
+        " served",
         "requested",
         "leaks",
     ]);

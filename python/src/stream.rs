@@ -3,6 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use highwater::hal::counted;
 use highwater::half::{bf16, f16};
 use highwater::{Access, DeviceBuffer, Error, GemmShape, Scalar, StridedBatch, Transpose};
 use pyo3::exceptions::PyTypeError;
@@ -478,8 +479,13 @@ impl Factors<'_> {
         let ((rows, inner), (inner_of_b, columns)) =
             (self.a.transposed_if(self.transposed.0), self.b.transposed_if(self.transposed.1));
         if inner != inner_of_b {
-            let message =
-                format!("the factors have {inner} columns and {inner_of_b} rows: {:?}, {:?}", a.shape, b.shape);
+            let message = format!(
+                "the factors have {} and {}: {:?}, {:?}",
+                counted(inner, "column"),
+                counted(inner_of_b, "row"),
+                a.shape,
+                b.shape
+            );
             return Err(invalid(
                 OPERATION,
                 message,

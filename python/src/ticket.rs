@@ -1,5 +1,6 @@
 //! [`Ticket`]: names memory of another process. [`Owner`]: that process.
 
+use highwater::hal::counted;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -40,8 +41,12 @@ impl Ticket {
         };
         let bytes = count(&shape, dtype)? * size;
         if bytes as u64 != ticket.bytes() {
-            let message =
-                format!("{shape:?} values of {} have {bytes} bytes, the ticket names {}", dtype.name(), ticket.bytes());
+            let message = format!(
+                "the shape {shape:?} of {} has {}, the ticket names {}",
+                dtype.name(),
+                counted(bytes, "byte"),
+                ticket.bytes()
+            );
             return Err(invalid("ticket", message, "pass the shape and the type of the buffer that was shared"));
         }
         Ok(Self { ticket, dtype, shape })
@@ -125,14 +130,15 @@ impl TicketBatch {
         let kinds = kinds.into_iter().map(read).collect::<PyResult<Vec<_>>>()?;
         const HINT: &str = "pass the shapes and the types of the buffers that were shared";
         if kinds.len() != batch.len() {
-            let message = format!("{} shapes for {} buffers", kinds.len(), batch.len());
+            let message = format!("{} for {}", counted(kinds.len(), "shape"), counted(batch.len(), "buffer"));
             return Err(invalid("ticket_batch", message, HINT));
         }
         for (place, (shape, dtype)) in kinds.iter().enumerate() {
             let bytes = (count(shape, *dtype)? * dtype.bytes()) as u64;
             let named = batch.ticket(place).map(|ticket| ticket.bytes());
             if named != Some(bytes) {
-                let message = format!("buffer {place}: {shape:?} values of {} have {bytes} bytes", dtype.name());
+                let message =
+                    format!("buffer {place}: the shape {shape:?} of {} has {}", dtype.name(), counted(bytes, "byte"));
                 return Err(invalid("ticket_batch", message, HINT));
             }
         }
@@ -180,7 +186,11 @@ impl TicketBatch {
     }
 
     fn __repr__(&self) -> String {
-        format!("<highwater.TicketBatch of {} buffers in {} allocations>", self.batch.len(), self.batch.allocations())
+        format!(
+            "<highwater.TicketBatch of {} in {}>",
+            counted(self.batch.len(), "buffer"),
+            counted(self.batch.allocations(), "allocation")
+        )
     }
 }
 

@@ -15,6 +15,9 @@ use super::built_in::{KNOWN, backends};
 use super::report::OPERATION;
 use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
 
+/// Names by which a caller means the best real device. No backend has them.
+const ANY: [&str; 5] = ["", "any", "auto", "best", "default"];
+
 /// The most names that a message lists.
 const MOST_NAMES: usize = 32;
 
@@ -380,7 +383,11 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str)
     };
     let hint = match similar {
         Some(similar) => format!("did you mean `{}`? Else {hint}", display_foreign(similar)),
-        None => hint,
+        None if !ANY.contains(&name.to_lowercase().as_str()) => hint,
+        None => match by.strip_prefix(" by ") {
+            Some(variable) => format!("unset {variable} for the best real device. Else {hint}"),
+            None => format!("give no name for the best real device. Else {hint}"),
+        },
     };
     Error::new(ErrorKind::UnknownBackend, OPERATION, message).with_hint(hint)
 }

@@ -8,6 +8,7 @@ use std::fmt;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 use crate::memory::DevicePtr;
+use crate::text::counted;
 
 /// Kinds of handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -314,6 +315,18 @@ impl GemmShape {
         batch.count <= 1 || batch.stride_c >= reach || side_by_side()
     }
 
+    /// Returns the sizes in words, for messages.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn described(&self) -> String {
+        let Self { m, n, k, lda, ldb, ldc, ref batch, .. } = *self;
+        let mut text = format!("the product with m {m}, n {n}, k {k}, lda {lda}, ldb {ldb}, ldc {ldc}");
+        if let Some(StridedBatch { count, stride_a, stride_b, stride_c }) = batch {
+            text += &format!(", batch {count}, stride_a {stride_a}, stride_b {stride_b}, stride_c {stride_c}");
+        }
+        text
+    }
+
     /// Returns the error of an invalid shape.
     #[cold]
     fn unreachable(&self, operation: &'static str) -> Error {
@@ -322,7 +335,7 @@ impl GemmShape {
             [("lda", self.lda, self.rows_a()), ("ldb", self.ldb, self.rows_b()), ("ldc", self.ldc, self.m)]
         {
             if ld < rows.max(1) {
-                return invalid(format!("{name} is {ld}, the matrix has {rows} rows"))
+                return invalid(format!("{name} is {ld}, the matrix has {}", counted(rows, "row")))
                     .with_hint("a leading dimension is at least the number of stored rows, and at least 1");
             }
         }
@@ -332,8 +345,9 @@ impl GemmShape {
         {
             let StridedBatch { count, stride_c, .. } = batch;
             return invalid(format!(
-                "stride_c is {stride_c}, but one C reaches {} elements, and ldc is {}",
-                one.c, self.ldc
+                "stride_c is {stride_c}, but one C reaches {}, and ldc is {}",
+                counted(one.c, "element"),
+                self.ldc
             ))
             .with_hint(format!(
                 "let the Cs of the batch lie one behind the other (stride_c at least {}), or side by side (stride_c at \
@@ -343,7 +357,7 @@ impl GemmShape {
                 count - 1
             ));
         }
-        invalid(format!("{self:?} reaches past the address space"))
+        invalid(format!("{} reaches past the address space", self.described()))
             .with_hint("check the sizes, leading dimensions and strides")
     }
 }

@@ -63,7 +63,7 @@ pub struct IdParts {
 }
 
 /// The id of one kind of object. See [`IdTable`].
-pub trait ObjectId: Copy + fmt::Debug {
+pub trait ObjectId: Copy + fmt::Debug + fmt::Display {
     /// The kind of object, for messages.
     const NAME: &'static str;
     /// Makes an id from its parts.
@@ -111,6 +111,14 @@ macro_rules! object_id {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let IdParts { slot, generation, tag, device } = self.0;
                 write!(f, "{}({slot}.{generation} of backend {}, device {device})", stringify!($name), tag.get())
+            }
+        }
+
+        /// Writes the kind of object and its numbers.
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let IdParts { slot, generation, tag, device } = self.0;
+                write!(f, "{} {slot}.{generation} of backend {}, device {device}", $words, tag.get())
             }
         }
     };
@@ -292,7 +300,7 @@ impl<T> Slots<T> {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,
                 operation,
-                format!("{id:?} was issued by another backend than backend {}", tag.get()),
+                format!("the {id} was issued by another backend than backend {}", tag.get()),
             )
             .with_hint(format!("create the {} with this backend", I::NAME)));
         }
@@ -309,7 +317,7 @@ impl<T> Slots<T> {
 
 #[cold]
 fn stale<I: ObjectId>(operation: &'static str, id: I) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
+    Error::new(ErrorKind::InvalidHandle, operation, format!("the {id} does not exist (any more)"))
         .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
 }
 

@@ -108,7 +108,7 @@ pub use operations::*;
 pub use random::{SplitMix64, random};
 pub use scalar::{Element, Scalar};
 pub use secure::secure_execution;
-pub use text::{display_foreign, harmless};
+pub use text::{counted, display_foreign, harmless};
 pub use unavailable::{OpenFailure, Unavailable};
 
 /// The example of the README, compiled with the other doc tests.

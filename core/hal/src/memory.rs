@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 use crate::ipc::{Transport, Transports};
+use crate::text::counted;
 
 /// An address in a device's memory. The CPU cannot read it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -50,6 +51,13 @@ impl fmt::Debug for DevicePtr {
     }
 }
 
+/// Writes the address alone, in hexadecimal.
+impl fmt::Display for DevicePtr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
 /// An address in the CPU's memory that a device may read and write. Never null.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
@@ -89,6 +97,13 @@ impl HostPtr {
 impl fmt::Debug for HostPtr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "HostPtr({:p})", self.0)
+    }
+}
+
+/// Writes the address alone, in hexadecimal.
+impl fmt::Display for HostPtr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:p}", self.0)
     }
 }
 
@@ -350,6 +365,14 @@ impl CopyShape {
         (0..self.height).map(move |row| (row.saturating_mul(self.dst_pitch), row.saturating_mul(self.src_pitch)))
     }
 
+    /// Returns the shape in words, for messages.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn described(&self) -> String {
+        let Self { width, height, src_pitch, dst_pitch } = *self;
+        format!("height {height}, width {width}, pitches {src_pitch} and {dst_pitch}")
+    }
+
     /// Checks that rows of one side do not overlap.
     ///
     /// # Errors
@@ -357,10 +380,8 @@ impl CopyShape {
     pub fn check(&self, operation: &'static str) -> Result<()> {
         for (side, pitch) in [("source", self.src_pitch), ("destination", self.dst_pitch)] {
             if pitch < self.width {
-                let message = format!(
-                    "the pitch of the {side} is {pitch} bytes, expected at least the width of {} bytes",
-                    self.width
-                );
+                let [pitch, width] = [pitch, self.width].map(|bytes| counted(bytes, "byte"));
+                let message = format!("the pitch of the {side} is {pitch}, expected at least the width of {width}");
                 return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
                     .with_hint("pass the bytes from the beginning of one row to that of the next"));
             }

@@ -29,6 +29,21 @@ pub fn display_foreign(text: &(impl AsRef<OsStr> + ?Sized)) -> impl fmt::Display
     Foreign(text.as_ref())
 }
 
+/// Returns a count with its noun: `0 bytes`, `1 byte`, `2 batches`.
+///
+/// Nouns whose plural has neither `s` nor `es` are not known.
+#[doc(hidden)]
+#[must_use]
+pub fn counted<N: Copy + PartialEq + From<u8> + fmt::Display>(count: N, noun: &str) -> String {
+    let hisses = ["s", "x", "z", "ch", "sh"].iter().any(|end| noun.ends_with(end));
+    let plural = match count == N::from(1) {
+        true => "",
+        false if hisses => "es",
+        false => "s",
+    };
+    format!("{count} {noun}{plural}")
+}
+
 #[derive(Debug)]
 struct Foreign<'a>(&'a OsStr);
 
@@ -45,7 +60,8 @@ impl fmt::Display for Foreign<'_> {
         }
         let place = |character: usize| shown.char_indices().nth(character).map_or(shown.len(), |(place, _)| place);
         let (head, tail) = (place(MOST_CHARACTERS - AT_THE_END), place(characters - AT_THE_END));
-        write!(f, "{}... [{} characters left out] ...{}", &shown[..head], characters - MOST_CHARACTERS, &shown[tail..])
+        let left_out = counted(characters - MOST_CHARACTERS, "character");
+        write!(f, "{}... [{left_out} left out] ...{}", &shown[..head], &shown[tail..])
     }
 }
 
@@ -92,6 +108,15 @@ mod tests {
 
     fn shown(text: &(impl AsRef<OsStr> + ?Sized)) -> String {
         display_foreign(text).to_string()
+    }
+
+    #[test]
+    fn a_count_of_one_has_no_plural() {
+        assert_eq!([0_u64, 1, 2].map(|count| counted(count, "byte")), ["0 bytes", "1 byte", "2 bytes"]);
+        assert_eq!([1_usize, 2].map(|count| counted(count, "process")), ["1 process", "2 processes"]);
+        assert_eq!([1_u32, 2].map(|count| counted(count, "batch")), ["1 batch", "2 batches"]);
+        let long = |characters| shown(&"x".repeat(characters));
+        assert!(long(201).contains("[1 character left out]") && long(202).contains("[2 characters left out]"));
     }
 
     #[test]

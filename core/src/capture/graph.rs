@@ -67,7 +67,7 @@ impl Graph {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,
                 OPERATION,
-                format!("{:?} belongs to another runtime than the graph", stream.id()),
+                format!("the {} belongs to another runtime than the graph", stream.id()),
             )
             .with_hint("launch on a stream of the graph's own runtime"));
         }

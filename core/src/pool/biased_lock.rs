@@ -13,7 +13,7 @@
 //! | accesses the value | waits until `busy` is false |
 //! | `busy` = false | accesses the value; `revoked` = false; ends its turn |
 
-use crate::primitive::{AtomicBool, Mutex, Ordering, UnsafeCell, heavy_fence, light_fence, wait_a_moment};
+use crate::primitive::{AtomicBool, Mutex, MutexGuard, Ordering, UnsafeCell, heavy_fence, light_fence, wait_a_moment};
 
 /// A value that one thread owns.
 #[derive(Debug)]
@@ -66,21 +66,22 @@ impl<T> BiasedLock<T> {
     pub(crate) unsafe fn own<R>(&self, access: impl FnOnce(&mut T) -> R) -> R {
         self.busy.store(true, Ordering::Relaxed);
         light_fence();
-        if self.revoked.load(Ordering::Acquire) {
-            return self.own_in_turn(access);
-        }
+        let _turn = if self.revoked.load(Ordering::Acquire) { Some(self.own_turn()) } else { None };
+        // Dropped before the turn. In a turn, the lock is not busy, and the store changes nothing.
         let _busy = Busy(&self.busy);
-        // SAFETY: The owner is busy and the lock is not revoked, so every other thread waits for the owner.
+        // One call of `access`, so that it is compiled into the caller.
+        // SAFETY: The owner is busy and the lock is not revoked, so every other thread waits for the owner. Or the owner has the turn, and
+        // other threads access the value only in theirs.
         self.value.with_mut(|value| access(unsafe { &mut *value }))
     }
 
+    /// Waits for the owner's turn.
     #[cold]
-    fn own_in_turn<R>(&self, access: impl FnOnce(&mut T) -> R) -> R {
+    #[inline(never)]
+    fn own_turn(&self) -> MutexGuard<'_, ()> {
         // The other thread waits for this store, so it must come before the wait for its turn.
         self.busy.store(false, Ordering::Release);
-        let _turn = self.turn.lock();
-        // SAFETY: Other threads access the value only in their turn, and the owner is here.
-        self.value.with_mut(|value| access(unsafe { &mut *value }))
+        self.turn.lock()
     }
 
     /// Passes the value to `access`, in any thread. The owner waits in the meantime, so `access` must be short.

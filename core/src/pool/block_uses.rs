@@ -66,8 +66,8 @@ pub(crate) struct BlockUses {
     /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
     /// block.
     pub(crate) unmarked: AtomicBool,
-    /// Bytes of the block that its buffer did not request. Relaxed: only statistics read it. Stored in this struct because it has
-    /// unused space.
+    /// Bytes of the block that its buffer did not request. Relaxed: statistics read it, and copies by address, whose caller knows the
+    /// buffer. Stored in this struct because it has unused space.
     pub(super) rounding: AtomicU16,
 }
 

@@ -8,7 +8,7 @@ use super::device_pool::{DeviceMemoryStatistics, DevicePool};
 use crate::capture::thread::in_capture;
 use crate::ledger::{DeviceBlockInfo, Held};
 use crate::services::{DeviceState, Services};
-use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result, counted};
 
 pub(crate) struct DeviceMemory {
     pub(crate) services: Arc<Services>,
@@ -60,9 +60,10 @@ impl DeviceMemory {
         let pool = self.pool(device);
         let (held, live) = (pool.held_bytes(), pool.live_bytes());
         let message = format!(
-            "{bytes} bytes were requested of device {device}, which has {total}. This runtime holds {buffers} in buffers of \
+            "the request is for {} of device {device}, which has {total}. This runtime holds {buffers} in buffers of \
              `Device::allocate`, {held} in the memories of streams ({live} of them in buffers), {others} in workspaces and dropped \
              buffers. The backend's reason: {}",
+            counted(bytes, "byte"),
             refused.message()
         );
         let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message).with_hint(hint);

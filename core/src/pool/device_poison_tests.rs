@@ -36,7 +36,7 @@ fn a_write_after_the_free_is_found_at_the_reuse_and_the_memory_serves_again() {
         unsafe { gpu.fill(&fill, stream.id()) }.unwrap();
         let error = stream.allocate::<u8>(bytes).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState);
-        let start = format!("the block of {bytes} bytes at {ptr:?} was written at offset 70 after it was freed");
+        let start = format!("the block of {bytes} bytes at {ptr} was written at offset 70 after it was freed");
         assert!(error.message().starts_with(&start) && error.message().ends_with("0x07"), "{error}");
         assert_eq!(stream.allocate::<u8>(bytes).unwrap().ptr(), ptr);
         assert_eq!(runtime.statistics().device_memory.live_blocks, 0);

@@ -33,7 +33,7 @@ use crate::capture::thread::{in_capture, warm_up_first};
 use crate::ledger::DeviceBlockInfo;
 use crate::primitive::{Condvar, Mutex};
 use crate::services::Services;
-use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, PhysicalMemoryId, Result, counted};
 
 /// Free parts move once the memory held exceeds the most live bytes by one part in so many.
 const MOVE_FROM: u64 = 7;
@@ -739,7 +739,7 @@ impl DevicePool {
         if kept.is_empty() {
             return ended;
         }
-        let message = format!("{} streams of device {} still have mapped memory", kept.len(), self.device);
+        let message = format!("device {} still has {} with mapped memory", self.device, counted(kept.len(), "stream"));
         ended.and(Err(Error::new(ErrorKind::InvalidState, "unmap_memory", message)
             .with_hint("the backend refused to unmap it; a warning of `tracing` gives its reason")))
     }

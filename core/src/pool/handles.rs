@@ -538,11 +538,11 @@ impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
 impl<H: Send + 'static> Drop for HandleLease<'_, H> {
     #[inline]
     fn drop(&mut self) {
-        // The thread cache that claimed the slot belongs to this thread. Once it is gone, no code would return the slot. In a
-        // forked child the store affects the child's own copy, and `give_back` checks for that before it locks.
-        match THREAD_CACHE.try_with(|_| ()) {
-            Ok(()) => self.slot.release_to_thread_cache(),
-            Err(_) => self.pool.give_back(self.slot),
+        // The thread cache that claimed the slot belongs to this thread. Once it is gone, no code would return the slot. The state says
+        // so, and takes no access to a thread-local variable, which is a call in a shared library. In a forked child the store affects
+        // the child's own copy, and `give_back` checks for that before it locks.
+        if !self.slot.release_to_thread_cache() {
+            self.pool.give_back(self.slot);
         }
     }
 }

@@ -55,12 +55,18 @@ impl<H> Slot<H> {
             && self.state.compare_exchange(CLAIMED, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Ends a lease; the slot stays in the thread cache of the calling thread.
+    /// Ends a lease; the slot stays in the thread cache of the calling thread. Returns false if that cache is gone, or never had the
+    /// slot. Then the lease goes on, and the caller must end it by [`release_to_idle`](Self::release_to_idle).
     #[inline]
-    pub(crate) fn release_to_thread_cache(&self) {
-        // A store is enough. While the slot is leased, no other thread changes its state: `retire` takes only claimed and idle
-        // slots, and this thread has the claim.
-        self.state.store(CLAIMED, Ordering::Release);
+    #[must_use]
+    pub(crate) fn release_to_thread_cache(&self) -> bool {
+        // A load and a store are enough. While the slot is leased, no other thread changes its state: `retire` takes only claimed and
+        // idle slots, and this thread has the claim. The end of the thread's cache moves the slot to `UNCLAIMED`, in this thread.
+        let is_claimed = self.state.load(Ordering::Relaxed) == LEASED;
+        if is_claimed {
+            self.state.store(CLAIMED, Ordering::Release);
+        }
+        is_claimed
     }
 
     /// Ends an owned lease, in any thread; the slot stays in the thread cache that has its claim. Returns false if that thread has

@@ -47,7 +47,9 @@ use super::host::Plan;
 use super::host_options::HugePages;
 use super::nodes::prefer_node;
 use super::pages::{self, PageSource, System};
-use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result};
+use highwater_hal::{
+    Capabilities, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result, counted,
+};
 
 const OPERATION: &str = "pinned";
 
@@ -368,9 +370,9 @@ impl Mapped {
     /// Returns the error of the first piece that is not registered.
     fn not_registered(&self, error: &Error) -> Error {
         let message = format!(
-            "{} bytes were mapped to be page-locked in {} pieces of {} bytes; registering piece {} failed: {}",
+            "{} bytes were mapped to be page-locked in {} of {} bytes; registering piece {} failed: {}",
             self.bytes,
-            self.pieces(),
+            counted(self.pieces(), "piece"),
             self.piece_bytes,
             self.registered + 1,
             error.message()
@@ -650,7 +652,7 @@ mod tests {
             Err(Error::new(ErrorKind::OutOfMemory, OPERATION, format!("{bytes} bytes were asked for here")))
         }
         unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-            Err(Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr:?}")))
+            Err(Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr}")))
         }
         unsafe fn register(&self, ptr: HostPtr, bytes: usize, _: &HostOptions) -> Result<()> {
             let mut pages = vec![0_u8; bytes.div_ceil(PAGE)];

@@ -65,6 +65,7 @@ pub(crate) mod stream_use;
 mod thread_cache;
 #[cfg(test)]
 mod thread_cache_tests;
+pub(crate) mod thread_pointer;
 pub(crate) mod use_batches;
 #[cfg(test)]
 mod use_tests;

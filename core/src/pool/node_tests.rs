@@ -178,7 +178,7 @@ fn the_cap_bounds_the_memory_of_all_nodes_and_idle_memory_of_another_node_gives_
     let second = devices[1].pinned::<u8>(PIECE).unwrap();
     let error = runtime.pinned::<u8>(1).map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    assert!(error.message().contains(&format!("{cap} bytes are held, the cap is {cap} bytes")), "{error}");
+    assert!(error.message().contains(&format!("it holds {cap} bytes, the cap is {cap} bytes")), "{error}");
     drop(first);
     let third = runtime.pinned::<u8>(PIECE).unwrap();
     assert_eq!((host(&runtime).held_bytes, host(&runtime).peak_held_bytes), (2 * PIECE as u64, cap));

@@ -21,12 +21,12 @@ use super::host_options::HostMemoryOptions;
 use super::poison::{Poison, fill};
 use super::ranges::{Borders, PAGE};
 use super::recorder::Recorder;
-use super::thread_cache::{Cached, Counts, ThreadCache, enlist, with_mine};
+use super::thread_cache::{AtHome, Cached, Counts, ThreadCache, enlist, keep_at_home, with_mine};
 use crate::capture::thread::{in_capture, let_go};
 use crate::ledger::HostBlockInfo;
 use crate::services::{Services, twice};
 use crate::stream::uses::last_used_stream;
-use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, fork::Generation};
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostMemoryKind, HostPtr, Result, counted, fork::Generation};
 
 /// Bytes that the pools of a runtime hold from which on they grow only when nothing else is left.
 const MOST_AHEAD: u64 = 64 << 20;
@@ -315,7 +315,11 @@ impl PinnedPool {
         let (size, Request { bytes, borders, .. }) = (request.size(), request);
         self.services.check("pinned")?;
         if let Some(cap) = self.cap_bytes.filter(|cap| bytes as u64 > *cap) {
-            let message = format!("{bytes} bytes of page-locked memory were requested, and the cap is {cap} bytes");
+            let message = format!(
+                "a request of {} of page-locked memory exceeds the cap of {}",
+                counted(bytes, "byte"),
+                counted(cap, "byte")
+            );
             return Err(Error::new(ErrorKind::InvalidArgument, "pinned", message)
                 .with_hint("request fewer bytes, or raise the cap"));
         }
@@ -575,9 +579,30 @@ impl PinnedPool {
     ///
     /// # Safety
     /// The caller must be the end of the buffer that owned the block, and must not use the pool afterward.
-    #[inline(never)]
+    #[inline(always)]
     pub(crate) unsafe fn give_back(pool: PoolRef, block: OwnedBlock) {
+        // In the caller, because the exchange inside waits for all earlier stores: those that save registers come after it.
         let is_free = block.uses.end_life();
+        Self::give_back_ended(pool, block, is_free);
+    }
+
+    /// Takes back the block of a buffer whose life has ended.
+    #[inline(never)]
+    fn give_back_ended(pool: PoolRef, block: OwnedBlock, is_free: bool) {
+        // A pool that sends every drop to the slow path has blocks with homes, too.
+        if !is_free || pool.get().id == NO_CACHE {
+            return Self::give_back_elsewhere(pool, block, is_free);
+        }
+        match keep_at_home(block) {
+            AtHome::Kept => {}
+            AtHome::KeptWhileClosing(cache) => end_if_last(&cache),
+            AtHome::Left(block) => Self::give_back_elsewhere(pool, block, is_free),
+        }
+    }
+
+    /// Takes a block back that the cache which it returns to did not keep.
+    #[inline(never)]
+    fn give_back_elsewhere(pool: PoolRef, block: OwnedBlock, is_free: bool) {
         let mut block = Some(block);
         let id = pool.get().id;
         let closing = with_mine(id, |mine| {

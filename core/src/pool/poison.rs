@@ -40,7 +40,7 @@ fn addresses(ptr: HostPtr, bytes: usize) -> Range<usize> {
 }
 
 fn misused(ptr: HostPtr, bytes: usize, how: &str) -> Error {
-    let message = format!("the block of {bytes} bytes at {ptr:?} {how}");
+    let message = format!("the block of {bytes} bytes at {ptr} {how}");
     Error::new(ErrorKind::InvalidState, "pinned", message)
 }
 

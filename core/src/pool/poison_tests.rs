@@ -52,7 +52,7 @@ fn a_write_after_the_free_is_found_at_the_reuse_and_the_memory_is_not_used_again
         let error = runtime.pinned::<u8>(bytes).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState);
         let expected =
-            format!("the block of {bytes} bytes at {ptr:?} was written at offset 1234 after it was freed: 0x07");
+            format!("the block of {bytes} bytes at {ptr} was written at offset 1234 after it was freed: 0x07");
         assert_eq!(error.message(), expected);
         assert_eq!((host(&runtime).unmarked_blocks, host(&runtime).live_blocks), (before + 1, 0));
         assert_ne!(runtime.pinned::<u8>(bytes).unwrap().ptr(), ptr);
@@ -101,7 +101,7 @@ fn a_completion_that_is_read_too_early_is_found() {
     assert_eq!((host(&runtime).waiting_blocks, host(&runtime).free_bytes), (0, 2 << 20));
     // A part of the block is enough.
     let error = runtime.pinned::<u8>(3 * KIB).unwrap_err();
-    let expected = format!("the block of 4096 bytes at {ptr:?} was to be reused before stream ");
+    let expected = format!("the block of 4096 bytes at {ptr} was to be reused before stream ");
     assert!(error.message().starts_with(&expected), "{error}");
     backend.advance(stream.id());
     drop(stream);

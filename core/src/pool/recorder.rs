@@ -113,7 +113,8 @@ impl Recorder {
         let id = trace.next;
         trace.next += 1;
         trace.ids.insert(block.ptr.address(), id);
-        self.write(&mut trace, "alloc", id, Some(block.requested()));
+        // A replay allocates at least one byte.
+        self.write(&mut trace, "alloc", id, Some(block.requested().max(1)));
     }
 
     /// Records a use by a stream. It is left out if the buffer is gone, which a graph can still use.

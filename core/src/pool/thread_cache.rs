@@ -26,7 +26,7 @@ use super::biased_lock::BiasedLock;
 use super::block::OwnedBlock;
 use super::host::HostCache;
 use super::slabs;
-use crate::primitive::{Arc, Mutex, prepare_fences};
+use crate::primitive::{Arc, AtomicPtr, Mutex, Ordering, prepare_fences, thread_pointer};
 
 /// Sizes that a thread cache has lists for.
 const SIZES: usize = 16;
@@ -79,7 +79,21 @@ impl Counts {
 pub(crate) struct ThreadCache {
     pub(super) cached: BiasedLock<Cached>,
     pub(super) cache: Arc<HostCache>,
+    owner: Owner,
     inbox: Inbox,
+}
+
+/// The thread pointer of a cache's owner, while the cache is among the owner's. Null before and after that, and where it is not known. Only
+/// the owner writes it, and another thread never finds its own pointer here: the owner stores null before it ends, and the end of a
+/// thread precedes each thread that has its pointer again. Relaxed, because the owner finds its own stores. Threads that drop blocks of
+/// others read it, so it shares no cache line with what the owner writes.
+#[repr(align(128))]
+struct Owner(AtomicPtr<()>);
+
+impl Owner {
+    fn set(&self, thread: *mut ()) {
+        self.0.store(thread, Ordering::Relaxed);
+    }
 }
 
 /// Blocks that other threads dropped. `None` once the thread has ended.
@@ -282,7 +296,15 @@ impl ThreadCache {
             cached: BiasedLock::new(cached),
             inbox: Inbox(Mutex::new(Some(Vec::new()))),
             cache: Arc::clone(cache),
+            owner: Owner(AtomicPtr::new(std::ptr::null_mut())),
         })
+    }
+
+    /// Returns whether the calling thread owns the cache. False where no thread pointer is known.
+    #[inline]
+    fn is_mine(&self) -> bool {
+        let owner = self.owner.0.load(Ordering::Relaxed);
+        owner == thread_pointer() && !owner.is_null()
     }
 
     /// Puts a block that another thread dropped into the inbox. Returns it if this cache's thread has ended.
@@ -394,6 +416,7 @@ struct Mine(Vec<(u64, Arc<ThreadCache>)>);
 impl Drop for Mine {
     fn drop(&mut self) {
         LAST.set((0, std::ptr::null()));
+        self.0.iter().for_each(|(_, mine)| mine.owner.set(std::ptr::null_mut()));
         for (_, mine) in self.0.drain(..) {
             depart(&mine);
         }
@@ -433,6 +456,44 @@ pub(crate) fn with_mine<R>(pool: u64, use_cache: impl FnOnce(Option<&ThreadCache
     use_cache(cache.or(found.as_deref()))
 }
 
+/// What [`keep_at_home`] did with a free block.
+pub(crate) enum AtHome {
+    /// The cache has the block, and the buffer is counted as dropped.
+    Kept,
+    /// The same, and the thread must check for the end of the runtime.
+    KeptWhileClosing(Arc<HostCache>),
+    /// The block returns to the cache of another thread, or its cache has no room.
+    Left(OwnedBlock),
+}
+
+/// Keeps the free block of a dropped buffer in the cache that it returns to, if that is the calling thread's. Reads no thread-local
+/// variable.
+#[inline(always)]
+pub(crate) fn keep_at_home(block: OwnedBlock) -> AtHome {
+    let home = match &block.home {
+        // SAFETY: The owner is this thread, so the cache is in `MINE`, whose entry keeps it alive. Only this thread removes the entry: at
+        // its end, which first resets the owner, or in `enlist` once the pool has ended. Neither happens in this function.
+        Some(home) if home.is_mine() => unsafe { &*Arc::as_ptr(home) },
+        _ => return AtHome::Left(block),
+    };
+    // SAFETY: In the thread that owns the cache, and the closure accesses no thread cache.
+    let (left, is_closing) = unsafe {
+        home.cached.own(|cached| {
+            let left = cached.keep(block);
+            if left.is_none() {
+                cached.counts.live -= 1;
+            }
+            (left, cached.closing)
+        })
+    };
+    match left {
+        Some(block) => AtHome::Left(block),
+        // The pool may be gone now, but not this.
+        None if is_closing => AtHome::KeptWhileClosing(Arc::clone(&home.cache)),
+        None => AtHome::Kept,
+    }
+}
+
 #[cold]
 fn find_mine(pool: u64) -> Option<Arc<ThreadCache>> {
     let find =
@@ -466,6 +527,7 @@ pub(crate) fn enlist(cache: &Arc<HostCache>) -> Option<Arc<ThreadCache>> {
         made
     };
     MINE.try_with(|mine| mine.borrow_mut().0.push((cache.id, Arc::clone(&made)))).ok()?;
+    made.owner.set(thread_pointer());
     LAST.set((cache.id, Arc::as_ptr(&made)));
     Some(made)
 }

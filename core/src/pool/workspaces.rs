@@ -119,7 +119,7 @@ impl Workspaces {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 "allocate",
-                format!("the workspace {ptr:?} is not aligned to {}", capabilities.workspace_alignment),
+                format!("the workspace at {ptr} is not aligned to {}", capabilities.workspace_alignment),
             )
             .with_hint("the backend breaks clause memory.aligned"));
         }

@@ -8,7 +8,7 @@ use crate::capture::thread::{in_capture, nothing_is_executed};
 use crate::capture_gate::CaptureGate;
 use crate::pool::blas_handles::PooledHandle;
 use crate::services::{DeviceState, twice};
-use highwater_hal::{Error, ErrorKind, Result};
+use highwater_hal::{Error, ErrorKind, Result, counted};
 
 /// Leaves handles to the end of the process.
 fn leave(handles: Vec<PooledHandle>) {
@@ -33,7 +33,8 @@ impl RuntimeInner {
         let (blocks, bytes) = sharing.limbo();
         let message = || {
             let holders = sharing.holders_of_limbo();
-            format!("other processes ({holders}) have {blocks} buffers of this runtime open, {bytes} bytes")
+            let (buffers, bytes) = (counted(blocks, "buffer"), counted(bytes, "byte"));
+            format!("other processes ({holders}) have {buffers} of this runtime open, {bytes}")
         };
         (blocks > 0).then(|| {
             Error::new(ErrorKind::InvalidState, operation, message())
@@ -85,7 +86,9 @@ impl RuntimeInner {
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();
                 crate::warnings::warning!(
-                    "{blocks} buffers ({bytes} bytes) stay allocated: processes {holders} have them open"
+                    "processes {holders} have {} ({}) open: this memory stays allocated",
+                    counted(blocks, "buffer"),
+                    counted(bytes, "byte")
                 );
             }
         }

@@ -9,7 +9,7 @@ use crate::capture::GraphStatistics;
 use crate::ledger::BufferStatistics;
 use crate::pool::{DeviceMemoryStatistics, HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
-use highwater_hal::BlasKind;
+use highwater_hal::{BlasKind, counted};
 
 /// The state and the history of a runtime's pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -144,7 +144,12 @@ impl fmt::Display for Statistics {
         writeln!(f, "{} at most ({})", self.peak_workspaces, Bytes(self.peak_workspace_bytes))?;
         writeln!(f, "events: {}, {} idle", self.events, self.idle_events)?;
         writeln!(f, "page-locked memory: {}", self.host)?;
-        writeln!(f, "device memory of buffers: {} blocks ({})", self.buffers.blocks, Bytes(self.buffers.bytes))?;
+        writeln!(
+            f,
+            "device memory of buffers: {} ({})",
+            counted(self.buffers.blocks, "block"),
+            Bytes(self.buffers.bytes)
+        )?;
         writeln!(f, "device memory of streams: {}", self.device_memory)?;
         writeln!(f, "sharing: {}", self.sharing)?;
         writeln!(f, "graphs: {}", self.graphs)?;
@@ -158,13 +163,13 @@ impl fmt::Display for HandlePoolStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { created, live, peak_live, removed, warmed, idle, leased, threads_served } = self;
         write!(f, "{live} live ({leased} leased, {idle} idle), {peak_live} at most, {created} created ")?;
-        write!(f, "({warmed} ahead of use), {removed} removed, {threads_served} threads served")
+        write!(f, "({warmed} ahead of use), {removed} removed, {} served", counted(*threads_served, "thread"))
     }
 }
 
 impl fmt::Display for HostCacheStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} held in {} pieces, ", Bytes(self.held_bytes), self.pieces)?;
+        write!(f, "{} held in {}, ", Bytes(self.held_bytes), counted(self.pieces, "piece"))?;
         write!(f, "{} at most ({} live): ", Bytes(self.peak_held_bytes), Bytes(self.peak_live_bytes))?;
         write!(f, "{} live ({}, ", self.live_blocks, Bytes(self.live_bytes))?;
         write!(f, "of which {} requested), ", Bytes(self.requested_bytes))?;
@@ -174,12 +179,19 @@ impl fmt::Display for HostCacheStatistics {
         write!(f, "{} in graphs ({}), ", self.graph_blocks, Bytes(self.graph_bytes))?;
         write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
         write!(f, "{} unmarked ({}), ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
-        write!(f, "{} remnants ({}); ", self.remnant_blocks, Bytes(self.remnant_bytes))?;
-        write!(f, "{} hits ({} in thread caches, {} in inboxes, ", self.hits, self.cache_hits, self.inbox_hits)?;
+        write!(f, "{} ({}); ", counted(self.remnant_blocks, "remnant"), Bytes(self.remnant_bytes))?;
+        write!(f, "{} ({} in thread caches, ", counted(self.hits, "hit"), self.cache_hits)?;
+        write!(f, "{} in inboxes, ", self.inbox_hits)?;
         write!(f, "{} in free pages, {} in waiting blocks, ", self.free_hits, self.waiting_hits)?;
         write!(f, "{} in other thread caches), ", self.merged_hits)?;
-        write!(f, "{} misses, {} allocations, ", self.misses, self.allocations)?;
-        write!(f, "{} frees ({} by trims, {} by the cap, ", self.frees, self.trim_frees, self.cap_evictions)?;
+        write!(f, "{}, {}, ", counted(self.misses, "miss"), counted(self.allocations, "allocation"))?;
+        write!(
+            f,
+            "{} ({} by trims, {} by the cap, ",
+            counted(self.frees, "free"),
+            self.trim_frees,
+            self.cap_evictions
+        )?;
         write!(f, "{} by the idle time, {} by exhaustion, ", self.idle_time_frees, self.exhaustion_frees)?;
         write!(f, "{} of failed growths)", self.failed_growth_frees)
     }
@@ -187,7 +199,7 @@ impl fmt::Display for HostCacheStatistics {
 
 impl fmt::Display for DeviceMemoryStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} held in {} parts, ", Bytes(self.held_bytes), self.parts)?;
+        write!(f, "{} held in {}, ", Bytes(self.held_bytes), counted(self.parts, "part"))?;
         write!(f, "{} at most ({} live): ", Bytes(self.peak_held_bytes), Bytes(self.peak_live_bytes))?;
         write!(f, "{} live ({}), ", self.live_blocks, Bytes(self.live_bytes))?;
         write!(f, "{} free, {} free in slabs, ", Bytes(self.free_bytes), Bytes(self.slab_bytes))?;
@@ -195,9 +207,10 @@ impl fmt::Display for DeviceMemoryStatistics {
         write!(f, "{} cached ({}), ", self.cached_blocks, Bytes(self.cached_bytes))?;
         write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
         write!(f, "{} unmarked ({}); ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
-        write!(f, "{} hits in lists, {} in free pages, ", self.cache_hits, self.free_hits)?;
+        write!(f, "{} in lists, {} in free pages, ", counted(self.cache_hits, "hit"), self.free_hits)?;
         write!(f, "{} in waiting blocks, {} in merged blocks, ", self.waiting_hits, self.merged_hits)?;
-        write!(f, "{} misses, {} allocations, {} frees, ", self.misses, self.allocations, self.frees)?;
+        write!(f, "{}, {}, ", counted(self.misses, "miss"), counted(self.allocations, "allocation"))?;
+        write!(f, "{}, ", counted(self.frees, "free"))?;
         write!(f, "{} moved", Bytes(self.moved_bytes))
     }
 }
@@ -206,13 +219,13 @@ impl fmt::Display for SharingStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} exported ({}), ", self.exported_blocks, Bytes(self.exported_bytes))?;
         write!(f, "{} in limbo ({}), ", self.limbo_blocks, Bytes(self.limbo_bytes))?;
-        write!(f, "{} peers ({} lost), ", self.peers, self.lost_peers)?;
+        write!(f, "{} ({} lost), ", counted(self.peers, "peer"), self.lost_peers)?;
         write!(f, "{} page-locked ({}); ", self.pinned_blocks, Bytes(self.pinned_bytes))?;
         write!(f, "{} imported, {} mapped ({}), ", self.imports, self.mappings, Bytes(self.mapped_bytes))?;
         write!(f, "of which {} page-locked ({}), ", self.pinned_mappings, Bytes(self.pinned_mapped_bytes))?;
-        write!(f, "{} opens ({} by kept mappings), ", self.opens, self.kept_opens)?;
-        write!(f, "{} exporters lost; ", self.lost_exporters)?;
-        write!(f, "{} trims freed {}", self.trims, Bytes(self.trimmed_bytes))
+        write!(f, "{} ({} by kept mappings), ", counted(self.opens, "open"), self.kept_opens)?;
+        write!(f, "{} lost; ", counted(self.lost_exporters, "exporter"))?;
+        write!(f, "{} freed {}", counted(self.trims, "trim"), Bytes(self.trimmed_bytes))
     }
 }
 
@@ -232,8 +245,9 @@ impl fmt::Display for Limits {
 impl fmt::Display for GraphStatistics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { capturing_streams, graphs, device_blocks, pinned_blocks, workspaces } = self;
-        write!(f, "{graphs} live with {device_blocks} device blocks, {pinned_blocks} page-locked blocks ")?;
-        write!(f, "and {workspaces} workspaces; {capturing_streams} streams capturing")
+        write!(f, "{graphs} live with {}, ", counted(*device_blocks, "device block"))?;
+        write!(f, "{} ", counted(*pinned_blocks, "page-locked block"))?;
+        write!(f, "and {}; {} capturing", counted(*workspaces, "workspace"), counted(*capturing_streams, "stream"))
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::ticket::{Fields, OF_ALLOCATION, Ticket, bytes_of, is_inside, to_digits};
-use highwater_hal::{Error, ErrorKind, Result};
+use highwater_hal::{Error, ErrorKind, Result, counted};
 
 const MAGIC: [u8; 4] = *b"HWTB";
 /// Version of the format below.
@@ -182,7 +182,10 @@ impl TicketBatch {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let magic = bytes.get(..4).unwrap_or(bytes);
         if magic != MAGIC {
-            return Err(invalid(format!("{} bytes that do not begin with `HWTB` are not a batch", bytes.len())));
+            return Err(invalid(format!(
+                "a batch begins with `HWTB`; passed: {} with another beginning",
+                counted(bytes.len(), "byte")
+            )));
         }
         let mut fields = Fields { bytes: &bytes[4..] };
         let cut = || invalid(format!("a batch has at least {} bytes, not {}", HEADER + SUM, bytes.len()));
@@ -214,7 +217,9 @@ impl TicketBatch {
         let length = HEADER + allocation_bytes * allocations + SLICE * slices + SUM;
         if bytes.len() != length {
             return Err(invalid(format!(
-                "a batch of {slices} slices of {allocations} allocations has {length} bytes, not {}",
+                "a batch of {} of {} has {length} bytes, not {}",
+                counted(slices, "slice"),
+                counted(allocations, "allocation"),
                 bytes.len()
             )));
         }
@@ -291,8 +296,10 @@ fn read_slices(bytes: &[u8], allocations: &[Ticket]) -> Result<Vec<BatchSlice>> 
         used = used.max(number + 1);
         if !is_inside(slice.offset, slice.length, allocation.allocation_bytes) {
             return Err(invalid(format!(
-                "slice {place} of the batch has {} bytes at {}, and its allocation has {}",
-                slice.length, slice.offset, allocation.allocation_bytes
+                "slice {place} of the batch has {} at {}, and its allocation has {}",
+                counted(slice.length, "byte"),
+                slice.offset,
+                allocation.allocation_bytes
             )));
         }
         Ok(slice)

@@ -26,7 +26,7 @@ use super::ticket::{Secret, not_given_out};
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, counted};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
@@ -815,7 +815,7 @@ impl Exporter {
             if lacking > 0 || is_pending {
                 let what = match lacking {
                     0 => "device work before a share is not done".to_owned(),
-                    _ => format!("the heir keeps all but {lacking} of {} allocations", kept.len()),
+                    _ => format!("the heir keeps all but {lacking} of {}", counted(kept.len(), "allocation")),
                 };
                 let error = Error::new(ErrorKind::InvalidState, "inherit", what);
                 offer.refused = Some(error.clone());

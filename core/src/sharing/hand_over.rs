@@ -335,7 +335,7 @@ mod tests {
         let given = exporter.hand_over(1, || unreachable!(), |_| ());
         assert_eq!(given.unwrap_err().kind(), ErrorKind::InvalidState);
         let error = exporter.wait_for_heir(Some(Instant::now())).unwrap_err();
-        assert!(error.message().contains("the heir keeps all but 1 of 1 allocations"), "{error}");
+        assert!(error.message().contains("the heir keeps all but 1 of 1 allocation"), "{error}");
         assert!(!exporter.is_offering() && !exporter.has_handed_over());
         assert_eq!(exporter.hand_over(1, || unreachable!(), |_| ()).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }

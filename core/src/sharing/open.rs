@@ -14,7 +14,7 @@ use crate::capture::thread::{in_capture, refuse_in_capture};
 use crate::device_block::{DeviceBlock, Origin, StreamEnds};
 use crate::runtime::Runtime;
 use crate::services::{DeviceState, lacks_transport};
-use highwater_hal::{Element, Error, ErrorKind, Result};
+use highwater_hal::{Element, Error, ErrorKind, Result, counted};
 
 /// Returns the ordinal of a device that supports the ticket's transport.
 fn device_with_transport(operation: &'static str, device: &DeviceState, ticket: &Ticket) -> Result<u32> {
@@ -130,9 +130,9 @@ impl Runtime {
                 ErrorKind::DeviceMissing,
                 operation,
                 format!(
-                    "none of the {} devices here has the UUID {:032x}",
-                    inner.devices.len(),
-                    u128::from_be_bytes(uuid)
+                    "no device here has the UUID {:032x}, this process has {}",
+                    u128::from_be_bytes(uuid),
+                    counted(inner.devices.len(), "device")
                 ),
             )
             .with_hint("make the exporter's device visible to this process")

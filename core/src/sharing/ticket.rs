@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::name::Name;
 use super::options::Method;
-use highwater_hal::{Error, ErrorKind, Result, Transport};
+use highwater_hal::{Error, ErrorKind, Result, Transport, counted};
 
 const MAGIC: [u8; 4] = *b"HWTK";
 /// Version of the format below.
@@ -214,7 +214,10 @@ impl Ticket {
         };
         let magic = bytes.get(..4).unwrap_or(bytes);
         if magic != MAGIC {
-            return Err(invalid(format!("{} bytes that do not begin with `HWTK` are not a ticket", bytes.len())));
+            return Err(invalid(format!(
+                "a ticket begins with `HWTK`; passed: {} with another beginning",
+                counted(bytes.len(), "byte")
+            )));
         }
         let mut fields = Fields { bytes: &bytes[4..] };
         let cut = || invalid(format!("a ticket has {BYTES} bytes, not {}", bytes.len()));
@@ -317,7 +320,10 @@ pub(super) fn values<T>(operation: &'static str, offset: u64, length: u64) -> Re
         return Err(Error::new(
             ErrorKind::InvalidArgument,
             operation,
-            format!("{length} bytes at offset {offset} are not a whole number of {size}-byte values"),
+            format!(
+                "the range of {} at offset {offset} is not a whole number of {size}-byte values",
+                counted(length, "byte")
+            ),
         )
         .with_hint("open the ticket with the type that was shared"));
     }

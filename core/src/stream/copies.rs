@@ -17,6 +17,7 @@ use crate::pool::pinned::{Liveness, PinnedPool};
 use crate::pool::poison::{LIVE, PATTERN};
 use highwater_hal::{
     CopyShape, Element, Error, ErrorKind, FillPattern, HostPtr, Location, MemoryCopy, MemoryCopy2d, MemoryFill, Result,
+    counted,
 };
 
 /// Bytes that the test mode of device memory reads at once.
@@ -48,14 +49,14 @@ struct NotEnqueued {
     in_part: bool,
 }
 
-fn foreign(operation: &'static str, memory: &dyn std::fmt::Debug) -> Error {
-    let message = format!("{memory:?} belongs to another runtime than the stream");
+fn foreign(operation: &'static str, address: &dyn std::fmt::Display) -> Error {
+    let message = format!("the memory at {address} belongs to another runtime than the stream");
     Error::new(ErrorKind::InvalidPointer, operation, message).with_hint("allocate from the stream's own runtime")
 }
 
 /// The error of an address that no page-locked buffer has.
 fn not_pinned(operation: &'static str, ptr: HostPtr) -> Error {
-    Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr:?} is in no live page-locked buffer"))
+    Error::new(ErrorKind::InvalidPointer, operation, format!("{ptr} is in no live page-locked buffer"))
         .with_hint("pass an address in a live buffer of the runtime that the stream belongs to")
 }
 
@@ -128,7 +129,8 @@ impl Stream {
             let values = bytemuck::cast_slice::<T, u8>(&values);
             let Some(offset) = values.iter().position(|value| *value != PATTERN) else { continue };
             let message = format!(
-                "the block of {bytes} bytes at {:?} was written at offset {} after it was freed, or was not free yet: {:#04x}",
+                "the block of {} at {} was written at offset {} after it was freed, or was not free yet: {:#04x}",
+                counted(bytes, "byte"),
                 buffer.ptr(),
                 start * size_of::<T>() + offset,
                 values[offset]
@@ -172,7 +174,7 @@ impl Stream {
 
     pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
         if !slice.block.is_of(&self.core) {
-            return Err(foreign(operation, slice));
+            return Err(foreign(operation, &slice.ptr));
         }
         Ok(())
     }
@@ -183,7 +185,12 @@ impl Stream {
             return Err(Error::new(
                 ErrorKind::WrongDevice,
                 operation,
-                format!("{slice:?} is on device {}, the stream on device {}", slice.block.device, self.device()),
+                format!(
+                    "the memory at {} is on device {}, the stream on device {}",
+                    slice.ptr,
+                    slice.block.device,
+                    self.device()
+                ),
             )
             .with_hint("use a stream of the buffer's device"));
         }
@@ -195,7 +202,7 @@ impl Stream {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 operation,
-                format!("the source has {src} values, the destination {dst}"),
+                format!("the source has {}, the destination {dst}", counted(src, "value")),
             )
             .with_hint("copy between equal lengths; `slice` gives a part of a buffer"));
         }
@@ -312,13 +319,13 @@ impl Stream {
         self.check_here(operation, device)?;
         let kept = pinned.keep_live_block(host).ok_or_else(|| not_pinned(operation, host))?;
         let start = host.address() - kept.ptr.address();
+        // The block may be longer than its buffer.
+        let requested = kept.requested();
         let copied = match start.checked_add(bytes) {
-            Some(end) if end <= kept.bytes() => copy(&kept, start..end),
+            Some(end) if end <= requested => copy(&kept, start..end),
             _ => {
-                let message = format!(
-                    "{bytes} bytes at {host:?} leave the buffer, which has {} bytes from there",
-                    kept.bytes() - start
-                );
+                let [bytes, rest] = [bytes, requested.saturating_sub(start)].map(|bytes| counted(bytes, "byte"));
+                let message = format!("the copy of {bytes} at {host} leaves the buffer, which has {rest} from there");
                 Err(Error::new(ErrorKind::InvalidPointer, operation, message)
                     .with_hint("pass an address and a length inside one page-locked buffer"))
             }
@@ -350,7 +357,7 @@ impl Stream {
     ) -> Result<()> {
         self.backend(operation)?;
         if !host.is_of(&self.runtime.inner.pinned) {
-            return Err(foreign(operation, host));
+            return Err(foreign(operation, &host.block().ptr.offset(host.bytes().start)));
         }
         self.check_here(operation, device)
     }
@@ -435,8 +442,11 @@ impl Stream {
         if src.device() == dst.device() && shape.overlaps(dst.ptr().get(), src.ptr().get()) {
             // The address of released memory may belong to another buffer by now.
             src.block.check_usable(operation).and_then(|()| dst.block.check_usable(operation))?;
-            return Err(Error::new(ErrorKind::InvalidArgument, operation, format!("{src:?} and {dst:?} overlap"))
-                .with_hint("copy through a third buffer"));
+            let [(from, read), (to, written)] = [&src, &dst].map(|side| (side.ptr(), counted(side.bytes(), "byte")));
+            let message = format!("the source of {read} at {from} and the destination of {written} at {to} overlap");
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("copy through a third buffer")
+            );
         }
         let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
         let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);

@@ -6,7 +6,7 @@ use super::Stream;
 use super::copies::{CopyKind, Part};
 use crate::buffer::DeviceSlice;
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
-use highwater_hal::{CopyShape, Element, Error, ErrorKind, HostPtr, Result};
+use highwater_hal::{CopyShape, Element, Error, ErrorKind, HostPtr, Result, counted};
 
 impl Stream {
     /// Enqueues a two-dimensional copy between device buffers, as `cudaMemcpy2DAsync` does. Row `r` begins `r` pitches behind the start
@@ -155,10 +155,10 @@ fn check_rows(operation: &'static str, shape: CopyShape, src: usize, dst: usize)
     for (side, needed, bytes) in [("source", shape.src_bytes(), src), ("destination", shape.dst_bytes(), dst)] {
         if needed.is_none_or(|needed| needed > bytes) {
             let pitch = if side == "source" { shape.src_pitch } else { shape.dst_pitch };
-            let CopyShape { width, height, .. } = shape;
-            let message = format!(
-                "{height} rows of {width} bytes with a pitch of {pitch} bytes leave the {side}, which has {bytes} bytes"
-            );
+            let [width, pitch, bytes] = [shape.width, pitch, bytes].map(|bytes| counted(bytes, "byte"));
+            let rows = counted(shape.height, "row");
+            let message =
+                format!("the copy of {rows} of {width} with a pitch of {pitch} leaves the {side}, which has {bytes}");
             return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
                 .with_hint("pass a slice that ends with the last row or behind it; width and pitches are bytes"));
         }

@@ -97,7 +97,7 @@ impl LastCompletion<'_> {
         self.before = match self.stream.record(state, &mut completion) {
             Ok(()) => state.latest.replace(Arc::new(completion)),
             Err(error) => {
-                crate::warnings::warning!("cannot record the completion event of {:?}: {error}", self.stream.id);
+                crate::warnings::warning!("cannot record the completion event of the {}: {error}", self.stream.id);
                 self.completion = Some(completion);
                 // An earlier completion event would not cover all enqueued work.
                 state.latest.take()

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use highwater::hal::{Backend, display_foreign};
+use highwater::hal::{Backend, counted, display_foreign};
 use highwater::{ErrorKind, Runtime};
 
 use self::report::Row;
@@ -120,7 +120,7 @@ pub(super) fn command(what: &args::Bench, json: bool) -> Result<Verdict> {
             if let Some(path) = &arguments.write_trace {
                 let events = events(arguments.trace);
                 trace::write(path, &events)?;
-                output::line(format_args!("{} lines in {}", events.len(), path.display()));
+                output::line(format_args!("{} in {}", counted(events.len(), "line"), path.display()));
                 return print(&[], json);
             }
             (Part::Host, &arguments.options, Some(&arguments.traces))

@@ -1,6 +1,7 @@
 //! The printed report of a run.
 
 use anyhow::Result;
+use highwater::hal::counted;
 use highwater_conformance::{Case, CaseReport, Clause, Options, Report, Status, clauses, clauses_without_case};
 use serde_json::{Value, json};
 
@@ -87,7 +88,7 @@ impl Run<'_> {
             let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
             output::result(format_args!("skipped: {reason}: {}", names.join(", ")))?;
         }
-        output::result(format_args!("{name}: {total} cases: {}", report.counts()))?;
+        output::result(format_args!("{name}: {}: {}", counted(total, "case"), report.counts()))?;
         Ok(())
     }
 }
@@ -117,7 +118,12 @@ pub(super) fn list(options: &Options, json: bool) -> Result<()> {
         let method = method.map_or(String::new(), |method| format!("::{method}"));
         output::result(format_args!("{id} ({of}{method}): {promise}"))?;
     }
-    output::result(format_args!("\n{} cases prove {} clauses", listed.len(), proved.len()))?;
+    output::result(format_args!(
+        "\n{} {} {}",
+        counted(listed.len(), "case"),
+        if listed.len() == 1 { "proves" } else { "prove" },
+        counted(proved.len(), "clause")
+    ))?;
     Ok(())
 }
 

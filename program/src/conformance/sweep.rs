@@ -5,6 +5,7 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use anyhow::Result;
+use highwater::hal::counted;
 use highwater_conformance::{Fault, Options, SweepFailure, SweepReport, sweep_on};
 use serde_json::{Value, json};
 
@@ -87,8 +88,12 @@ fn print(report: &SweepReport) -> Result<()> {
     let SweepReport { backend, cases, calls, calls_swept, not_reached, retried, failures, .. } = report;
     let (name, found) = (&backend.name, failures.len());
     output::result(format_args!(
-        "{name}: {calls_swept} of {calls} calls of {cases} cases were refused ({not_reached} were not reached), {retried} \
-         releases were made again, {found} failures"
+        "{name}: {calls_swept} of {} of {} were refused ({not_reached} were not reached), {} {} made again, {}",
+        counted(*calls, "call"),
+        counted(*cases, "case"),
+        counted(*retried, "release"),
+        if *retried == 1 { "was" } else { "were" },
+        counted(found, "failure")
     ))?;
     Ok(())
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::Runtime;
+use highwater::hal::counted;
 use highwater::mock::MockGpu;
 
 use super::report::Reasons;
@@ -24,6 +25,14 @@ pub(super) struct Left {
     pub(super) descriptors: u64,
     pub(super) bytes: u64,
     pub(super) objects: u64,
+}
+
+impl Left {
+    /// Returns the counts with their nouns.
+    pub(super) fn counted(&self) -> String {
+        let Self { descriptors, bytes, objects } = *self;
+        format!("{}, {}, {}", counted(bytes, "byte"), counted(objects, "object"), counted(descriptors, "descriptor"))
+    }
 }
 
 impl Baseline {

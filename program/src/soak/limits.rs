@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use highwater::ErrorKind;
+use highwater::hal::counted;
 use rustix::fs::{StatVfs, statvfs};
 use rustix::process::{Resource, getrlimit};
 
@@ -24,7 +25,11 @@ pub(super) fn check_descriptors(processes: u64) -> Result<(), Failure> {
     if limit >= needed {
         return Ok(());
     }
-    let what = format!("a process may have {limit} descriptors, and a soak of {processes} processes needs {needed}");
+    let what = format!(
+        "a process may have {}, and a soak of {} needs {needed}",
+        counted(limit, "descriptor"),
+        counted(processes, "process")
+    );
     let hint = format!("raise the limit (`ulimit -n {needed}`), or use fewer `--processes`");
     Err(Failure::new(ErrorKind::OperatingSystem, what, hint))
 }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use highwater::hal::counted;
 use highwater::{Device, DeviceBuffer, ErrorKind, ImportOptions, OwnerDeath, Runtime, Stream, Ticket, Transport};
 use serde_json::{Value, json};
 
@@ -350,7 +351,9 @@ impl Importer<'_> {
         while self.mapped_bytes() > bytes {
             if Instant::now() > deadline {
                 let left = self.mapped_bytes() - bytes;
-                self.report.unexpected.add(format!("{left} bytes of a dead owner are still mapped"));
+                self.report
+                    .unexpected
+                    .add(format!("memory of a dead owner is still mapped: {}", counted(left, "byte")));
                 return;
             }
             thread::sleep(LOOK);
@@ -519,19 +522,20 @@ impl Report {
         let mut table = Table::default();
         let times = times_to_text;
         let killed = format!(
-            "{kills} owners in {:.1} s; {with_work} with work queued on their memory, {in_opens} while tickets were opened",
+            "{} in {:.1} s; {with_work} with work queued on their memory, {in_opens} while tickets were opened",
+            counted(*kills, "owner"),
             self.elapsed.as_secs_f64()
         );
         table.add_row(["kills", &killed]);
-        table.add_row(["memory", &format!("{buffers} buffers, {bytes} bytes, {kept} kept, {refused} opens refused")]);
+        table.add_row(["memory", &{
+            let (buffers, bytes) = (counted(*buffers, "buffer"), counted(*bytes, "byte"));
+            format!("{buffers}, {bytes}, {kept} kept, {} refused", counted(*refused, "open"))
+        }]);
         table.add_row(["free", if self.driver_counts { "unmapped, and free for the driver" } else { "unmapped" }]);
         table.add_row(["kill to death", &times(&self.times.death)]);
         table.add_row(["death to free", &times(&self.times.release)]);
         table.add_row(["kill to free", &times(&self.times.total)]);
-        table.add_row([
-            "left",
-            &format!("{} bytes, {} objects, {} descriptors", self.left.bytes, self.left.objects, self.left.descriptors),
-        ]);
+        table.add_row(["left", &self.left.counted()]);
         table
     }
 }

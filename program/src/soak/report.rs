@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use highwater::hal::counted;
 use serde_json::{Map, Value, json};
 
 use super::super::table::Table;
@@ -226,9 +227,11 @@ impl Report {
         table.add_row([
             "kills",
             &format!(
-                "{kills} of {processes} processes in {:.1} s; {killed_while_stopped} while stopped, {killed_after_fork} after a \
-                 fork, {killed_after_cut} after they had cut their sockets; children of workers held {inherited_descriptors} descriptors",
-                self.elapsed.as_secs_f64()
+                "{kills} of {} in {:.1} s; {killed_while_stopped} while stopped, {killed_after_fork} after a \
+                 fork, {killed_after_cut} after they had cut their sockets; children of workers held {}",
+                counted(*processes, "process"),
+                self.elapsed.as_secs_f64(),
+                counted(*inherited_descriptors, "descriptor")
             ),
         ]);
         table.add_row(["stops", &format!("{}, at most {:.2} s", self.stops, self.longest_stop.as_secs_f64())]);
@@ -236,13 +239,13 @@ impl Report {
         table.add_row([
             "shared",
             &format!(
-                "{} buffers, {} adopted, {} batches, {} page-locked; {} dropped; {} hand-overs",
-                count(Operation::Share),
+                "{}, {} adopted, {}, {} page-locked; {} dropped; {}",
+                counted(count(Operation::Share), "buffer"),
                 count(Operation::Adopt),
-                count(Operation::ShareAll),
+                counted(count(Operation::ShareAll), "batch"),
                 count(Operation::SharePinned),
                 count(Operation::Drop),
-                count(Operation::HandOver)
+                counted(count(Operation::HandOver), "hand-over")
             ),
         ]);
         table.add_row([
@@ -258,7 +261,11 @@ impl Report {
         ]);
         table.add_row([
             "contents",
-            &format!("{} checks, {} words changed by others", count(Operation::Check), self.words_changed),
+            &format!(
+                "{}, {} changed by others",
+                counted(count(Operation::Check), "check"),
+                counted(self.words_changed, "word")
+            ),
         ]);
         let longest = self.longest();
         let longest_of = |time: Duration| match time {
@@ -283,13 +290,20 @@ impl Report {
         table.add_row([
             "leaked",
             &format!(
-                "{} bytes, {} objects; the process that was never killed has seen {} deaths",
-                self.leaked_bytes, self.leaked_objects, self.deaths_seen
+                "{}, {}; the process that was never killed has seen {}",
+                counted(self.leaked_bytes, "byte"),
+                counted(self.leaked_objects, "object"),
+                counted(self.deaths_seen, "death")
             ),
         ]);
         table.add_row([
             "left",
-            &format!("{processes_left} processes, {descriptors_left} descriptors, {files_left} files"),
+            &format!(
+                "{}, {}, {}",
+                counted(*processes_left, "process"),
+                counted(*descriptors_left, "descriptor"),
+                counted(*files_left, "file")
+            ),
         ]);
         table
     }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use highwater::hal::counted;
 use highwater::{Device, DeviceBuffer, ErrorKind, ImportOptions, OwnerDeath, Runtime, Stream, Ticket, Transport};
 use serde_json::{Value, json};
 
@@ -256,7 +257,9 @@ impl Opener {
                 (exports, ..) => {
                     answering.push(at);
                     if exports != count {
-                        self.report.unexpected.add(format!("an heir answers for {exports} allocations of {count}"));
+                        self.report
+                            .unexpected
+                            .add(format!("an heir answers for {exports} of {}", counted(count, "allocation")));
                     }
                 }
             }
@@ -438,15 +441,21 @@ impl Report {
     pub(super) fn to_table(&self) -> Table {
         let Self { kills, heir_kills, buffers, bytes, early_frees, double_owners, .. } = self;
         let seconds = self.elapsed.as_secs_f64();
-        let left =
-            format!("{} bytes, {} objects, {} descriptors", self.left.bytes, self.left.objects, self.left.descriptors);
+        let left = self.left.counted();
         let mut table = Table::default();
         table.add_row(["kills", &format!("{kills} in {seconds:.1} s; {heir_kills} of them heirs that answered")]);
-        table.add_row(["memory", &format!("{buffers} buffers, {bytes} bytes, {HEIRS} heirs")]);
+        table.add_row([
+            "memory",
+            &format!("{}, {}, {HEIRS} heirs", counted(*buffers, "buffer"), counted(*bytes, "byte")),
+        ]);
         table.add_row(["kill to open", &times_to_text(&self.times)]);
         table.add_row([
             "faults",
-            &format!("{early_frees} early frees, {double_owners} deaths without exactly one heir"),
+            &format!(
+                "{}, {} without exactly one heir",
+                counted(*early_frees, "early free"),
+                counted(*double_owners, "death")
+            ),
         ]);
         table.add_row(["left", &left]);
         table

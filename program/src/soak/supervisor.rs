@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use highwater::hal::counted;
 use highwater::sharing::{Rendezvous, SharingOptions};
 use highwater::{ErrorKind, Runtime, RuntimeOptions};
 use rustix::io::Errno;
@@ -527,8 +528,9 @@ impl<'a> Supervisor<'a> {
                 }
                 if bytes + objects + descriptors > 0 {
                     let name = self.books.name(worker.pid);
-                    let what =
-                        format!("{name} has {bytes} bytes, {objects} objects and {descriptors} descriptors left");
+                    let (bytes, objects) = (counted(bytes, "byte"), counted(objects, "object"));
+                    let descriptors = counted(descriptors, "descriptor");
+                    let what = format!("{name} has {bytes}, {objects} and {descriptors} left");
                     self.report.leaks.add(format!("{what}; expected 0 (seed {})", self.soak.seed));
                 }
             }

@@ -34,7 +34,7 @@ mod tests;
 use std::fmt::Write;
 use std::sync::OnceLock;
 
-use highwater_hal::{Error, ErrorKind};
+use highwater_hal::{Error, ErrorKind, counted};
 
 pub(crate) use machine::{Left, Machine};
 
@@ -117,9 +117,10 @@ impl Budget {
     /// Returns the error for a request that does not fit even after idle memory was released.
     pub(crate) fn out_of_memory(&self, operation: &'static str, shortage: &Shortage) -> Error {
         let Shortage { request, held, cap, ref left } = *shortage;
-        let mut message = format!("the pool would grow by {request} bytes, {held} bytes are held, ");
+        let [request, held] = [request, held].map(|bytes| counted(bytes, "byte"));
+        let mut message = format!("the pool would grow by {request}, it holds {held}, ");
         let _ = match cap {
-            Some(cap) => write!(message, "the cap is {cap} bytes"),
+            Some(cap) => write!(message, "the cap is {}", counted(cap, "byte")),
             None => write!(message, "there is no cap"),
         };
         // The cap is checked before any file is read.

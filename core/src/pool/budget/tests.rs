@@ -104,7 +104,7 @@ fn without_control_groups_the_system_alone_counts() {
     assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfMemory, "pinned"));
     assert_eq!(
         error.message(),
-        "the pool would grow by 1073741824 bytes, 4096 bytes are held, there is no cap; the system has 536870912 of 1073741824 bytes \
+        "the pool would grow by 1073741824 bytes, it holds 4096 bytes, there is no cap; the system has 536870912 of 1073741824 bytes \
          left, 67108864 of them reserved (/proc/meminfo)"
     );
     assert_eq!(error.hint(), "request fewer bytes, drop buffers and trim, or end other processes that use memory");
@@ -150,13 +150,13 @@ fn an_error_of_the_cap_says_what_the_machine_has_left() {
     let error = budget.out_of_memory("pinned", &budget.room(300, 900, Some(1000)).unwrap_err());
     assert_eq!(
         error.message(),
-        "the pool would grow by 300 bytes, 900 bytes are held, the cap is 1000 bytes; the system has 536870912 of 1073741824 bytes left, \
+        "the pool would grow by 300 bytes, it holds 900 bytes, the cap is 1000 bytes; the system has 536870912 of 1073741824 bytes left, \
          67108864 of them reserved (/proc/meminfo)"
     );
     assert!(error.hint().ends_with("or raise the cap (`cap` in HIGHWATER_HOST_MEMORY)"), "{error}");
     let nowhere = Tree::new().budget();
     let error = nowhere.out_of_memory("pinned", &nowhere.room(2, 0, Some(1)).unwrap_err());
-    assert_eq!(error.message(), "the pool would grow by 2 bytes, 0 bytes are held, the cap is 1 bytes");
+    assert_eq!(error.message(), "the pool would grow by 2 bytes, it holds 0 bytes, the cap is 1 byte");
 }
 
 // ------------------------------------------------------------------------------------------------ version 2
