@@ -66,7 +66,7 @@ impl Imported {
 
     /// Returns the capabilities that were read at the opening.
     fn held_capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.link.refuse_in_child("capabilities")?;
+        self.link.check_process("capabilities")?;
         self.capabilities.get(device as usize).copied().ok_or_else(|| {
             let message = format!("there is no device {device}; there are {}", self.capabilities.len());
             Error::new(ErrorKind::InvalidArgument, "capabilities", message)

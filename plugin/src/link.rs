@@ -162,9 +162,12 @@ impl Link {
         Ok(())
     }
 
-    /// Refuses a call that is answered without the plugin, in a forked child.
-    pub(super) fn refuse_in_child(&self, operation: &'static str) -> Result<()> {
-        if self.guard.is_current() { Ok(()) } else { Err(Generation::error(operation)) }
+    /// Refuses a call that is answered without the plugin, in a forked child and once the process has begun to exit.
+    pub(super) fn check_process(&self, operation: &'static str) -> Result<()> {
+        if !self.guard.is_current() {
+            return Err(Generation::error(operation));
+        }
+        if exit::has_begun() { Err(exit::error(operation)) } else { Ok(()) }
     }
 
     #[cold]
