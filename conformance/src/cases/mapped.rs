@@ -339,7 +339,17 @@ fn addresses_with_memory_are_not_freed(backend: &dyn Backend) -> CaseResult {
     addresses.write(2 * piece, &vec![0x77; piece])?;
     check_error!(addresses.free_wrongly(0..3 * piece), InvalidPointer, "free_addresses while memory is mapped");
     check!(addresses.read(2 * piece..3 * piece)? == vec![0x77; piece], "a refused free changed mapped memory");
-    drop(memory);
+    // It stays mapped without its id.
+    memory.destroy()?;
+    check_error!(
+        addresses.free_wrongly(0..3 * piece),
+        InvalidPointer,
+        "free_addresses while memory is mapped whose id is destroyed"
+    );
+    check!(
+        addresses.read(2 * piece..3 * piece)? == vec![0x77; piece],
+        "a refused free changed mapped memory whose id is destroyed"
+    );
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
     Ok(())
 }

@@ -22,6 +22,7 @@ cases! {
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
     answers_about_memory_follow_other_threads: ["memory.info-counts"];
     freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
+    bytes_freed_by_another_thread_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
     exported_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"] needs [has::shareable_memory];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
@@ -344,7 +345,7 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
             if backend.memory_info(device)?.free < bytes as u64 {
                 continue;
             }
-            free_memory_grows(backend, device, &format!("{what} memory, beside a busy stream,"), || {
+            free_memory_grows(backend, device, false, &format!("{what} memory, beside a busy stream,"), || {
                 let block = make(bytes)?;
                 if !occupied.is_pending()? {
                     busy.enqueue(&occupied, 1)?;
@@ -357,12 +358,25 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// The thread that frees a block did not allocate it, and has ended when the memory is asked for.
+fn bytes_freed_by_another_thread_are_free_at_once(backend: &dyn Backend) -> CaseResult {
+    const LARGE: usize = 64 << 20;
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        let bytes = LARGE.next_multiple_of(backend.capabilities(device)?.mapped_memory_granularity.max(1));
+        for Maker { what, make, .. } in makers(backend, &stream)?.iter().filter(|maker| !maker.is_ordered) {
+            free_memory_grows(backend, device, true, &format!("{what} memory, in another thread,"), || make(bytes))?;
+        }
+    }
+    Ok(())
+}
+
 /// The handle was dropped before the block is freed, and no process opened it.
 fn exported_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     const LARGE: u64 = 64 << 20;
     let bytes = even(backend, DEVICE, LARGE)?;
     for transport in transports(backend)? {
-        free_memory_grows(backend, DEVICE, &format!("memory that was exported by {transport:?}"), || {
+        free_memory_grows(backend, DEVICE, false, &format!("memory that was exported by {transport:?}"), || {
             let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::Shareable(transport))?;
             block.export(transport).map(drop)?;
             Ok(block)
@@ -376,6 +390,7 @@ fn exported_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
 fn free_memory_grows<'b>(
     backend: &dyn Backend,
     device: u32,
+    in_another_thread: bool,
     what: &str,
     make: impl Fn() -> highwater_hal::Result<Block<'b>>,
 ) -> CaseResult {
@@ -385,7 +400,12 @@ fn free_memory_grows<'b>(
         let block = make()?;
         let bytes = block.bytes() as u64;
         let before = backend.memory_info(device)?.free;
-        block.give_back()?;
+        if in_another_thread {
+            let given = std::thread::scope(|scope| scope.spawn(|| block.give_back()).join());
+            given.map_err(|_| Failure::new("a thread panicked"))??;
+        } else {
+            block.give_back()?;
+        }
         grown.push(backend.memory_info(device)?.free.saturating_sub(before));
         if grown.last() >= Some(&bytes) {
             return Ok(());

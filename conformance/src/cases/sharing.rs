@@ -706,16 +706,25 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
         let handle = peer.export(there, transport)??;
-        for &mode in CaptureMode::ALL {
+        for (&mode, in_another_thread) in CaptureMode::ALL.iter().flat_map(|mode| [(mode, false), (mode, true)]) {
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;
             // It is closed without a wait, because nothing has used the mapping.
-            Block::open(backend, DEVICE, &handle)?.give_back()?;
+            let open = || Block::open(backend, DEVICE, &handle)?.give_back();
+            if in_another_thread {
+                in_thread(open)?
+            } else {
+                open()?
+            }
             check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
             stream.set(block.span(BYTES / 2..BYTES), NEW)?;
             let graph = capture.end(&[&block]);
-            check!(graph.is_ok(), "a capture ({mode:?}) was lost by opening memory: {:?}", graph.err());
+            check!(
+                graph.is_ok(),
+                "a capture ({mode:?}) was lost by opening memory, in another thread: {in_another_thread}: {:?}",
+                graph.err()
+            );
             graph?.instantiate()?.launch(&stream)?;
             stream.synchronize()?;
             check!(block.read()? == [NEW; BYTES], "a capture ({mode:?}) in which memory was opened is not whole");

@@ -85,6 +85,37 @@ mutants! {
             forgiven(ErrorKind::InvalidPointer, reference.free_addresses(device, ptr, bytes), ())
         });
 
+    "memory-without-an-id-freed": "Frees addresses at which memory is mapped if the id of the memory is destroyed." => |h| {
+        let mapped = Shared::<HashMap<DevicePtr, PhysicalMemoryId>>::default();
+        let destroyed = Shared::<HashSet<PhysicalMemoryId>>::default();
+        let (made, gone, ended) = (mapped.clone(), mapped.clone(), destroyed.clone());
+        h.backend.map_memory(move |reference, device, ptr, memory| {
+            reference.map_memory(device, ptr, memory)?;
+            made.with(|mapped| mapped.insert(ptr, memory));
+            Ok(())
+        });
+        h.backend.unmap_memory(move |reference, device, ptr, bytes| {
+            reference.unmap_memory(device, ptr, bytes)?;
+            let range = ptr.get()..ptr.get() + bytes as u64;
+            gone.with(|mapped| mapped.retain(|at, _| !range.contains(&at.get())));
+            Ok(())
+        });
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            ended.with(|ended| ended.insert(memory));
+            Ok(())
+        });
+        h.backend.free_addresses(move |reference, device, ptr, bytes| {
+            let freed = reference.free_addresses(device, ptr, bytes);
+            let range = ptr.get()..ptr.get().saturating_add(bytes as u64);
+            let inside: Vec<PhysicalMemoryId> = mapped.with(|mapped| {
+                mapped.iter().filter(|(at, _)| range.contains(&at.get())).map(|(_, memory)| *memory).collect()
+            });
+            let is_wrong = !inside.is_empty() && destroyed.with(|gone| inside.iter().all(|memory| gone.contains(memory)));
+            if is_wrong { forgiven(ErrorKind::InvalidPointer, freed, ()) } else { freed }
+        });
+    };
+
     in "mapped.exhausted":
     "physical-memory-exhausted-as-invalid": "Reports too much physical memory as an invalid argument." =>
         |h| h.backend.create_memory(|reference, device, options| {

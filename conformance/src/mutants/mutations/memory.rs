@@ -1,6 +1,7 @@
 //! Device memory.
 
 use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
 
 use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, PhysicalMemoryId, StreamId};
 
@@ -184,6 +185,32 @@ mutants! {
     };
 
     in "memory.info-returns":
+    "blocks-of-other-threads-freed-late": "Counts a large block that another thread than its allocator frees until the next allocation." => |h| {
+        let live = Shared::<HashMap<DevicePtr, (ThreadId, u64)>>::default();
+        let late = Shared::<HashMap<u32, u64>>::default();
+        let (made, freed, counted) = (live.clone(), late.clone(), late.clone());
+        h.backend.allocate(move |reference, device, options| {
+            freed.with(|freed| freed.remove(&device));
+            let ptr = reference.allocate(device, options)?;
+            if options.bytes >= 64 << 20 {
+                made.with(|made| made.insert(ptr, (std::thread::current().id(), options.bytes as u64)));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            reference.free(device, ptr, stream)?;
+            let known = live.with(|live| live.remove(&ptr));
+            if let Some((_, bytes)) = known.filter(|(thread, _)| *thread != std::thread::current().id()) {
+                late.with(|late| *late.entry(device).or_default() += bytes);
+            }
+            Ok(())
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            info.free = info.free.saturating_sub(counted.with(|counted| counted.get(&device).copied().unwrap_or(0)));
+            Ok(info)
+        });
+    };
     "free-memory-never-grows": "Reports the least free memory that it ever had." => |h| {
         let least = Shared::<HashMap<u32, u64>>::default();
         h.backend.memory_info(move |reference, device| {
