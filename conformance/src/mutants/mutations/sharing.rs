@@ -207,7 +207,7 @@ mutants! {
         });
     };
 
-    "unmapped-memory-cleared" [by_two_processes] needs [has::mapped_memory]: "Fills exported mapped memory with zeros before it unmaps it." => |h| {
+    "exported-memory-cleared-at-its-unmapping" [by_two_processes] needs [has::mapped_memory]: "Fills exported mapped memory with zeros before it unmaps it." => |h| {
         let known = exported_memory(h);
         h.backend.unmap_memory(move |reference, device, ptr, bytes| {
             if known.with(|known| known.remove(&ptr)).is_some() {
