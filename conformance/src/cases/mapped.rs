@@ -25,6 +25,8 @@ cases! {
     parts_of_mappings_are_refused: ["mapped.whole"] needs [has::mapped_memory];
     addresses_with_memory_are_not_freed: ["mapped.free-checked"] needs [has::mapped_memory];
     access_comes_after_the_memory_is_destroyed: ["mapped.destroy"] needs [has::mapped_memory];
+    other_devices_get_access_after_the_memory_is_destroyed: ["mapped.destroy", "mapped.peer"]
+        needs [TWO_DEVICES, has::mapped_memory, has::peer_copy];
     destroyed_memory_stays_while_it_is_mapped: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_bytes_come_back: ["mapped.returns"] needs [has::mapped_memory];
     destroyed_memory_is_free_at_once: ["memory.info-returns"] needs [has::mapped_memory];
@@ -393,6 +395,23 @@ fn access_comes_after_the_memory_is_destroyed(backend: &dyn Backend) -> CaseResu
     );
     check!(other.read()? == vec![0x33; 2 * piece], "mapped memory whose id was destroyed was given to somebody else");
     addresses.unmap(0..2 * piece)?;
+    Ok(())
+}
+
+fn other_devices_get_access_after_the_memory_is_destroyed(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = DEVICE + 1;
+    let piece = granularity(backend)?;
+    let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
+    addresses.fill_in(0..piece)?.destroy()?;
+    let living = addresses.fill_in(piece..2 * piece)?;
+    let content = Random::new(91).bytes(2 * piece);
+    addresses.write(0, &content)?;
+    addresses.give_access(0..2 * piece, OTHER)?;
+    let (far, stream) = (Block::filled_on(backend, OTHER, 2 * piece, 0)?, Stream::on(backend, OTHER)?);
+    stream.copy(far.all(), addresses.span_on(OTHER, 0..2 * piece))?;
+    stream.synchronize()?;
+    check!(far.read()? == content, "a device that got access after the memory was destroyed reads other bytes");
+    drop((stream, addresses, living));
     Ok(())
 }
 

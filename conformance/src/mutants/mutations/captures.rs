@@ -6,7 +6,7 @@ use std::thread::ThreadId;
 use highwater_hal::{BlasKind, CaptureMode, Completion, ErrorKind, EventId, StreamId};
 
 use super::super::hooks::Hooks;
-use super::super::reference::{Reference, forgiven, is, renamed, wrong};
+use super::super::reference::{Reference, Way, forgiven, is, renamed, wrong};
 use super::super::state::Shared;
 
 mutants! {
@@ -19,6 +19,17 @@ mutants! {
             Ok(())
         }
     });
+    "joined-copies-to-the-device-executed": "Executes copies to the device on streams that joined a capture, and records them as well." => |h| {
+        let open = captures(h);
+        h.backend.copy(move |reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            let has_joined = reference.is_recording(stream) && !open.with(|open| open.contains(&stream));
+            match has_joined && Way::of(copy) == Way::ToDevice {
+                true => reference.on_own_stream(stream.device(), |own| reference.copy(copy, own)),
+                false => Ok(()),
+            }
+        });
+    };
     "recorded-copies-executed": "Executes copies during a capture, and records them as well." =>
         |h| h.backend.copy(|reference, copy, stream| {
             reference.copy(copy, stream)?;

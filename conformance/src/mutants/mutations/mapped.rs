@@ -178,6 +178,25 @@ mutants! {
         });
     };
 
+    "no-access-for-others-after-destruction" needs [TWO_DEVICES, has::peer_copy]:
+        "Refuses another device access to mapped memory that was destroyed before." => |h| {
+        let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
+        let destroyed = gone.clone();
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            destroyed.with(|gone| gone.insert(memory));
+            Ok(())
+        });
+        h.backend.set_memory_access(move |reference, device, ptr, bytes, accessing| {
+            let range = ptr.get()..ptr.get() + bytes as u64;
+            let ids: Vec<PhysicalMemoryId> =
+                mappings.with(|pieces| pieces.range(range).map(|(_, piece)| piece.memory).collect());
+            match accessing != device && gone.with(|gone| ids.iter().any(|memory| gone.contains(memory))) {
+                true => Err(wrong(ErrorKind::InvalidHandle, "set_memory_access")),
+                false => reference.set_memory_access(device, ptr, bytes, accessing),
+            }
+        });
+    };
     "no-access-after-destruction": "Refuses access to mapped memory that was destroyed before." => |h| {
         let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
         let destroyed = gone.clone();
