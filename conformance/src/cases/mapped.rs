@@ -21,6 +21,7 @@ cases! {
     memory_for_direct_access_is_memory: ["mapped.contiguous"] needs [has::mapped_memory, has::mapped_memory_rdma];
     memory_moves_with_its_bytes: ["mapped.move"] needs [has::mapped_memory];
     addresses_in_use_are_refused: ["mapped.map-checked"] needs [has::mapped_memory];
+    memory_that_was_refused_can_be_mapped: ["mapped.map-checked"] needs [has::mapped_memory];
     memory_of_another_device_is_refused: ["mapped.map-checked"] needs [TWO_DEVICES, has::mapped_memory];
     parts_of_mappings_are_refused: ["mapped.whole"] needs [has::mapped_memory];
     addresses_with_memory_are_not_freed: ["mapped.free-checked"] needs [has::mapped_memory];
@@ -325,6 +326,28 @@ fn parts_of_mappings_are_refused(backend: &dyn Backend) -> CaseResult {
         "memory of which several pieces were unmapped"
     );
     drop((addresses, memory, last));
+    Ok(())
+}
+
+/// Each refused call leaves the memory as it was, so a right call maps it.
+fn memory_that_was_refused_can_be_mapped(backend: &dyn Backend) -> CaseResult {
+    let piece = granularity(backend)?;
+    let addresses = Addresses::new(backend, DEVICE, 3 * piece)?;
+    let beside = addresses.fill_in(2 * piece..3 * piece)?;
+    for (offset, what) in
+        [(1, "at an odd address"), (2 * piece, "where memory is mapped"), (3 * piece, "behind the range")]
+    {
+        let memory = PhysicalMemory::create(backend, DEVICE, &PhysicalMemoryOptions::new(piece))?;
+        check!(addresses.map(offset, &memory, piece).is_err(), "map_memory {what} succeeded");
+        let mapped = addresses.map(0, &memory, piece);
+        check!(mapped.is_ok(), "memory cannot be mapped after map_memory {what} was refused: {:?}", mapped.err());
+        addresses.give_access(0..piece, DEVICE)?;
+        let content = Random::new(92).bytes(piece);
+        addresses.write(0, &content)?;
+        check!(addresses.read(0..piece)? == content, "memory loses its bytes after map_memory {what} was refused");
+        addresses.unmap(0..piece)?;
+    }
+    drop((addresses, beside));
     Ok(())
 }
 

@@ -283,6 +283,22 @@ mutants! {
         });
 
     in "mapped.map-checked":
+    "refused-memory-taken-for-mapped" needs [has::foreign_memory]: "Refuses the next right mapping of memory after a refused one." => |h| {
+        let refused = Shared::<HashSet<PhysicalMemoryId>>::default();
+        h.backend.map_memory(move |reference, device, ptr, memory| {
+            let mapped = reference.map_memory(device, ptr, memory);
+            if mapped.is_err() {
+                refused.with(|refused| refused.insert(memory));
+                return mapped;
+            }
+            if !refused.with(|refused| refused.remove(&memory)) {
+                return Ok(());
+            }
+            let bytes = reference.describe_memory(device, ptr)?.bytes;
+            reference.unmap_memory(device, ptr, bytes)?;
+            Err(wrong(ErrorKind::InvalidPointer, "map_memory"))
+        });
+    };
     "addresses-in-use-accepted": "Accepts addresses that are in use or not reserved, and maps nothing." =>
         |h| h.backend.map_memory(|reference, device, ptr, memory| {
             forgiven(ErrorKind::InvalidPointer, reference.map_memory(device, ptr, memory), ())
