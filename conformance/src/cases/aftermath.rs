@@ -2,10 +2,11 @@
 
 use std::cell::RefCell;
 use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AllocateOptions, Backend, BlasKind, CaptureMode, DataType, DevicePtr, FillPattern, Gemm, GemmShape, GraphExecId,
-    HostOptions, IdParts, Location, MemoryCopy, MemoryFill, ObjectId, Result, StreamOptions,
+    AllocateOptions, Backend, BlasKind, CaptureMode, CopyShape, DataType, DevicePtr, FillPattern, Gemm, GemmShape,
+    GraphExecId, HostOptions, IdParts, Location, MemoryCopy, MemoryCopy2d, MemoryFill, ObjectId, Result, StreamOptions,
 };
 
 use super::ids::forge;
@@ -15,6 +16,7 @@ use crate::device::{Block, Capture, Event, Executable, Handle, Memory, Pinned, S
 cases! {
     group "aftermath";
     calls_of_each_kind_after_refused_ones: ["backend.ids-checked", "backend.device-checked", "memory.exhausted"];
+    streams_are_complete_after_refused_calls: ["stream.query", "backend.ids-checked"];
     nothing_in_a_capture: ["copy.zero", "fill.zero", "gemm.empty"] needs [has::capture];
     equal_operations_with_others_between: ["fill.exact", "copy.exact", "stream.order"];
 }
@@ -150,6 +152,40 @@ fn calls_of_each_kind_after_refused_ones(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// A refused call enqueues nothing. So a stream that was idle is complete at once, and one with work is complete after it, without a wait.
+fn streams_are_complete_after_refused_calls(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+        let block = Block::filled_on(backend, device, BYTES, 0)?;
+        let handle = match backend.capabilities(device)?.gemm_f32 {
+            true => Some(RefCell::new(Handle::new(backend, BlasKind::Blas, &stream)?)),
+            false => None,
+        };
+        for (refusal, call) in &refused_calls(backend, &stream, &block, handle.as_ref()) {
+            stream.synchronize()?;
+            check!(call().is_err(), "{refusal} succeeded");
+            check!(stream.query()?.is_complete(), "an idle stream is pending after {refusal} was refused");
+            stream.set(block.all(), 1)?;
+            stream.record(&event)?;
+            check!(call().is_err(), "{refusal} succeeded on a stream with work");
+            event.synchronize()?;
+            // The event is the last work, and a stream may need a moment to end it.
+            let begun = Instant::now();
+            while stream.is_pending()? && begun.elapsed() < A_WHILE {
+                std::thread::yield_now();
+            }
+            check!(
+                stream.query()?.is_complete(),
+                "a stream is pending {A_WHILE:?} after its last work was done, because {refusal} was refused"
+            );
+        }
+        Ok(())
+    })
+}
+
+/// The time in which a stream notices that its work is done.
+const A_WHILE: Duration = Duration::from_secs(2);
+
 /// Returns calls on living objects, each with one bad argument.
 fn refused_calls<'c>(
     backend: &'c dyn Backend,
@@ -194,6 +230,14 @@ fn refused_calls<'c>(
         ),
         // SAFETY: the id is refused, or the capability is false.
         ("a launch of an unknown graph", Box::new(move || unsafe { backend.launch_graph(no_graph, id) })),
+        (
+            "a copy of rows that overlap",
+            // SAFETY: the pitch is refused; if it is not, the rows stay inside the block, on both sides apart.
+            Box::new(move || unsafe {
+                let below = Location::Device { device, ptr: block.ptr().offset(BYTES / 2) };
+                backend.copy_2d(&MemoryCopy2d::new(below, here, CopyShape::new(8, 2).with_src_pitch(4)), id)
+            }),
+        ),
         ("the end of no capture", Box::new(move || end_capture(backend, id).map(drop))),
     ];
     if let Some(handle) = handle {

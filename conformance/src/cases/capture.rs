@@ -46,6 +46,7 @@ cases! {
     is_not_disturbed_by_new_handles: ["capture.undisturbed"] needs [has::capture, has::create_during_capture];
     gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [has::capture];
     gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [has::capture];
+    gives_no_answer_about_events_that_had_one: ["capture.no-answer", "capture.lost"] needs [has::capture];
     is_lost_where_a_stream_is_not_joined: ["capture.unjoined", "capture.lost"] needs [has::capture];
     is_lost_where_a_stream_goes_on_after_its_join: ["capture.unjoined", "capture.lost"] needs [has::capture];
     events_that_it_recorded_work_outside: ["event.wait-orders", "event.query", "event.synchronize", "capture.lost"]
@@ -787,6 +788,33 @@ fn gives_no_answer_about_its_events(backend: &dyn Backend) -> CaseResult {
             ("synchronize_event of an event recorded in it", |_, _, _, event| event.synchronize()),
         ],
     )
+}
+
+/// An event that was recorded and reached outside has an answer. Once a capture records it, it has none.
+fn gives_no_answer_about_events_that_had_one(backend: &dyn Backend) -> CaseResult {
+    for &mode in CaptureMode::ALL {
+        for is_wait in [false, true] {
+            let what = if is_wait { "synchronize_event" } else { "query_event" };
+            let block = Block::filled(backend, BYTES, OLD)?;
+            let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+            stream.record(&event)?;
+            event.synchronize()?;
+            check!(event.query()?.is_complete(), "an event is pending after a wait for it");
+            let capture = Capture::begin(&stream, mode)?;
+            stream.set(block.all(), NEW)?;
+            stream.record(&event)?;
+            check_error!(
+                if is_wait { event.synchronize() } else { event.query().map(drop) },
+                Capture,
+                "{what} of an event that was recorded before and in a {mode:?} capture"
+            );
+            if let Err(error) = capture.end(&[&block]) {
+                check_error!(Err::<(), _>(error), Capture, "the end of a capture that was lost by {what}");
+            }
+            works(backend, &stream, "after a capture in which something was asked")?;
+        }
+    }
+    Ok(())
 }
 
 /// Loses a capture: a stream joins it and is never waited for.

@@ -33,6 +33,7 @@ cases! {
     synchronize_waits_each_time: ["event.synchronize", "event.record-moves"];
     synchronize_ignores_work_after_the_record: ["event.synchronize"];
     destroyed_events_keep_their_waits: ["event.destroy-pending"];
+    destroyed_events_keep_the_waits_of_other_devices: ["event.destroy-pending", "event.wait-orders"] needs [TWO_DEVICES];
     destroyed_events_are_stale: ["event.destroy-stale"];
     events_order_after_their_stream: ["event.outlives-stream", "event.wait-orders"];
     events_answer_after_their_stream: ["event.outlives-stream", "event.query", "event.synchronize"];
@@ -42,6 +43,7 @@ cases! {
     elapsed_time_needs_records: ["event.elapsed-invalid"] needs [has::event_timing];
     elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [has::event_timing];
     wrapped_events_are_one_with_their_owner: ["event.wait-orders", "event.query"] needs [has::foreign_objects];
+    wrapped_events_keep_their_other_ids: ["event.foreign-kept"] needs [has::foreign_objects];
     wrapped_events_are_forgotten_not_destroyed: ["event.destroy-stale", "backend.live-objects"] needs [has::foreign_objects];
 }
 
@@ -484,6 +486,31 @@ fn destroyed_events_keep_their_waits(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// The wait is the last call of the stream before the event is destroyed.
+fn destroyed_events_keep_the_waits_of_other_devices(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = DEVICE + 1;
+    let busy = StreamLoad::new(backend, OTHER, Direction::ToDevice)?;
+    until_conclusive("the producer was done before the consumer had its work", |load| {
+        let (producer, consumer) = (Stream::on(backend, OTHER)?, Stream::new(backend)?);
+        let (before, event) = (Event::on(backend, OTHER)?, Event::on(backend, OTHER)?);
+        let block = Block::filled(backend, BYTES, OLD)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
+        producer.record(&before)?;
+        producer.record(&event)?;
+        consumer.wait(&event)?;
+        event.destroy()?;
+        // Another event may take the slot of the destroyed one.
+        let _successor = Event::on(backend, OTHER)?;
+        consumer.set(block.all(), NEW)?;
+        let outstanding = before.is_pending()?;
+        consumer.synchronize()?;
+        let is_early = before.is_pending()?;
+        producer.synchronize()?;
+        check!(!is_early, "a stream did not wait for an event of another device that was destroyed since");
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
 fn destroyed_events_are_stale(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let event = Event::new(backend)?;
@@ -713,6 +740,40 @@ fn wrapped_events_are_one_with_their_owner(backend: &dyn Backend) -> CaseResult 
             consumer.synchronize()?;
             read_new(&copied, "a stream that waits for the other id of an event")?;
             check!(recorded.query()?.is_complete() && waited.query()?.is_complete(), "one of two ids is pending");
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
+/// One of several wrappers is destroyed while the record is outstanding. The others and the owner answer as before.
+fn wrapped_events_keep_their_other_ids(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    for is_recorded_by_owner in [true, false] {
+        until_conclusive("the record was reached before an id of its event was destroyed", |load| {
+            let (owner, stream, before) = (Event::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+            let (first, second, third) =
+                (wrapped(backend, &owner)?, wrapped(backend, &owner)?, wrapped(backend, &owner)?);
+            busy.enqueue(&stream, load)?;
+            stream.record(&before)?;
+            stream.record(if is_recorded_by_owner { &owner } else { &first })?;
+            first.destroy()?;
+            third.destroy()?;
+            let complete = [owner.query()?.is_complete(), second.query()?.is_complete()];
+            let outstanding = before.is_pending()?;
+            second.synchronize()?;
+            let is_early = before.is_pending()?;
+            stream.synchronize()?;
+            check!(
+                complete == [false; 2] || !outstanding,
+                "an event is pending, and two other ids of it were destroyed: its owner and a wrapper answer complete: \
+                 {complete:?}"
+            );
+            check!(!is_early, "a wait for an event ended before its record, because other ids of it were destroyed");
+            check!(
+                owner.query()?.is_complete() && second.query()?.is_complete(),
+                "an event is pending after its record, because other ids of it were destroyed"
+            );
             Ok(Attempt::seen(outstanding))
         })?;
     }

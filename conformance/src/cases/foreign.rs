@@ -15,6 +15,8 @@ cases! {
         needs [has::foreign_memory, has::stream_ordered_memory];
     blocks_list_the_transports_that_export_them: ["foreign.transports"]
         needs [has::foreign_memory, has::shareable_memory];
+    refused_exports_leave_the_transports: ["foreign.transports", "ipc.export-shareable", "ipc.export-transport"]
+        needs [has::foreign_memory, has::shareable_memory];
     mappings_list_the_transports_that_export_them: ["foreign.transports"]
         needs [has::foreign_memory, has::shareable_memory, has::mapped_memory];
     addresses_of_nothing_are_refused: ["foreign.unknown"] needs [has::foreign_memory];
@@ -101,6 +103,22 @@ fn blocks_list_the_transports_that_export_them(backend: &dyn Backend) -> CaseRes
     Ok(())
 }
 
+/// Memory that was made shareable by one transport is exported by each other one, which is refused.
+fn refused_exports_leave_the_transports(backend: &dyn Backend) -> CaseResult {
+    for transport in transports(backend)? {
+        let block = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::Shareable(transport))?;
+        let before = backend.describe_memory(DEVICE, block.ptr())?;
+        for &other in Transport::ALL.iter().filter(|other| !before.transports.contains(**other)) {
+            let refused = block.export(other);
+            check!(refused.is_err(), "memory that lists {:?} was exported by {other:?}", before.transports);
+            let after = backend.describe_memory(DEVICE, block.ptr())?;
+            check_eq!(after, before, "memory for {transport:?} after an export by {other:?} was refused");
+            exports(&after, |transport| block.export(transport))?;
+        }
+    }
+    Ok(())
+}
+
 fn mappings_list_the_transports_that_export_them(backend: &dyn Backend) -> CaseResult {
     let piece = backend.capabilities(DEVICE)?.mapped_memory_granularity;
     let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
@@ -138,9 +156,16 @@ fn reserved_addresses_are_nothing(backend: &dyn Backend) -> CaseResult {
     let memory = addresses.fill_in(0..piece)?;
     let behind = backend.describe_memory(DEVICE, addresses.ptr().offset(piece));
     check_error!(behind, InvalidPointer, "describe_memory of addresses without memory");
+    // A description that is kept must not outlive the mapping.
+    described(backend, addresses.ptr(), piece)?;
     addresses.unmap(0..piece)?;
-    let unmapped = backend.describe_memory(DEVICE, addresses.ptr());
-    check_error!(unmapped, InvalidPointer, "describe_memory of memory that was unmapped");
+    for offset in [0, piece - 1] {
+        let unmapped = backend.describe_memory(DEVICE, addresses.ptr().offset(offset));
+        check_error!(unmapped, InvalidPointer, "describe_memory of memory that was described and then unmapped");
+    }
+    let larger = addresses.fill_in(0..2 * piece)?;
+    described(backend, addresses.ptr(), 2 * piece)?;
+    drop(larger);
     drop((addresses, memory));
     Ok(())
 }

@@ -3,10 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_hal::{Backend, CaptureMode, EventOptions, FillPattern, Result, StreamId, StreamOptions, StreamPriority};
+use highwater_hal::{
+    Backend, CaptureMode, CopyShape, EventOptions, FillPattern, Result, StreamId, StreamOptions, StreamPriority,
+};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error, on_devices};
-use crate::device::{Block, Capture, DEVICE, Event, Object, Pinned, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Memory, Object, Pinned, Stream};
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
 use crate::validation::made_here;
@@ -861,9 +863,11 @@ fn joined_streams_execute_nothing(backend: &dyn Backend) -> CaseResult {
     on_devices(backend, |device| {
         let (origin, joined) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let (fork, join) = (Event::on(backend, device)?, Event::on(backend, device)?);
-        let blocks = [Block::filled_on(backend, device, BYTES, 1)?, Block::filled_on(backend, device, BYTES, 1)?];
+        let block = || Block::filled_on(backend, device, BYTES, 1);
+        let blocks = [block()?, block()?, block()?, block()?];
+        let (from, to) = (Pinned::holding(backend, &[2; BYTES])?, Pinned::holding(backend, &[1; BYTES])?);
         let (source, outside) = (Block::filled_on(backend, device, BYTES, 2)?, Stream::on(backend, device)?);
-        let pinned = Pinned::new(backend, 2 * BYTES)?;
+        let pinned = Pinned::new(backend, 4 * BYTES)?;
         // Nothing is forbidden, so the bytes can be read while the capture is open.
         let capture = Capture::begin(&origin, CaptureMode::Relaxed)?;
         origin.record(&fork)?;
@@ -871,22 +875,33 @@ fn joined_streams_execute_nothing(backend: &dyn Backend) -> CaseResult {
         check!(backend.is_capturing(joined.id())?, "a stream that joined a capture takes no part in it");
         joined.set(blocks[0].all(), 2)?;
         joined.copy(blocks[1].all(), source.all())?;
+        joined.copy(blocks[2].all(), from.all())?;
+        joined.copy_rows(blocks[3].all(), from.all(), CopyShape::new(BYTES / 16, 16))?;
+        joined.copy(to.all(), source.all())?;
         for (index, block) in blocks.iter().enumerate() {
             outside.copy(pinned.span(index * BYTES..(index + 1) * BYTES), block.all())?;
         }
         outside.synchronize()?;
         // SAFETY: the stream that writes it was synchronized.
         let seen = unsafe { pinned.read_now() };
-        check!(seen == [1; 2 * BYTES], "work on a stream that joined a capture was executed before the capture ended");
+        check!(seen == [1; 4 * BYTES], "work on a stream that joined a capture was executed before the capture ended");
         joined.record(&join)?;
         origin.wait(&join)?;
-        let graph = capture.end(&[&blocks[0], &blocks[1], &source])?;
+        let mut memory: Vec<&dyn Memory> = blocks.iter().map(|block| block as _).collect();
+        memory.extend([&source as &dyn Memory, &from, &to]);
+        let graph = capture.end(&memory)?;
+        backend.synchronize_device(device)?;
+        for (index, block) in blocks.iter().enumerate() {
+            check!(block.read()? == [1; BYTES], "recorded work {index} of a stream that joined a capture was executed");
+        }
+        check!(to.read()? == [1; BYTES], "a recorded copy to the host on a stream that joined a capture was executed");
         let executable = graph.instantiate()?;
         executable.launch(&origin)?;
         origin.synchronize()?;
         for block in &blocks {
             check!(block.read()? == [2; BYTES], "work on a stream that joined was not recorded");
         }
+        check!(to.read()? == [2; BYTES], "a copy to the host on a stream that joined was not recorded");
         check!(!backend.is_capturing(joined.id())?, "a stream takes part in a capture that has ended");
         Ok(())
     })

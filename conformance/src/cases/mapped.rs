@@ -21,10 +21,13 @@ cases! {
     memory_for_direct_access_is_memory: ["mapped.contiguous"] needs [has::mapped_memory, has::mapped_memory_rdma];
     memory_moves_with_its_bytes: ["mapped.move"] needs [has::mapped_memory];
     addresses_in_use_are_refused: ["mapped.map-checked"] needs [has::mapped_memory];
+    memory_that_was_refused_can_be_mapped: ["mapped.map-checked"] needs [has::mapped_memory];
     memory_of_another_device_is_refused: ["mapped.map-checked"] needs [TWO_DEVICES, has::mapped_memory];
     parts_of_mappings_are_refused: ["mapped.whole"] needs [has::mapped_memory];
     addresses_with_memory_are_not_freed: ["mapped.free-checked"] needs [has::mapped_memory];
     access_comes_after_the_memory_is_destroyed: ["mapped.destroy"] needs [has::mapped_memory];
+    other_devices_get_access_after_the_memory_is_destroyed: ["mapped.destroy", "mapped.peer"]
+        needs [TWO_DEVICES, has::mapped_memory, has::peer_copy];
     destroyed_memory_stays_while_it_is_mapped: ["mapped.destroy"] needs [has::mapped_memory];
     destroyed_bytes_come_back: ["mapped.returns"] needs [has::mapped_memory];
     destroyed_memory_is_free_at_once: ["memory.info-returns"] needs [has::mapped_memory];
@@ -326,6 +329,28 @@ fn parts_of_mappings_are_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// Each refused call leaves the memory as it was, so a right call maps it.
+fn memory_that_was_refused_can_be_mapped(backend: &dyn Backend) -> CaseResult {
+    let piece = granularity(backend)?;
+    let addresses = Addresses::new(backend, DEVICE, 3 * piece)?;
+    let beside = addresses.fill_in(2 * piece..3 * piece)?;
+    for (offset, what) in
+        [(1, "at an odd address"), (2 * piece, "where memory is mapped"), (3 * piece, "behind the range")]
+    {
+        let memory = PhysicalMemory::create(backend, DEVICE, &PhysicalMemoryOptions::new(piece))?;
+        check!(addresses.map(offset, &memory, piece).is_err(), "map_memory {what} succeeded");
+        let mapped = addresses.map(0, &memory, piece);
+        check!(mapped.is_ok(), "memory cannot be mapped after map_memory {what} was refused: {:?}", mapped.err());
+        addresses.give_access(0..piece, DEVICE)?;
+        let content = Random::new(92).bytes(piece);
+        addresses.write(0, &content)?;
+        check!(addresses.read(0..piece)? == content, "memory loses its bytes after map_memory {what} was refused");
+        addresses.unmap(0..piece)?;
+    }
+    drop((addresses, beside));
+    Ok(())
+}
+
 fn addresses_with_memory_are_not_freed(backend: &dyn Backend) -> CaseResult {
     let piece = granularity(backend)?;
     let addresses = Addresses::new(backend, DEVICE, 3 * piece)?;
@@ -339,7 +364,17 @@ fn addresses_with_memory_are_not_freed(backend: &dyn Backend) -> CaseResult {
     addresses.write(2 * piece, &vec![0x77; piece])?;
     check_error!(addresses.free_wrongly(0..3 * piece), InvalidPointer, "free_addresses while memory is mapped");
     check!(addresses.read(2 * piece..3 * piece)? == vec![0x77; piece], "a refused free changed mapped memory");
-    drop(memory);
+    // It stays mapped without its id.
+    memory.destroy()?;
+    check_error!(
+        addresses.free_wrongly(0..3 * piece),
+        InvalidPointer,
+        "free_addresses while memory is mapped whose id is destroyed"
+    );
+    check!(
+        addresses.read(2 * piece..3 * piece)? == vec![0x77; piece],
+        "a refused free changed mapped memory whose id is destroyed"
+    );
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
     Ok(())
 }
@@ -383,6 +418,23 @@ fn access_comes_after_the_memory_is_destroyed(backend: &dyn Backend) -> CaseResu
     );
     check!(other.read()? == vec![0x33; 2 * piece], "mapped memory whose id was destroyed was given to somebody else");
     addresses.unmap(0..2 * piece)?;
+    Ok(())
+}
+
+fn other_devices_get_access_after_the_memory_is_destroyed(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = DEVICE + 1;
+    let piece = granularity(backend)?;
+    let addresses = Addresses::new(backend, DEVICE, 2 * piece)?;
+    addresses.fill_in(0..piece)?.destroy()?;
+    let living = addresses.fill_in(piece..2 * piece)?;
+    let content = Random::new(91).bytes(2 * piece);
+    addresses.write(0, &content)?;
+    addresses.give_access(0..2 * piece, OTHER)?;
+    let (far, stream) = (Block::filled_on(backend, OTHER, 2 * piece, 0)?, Stream::on(backend, OTHER)?);
+    stream.copy(far.all(), addresses.span_on(OTHER, 0..2 * piece))?;
+    stream.synchronize()?;
+    check!(far.read()? == content, "a device that got access after the memory was destroyed reads other bytes");
+    drop((stream, addresses, living));
     Ok(())
 }
 

@@ -22,10 +22,13 @@ cases! {
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
     answers_about_memory_follow_other_threads: ["memory.info-counts"];
     freed_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
+    bytes_freed_by_another_thread_are_free_at_once: ["memory.info-returns", "memory.free-returns"];
     exported_bytes_are_free_at_once: ["memory.info-returns", "memory.free-returns"] needs [has::shareable_memory];
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_come_back_after_their_stream: ["memory.free-returns", "stream.destroy-pending"]
+        needs [has::stream_ordered_memory];
     stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
@@ -344,7 +347,7 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
             if backend.memory_info(device)?.free < bytes as u64 {
                 continue;
             }
-            free_memory_grows(backend, device, &format!("{what} memory, beside a busy stream,"), || {
+            free_memory_grows(backend, device, false, &format!("{what} memory, beside a busy stream,"), || {
                 let block = make(bytes)?;
                 if !occupied.is_pending()? {
                     busy.enqueue(&occupied, 1)?;
@@ -357,12 +360,25 @@ fn freed_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// The thread that frees a block did not allocate it, and has ended when the memory is asked for.
+fn bytes_freed_by_another_thread_are_free_at_once(backend: &dyn Backend) -> CaseResult {
+    const LARGE: usize = 64 << 20;
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        let bytes = LARGE.next_multiple_of(backend.capabilities(device)?.mapped_memory_granularity.max(1));
+        for Maker { what, make, .. } in makers(backend, &stream)?.iter().filter(|maker| !maker.is_ordered) {
+            free_memory_grows(backend, device, true, &format!("{what} memory, in another thread,"), || make(bytes))?;
+        }
+    }
+    Ok(())
+}
+
 /// The handle was dropped before the block is freed, and no process opened it.
 fn exported_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
     const LARGE: u64 = 64 << 20;
     let bytes = even(backend, DEVICE, LARGE)?;
     for transport in transports(backend)? {
-        free_memory_grows(backend, DEVICE, &format!("memory that was exported by {transport:?}"), || {
+        free_memory_grows(backend, DEVICE, false, &format!("memory that was exported by {transport:?}"), || {
             let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::Shareable(transport))?;
             block.export(transport).map(drop)?;
             Ok(block)
@@ -376,6 +392,7 @@ fn exported_bytes_are_free_at_once(backend: &dyn Backend) -> CaseResult {
 fn free_memory_grows<'b>(
     backend: &dyn Backend,
     device: u32,
+    in_another_thread: bool,
     what: &str,
     make: impl Fn() -> highwater_hal::Result<Block<'b>>,
 ) -> CaseResult {
@@ -385,7 +402,12 @@ fn free_memory_grows<'b>(
         let block = make()?;
         let bytes = block.bytes() as u64;
         let before = backend.memory_info(device)?.free;
-        block.give_back()?;
+        if in_another_thread {
+            let given = std::thread::scope(|scope| scope.spawn(|| block.give_back()).join());
+            given.map_err(|_| Failure::new("a thread panicked"))??;
+        } else {
+            block.give_back()?;
+        }
         grown.push(backend.memory_info(device)?.free.saturating_sub(before));
         if grown.last() >= Some(&bytes) {
             return Ok(());
@@ -440,14 +462,45 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
+/// The stream is destroyed with work outstanding, and the free of the block behind it.
+fn stream_ordered_bytes_come_back_after_their_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let (bytes, rounds) = large_part(backend)?;
+    until_conclusive("a stream was idle when it was destroyed", |load| {
+        let mut pending = true;
+        for round in 0..rounds {
+            let stream = Stream::new(backend)?;
+            let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
+            let block = block.map_err(|error| {
+                Failure::new(format!(
+                    "{bytes} bytes were freed {round} times on a stream that ended, and then: {error}"
+                ))
+            })?;
+            busy.enqueue(&stream, load)?;
+            pending &= stream.is_pending()?;
+            block.free_in_order()?;
+            stream.destroy()?;
+            // The next allocation comes after the free.
+            backend.synchronize_device(DEVICE)?;
+        }
+        Ok(Attempt::seen(pending))
+    })
+}
+
+/// The bytes of stream-ordered blocks: vendors take short and long ones from different pools.
+const ORDERED_SIZES: [usize; 2] = [1 << 16, 4 << 20];
+
 fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> CaseResult {
-    const BYTES: usize = 1 << 16;
+    ORDERED_SIZES.iter().try_for_each(|&bytes| ordered_bytes_are_given_to_nobody_too_early(backend, bytes))
+}
+
+fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usize) -> CaseResult {
     const OTHERS: usize = 8;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     until_conclusive("the work before a stream-ordered free was over before others had their memory", |load| {
-        let result = Block::filled(backend, BYTES, 0)?;
+        let result = Block::filled(backend, bytes, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
-        let ordered = || Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()));
+        let ordered = || Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.
         let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
         stream.set(block.all(), 1)?;
@@ -464,7 +517,7 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
                 0 => DeviceMemoryKind::Plain,
                 _ => DeviceMemoryKind::StreamOrdered(other.id()),
             };
-            let block = Block::with_kind(backend, DEVICE, BYTES, kind)?;
+            let block = Block::with_kind(backend, DEVICE, bytes, kind)?;
             other.set(block.all(), 2)?;
             others.push(block);
         }
@@ -472,7 +525,7 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
         let not_there_yet = there.is_pending()?;
         stream.synchronize()?;
         check!(
-            result.read()? == [1; BYTES],
+            result.read()? == vec![1; bytes],
             "stream-ordered memory was given to somebody else while work before its free was still to come"
         );
         Ok(Attempt::seen(not_there_yet))
@@ -480,13 +533,16 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
 }
 
 fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult {
-    const BYTES: usize = 1 << 16;
+    ORDERED_SIZES.iter().try_for_each(|&bytes| ordered_bytes_are_there_in_order(backend, bytes))
+}
+
+fn ordered_bytes_are_there_in_order(backend: &dyn Backend, bytes: usize) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     until_conclusive("stream-ordered allocation or free waits for the stream", |load| {
         let (stream, other, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (before, allocated) = (Event::new(backend)?, Event::new(backend)?);
         let ordered = |stream: &Stream<'_>| {
-            Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))
+            Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()))
         };
         let earlier = [ordered(&stream)?, ordered(&stream)?, ordered(&stream)?];
         busy.enqueue(&stream, load)?;
@@ -514,7 +570,7 @@ fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult 
             (&awaited, 4, "a stream that waits for the allocation"),
         ] {
             check!(
-                block.read()? == [byte; BYTES],
+                block.read()? == vec![byte; bytes],
                 "earlier work spoiled stream-ordered memory that is used on {order}"
             );
         }

@@ -49,6 +49,8 @@ cases! {
         needs [has::shareable_memory, DESCRIPTORS];
     importers_keep_memory_that_the_exporter_freed: ["ipc.free-keeps", "ipc.descriptor-keeps", "memory.disjoint"]
         needs [has::shareable_memory, DESCRIPTORS];
+    importers_keep_mapped_memory_that_the_exporter_gave_back: ["ipc.free-keeps", "mapped.shared"]
+        needs [has::shareable_memory, has::mapped_memory, DESCRIPTORS];
     memory_that_was_freed_elsewhere_is_kept: ["ipc.free-keeps"] needs [has::shareable_memory, DESCRIPTORS];
     altered_handles_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
     handles_of_another_device_are_refused: ["ipc.open-checked"] needs [has::shareable_memory];
@@ -596,8 +598,15 @@ fn altered_handles_are_refused(backend: &dyn Backend, launcher: &Launcher) -> Ca
                 refused(peer, &altered, what)?;
             }
         }
-        // The valid handle still works.
+        // The valid handle still works, and no other one does because its memory is open.
         let opened = peer.open(&handle)??;
+        for (what, alter) in ALTERATIONS {
+            let mut altered = handle.clone();
+            alter(&mut altered);
+            if altered.payload != handle.payload || altered.bytes != handle.bytes {
+                refused(peer, &altered, &format!("{what}, while its memory is open"))?;
+            }
+        }
         check!(
             peer.read(opened, BYTES)?? == [OLD; BYTES],
             "a handle names other memory after altered ones were refused"
@@ -670,8 +679,12 @@ fn handles_without_their_descriptor_are_refused(backend: &dyn Backend, launcher:
         altered.descriptor = Some(Descriptor::new(end));
         refused(&mut peer, &altered, "the descriptor of a pipe")?;
     }
+    // A backend that knows open memory by its payload must check the descriptor all the same.
     let opened = peer.open(&handle)??;
+    altered.descriptor = None;
+    refused(&mut peer, &altered, "no descriptor, while its memory is open")?;
     peer.close(opened)??;
+    refused(&mut peer, &altered, "no descriptor, after its memory was closed")?;
     peer.end()
 }
 
@@ -706,16 +719,25 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
     with_each_transport(backend, launcher, |transport, peer| {
         let there = peer.allocate(BYTES, transport)??;
         let handle = peer.export(there, transport)??;
-        for &mode in CaptureMode::ALL {
+        for (&mode, in_another_thread) in CaptureMode::ALL.iter().flat_map(|mode| [(mode, false), (mode, true)]) {
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;
             // It is closed without a wait, because nothing has used the mapping.
-            Block::open(backend, DEVICE, &handle)?.give_back()?;
+            let open = || Block::open(backend, DEVICE, &handle)?.give_back();
+            if in_another_thread {
+                in_thread(open)?
+            } else {
+                open()?
+            }
             check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
             stream.set(block.span(BYTES / 2..BYTES), NEW)?;
             let graph = capture.end(&[&block]);
-            check!(graph.is_ok(), "a capture ({mode:?}) was lost by opening memory: {:?}", graph.err());
+            check!(
+                graph.is_ok(),
+                "a capture ({mode:?}) was lost by opening memory, in another thread: {in_another_thread}: {:?}",
+                graph.err()
+            );
             graph?.instantiate()?.launch(&stream)?;
             stream.synchronize()?;
             check!(block.read()? == [NEW; BYTES], "a capture ({mode:?}) in which memory was opened is not whole");
@@ -1010,6 +1032,49 @@ fn importers_keep_memory_that_the_exporter_freed(backend: &dyn Backend, launcher
     peer.end()?;
     drop((handle, again));
     Ok(())
+}
+
+/// The memory is destroyed while it is mapped, and ends with the mapping, or the other way around.
+fn importers_keep_mapped_memory_that_the_exporter_gave_back(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let (transport, piece) = (Transport::Descriptor, backend.capabilities(DEVICE)?.mapped_memory_granularity);
+    let content = Random::new(65).bytes(piece);
+    let mut peer = start(launcher, backend)?;
+    for is_destroyed_first in [true, false] {
+        let addresses = Addresses::new(backend, DEVICE, piece)?;
+        let options = PhysicalMemoryOptions::new(piece).with_shareable(transport);
+        let memory = PhysicalMemory::create(backend, DEVICE, &options)?;
+        addresses.map(0, &memory, piece)?;
+        addresses.give_access(0..piece, DEVICE)?;
+        addresses.write(0, &content)?;
+        let handle = addresses.export(0, transport)?;
+        let opened = peer.open(&handle)??;
+        if is_destroyed_first {
+            memory.destroy()?;
+            addresses.unmap(0..piece)?;
+        } else {
+            addresses.unmap(0..piece)?;
+            memory.destroy()?;
+        }
+        let again = Block::mapped_for(backend, DEVICE, piece, transport)?;
+        again.write(0, &vec![OLD; piece])?;
+        check!(
+            peer.read(opened, piece)?? == content,
+            "an importer's mapped memory lost its contents when the exporter gave it back, destroyed first: \
+             {is_destroyed_first}"
+        );
+        peer.write(opened, &vec![NEW; piece])??;
+        check!(again.read()? == vec![OLD; piece], "mapped memory that an importer has open was allocated again");
+        peer.close(opened)??;
+        // The handle alone keeps the memory.
+        let opened = peer.open(&handle)??;
+        check!(
+            peer.read(opened, piece)?? == vec![NEW; piece],
+            "the mapped memory of a handle lost its contents after the last close"
+        );
+        peer.close(opened)??;
+        drop((handle, again));
+    }
+    peer.end()
 }
 
 /// The second process exports the memory and frees it.

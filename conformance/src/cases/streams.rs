@@ -1,8 +1,8 @@
 //! Streams: order, asynchrony, independence, and waits.
 
 use highwater_hal::{
-    Backend, BlasKind, CaptureMode, DataType, Epilogue, FillPattern, GemmShape, PlanOptions, StreamId, StreamOptions,
-    StreamPriority,
+    Backend, BlasKind, CaptureMode, CopyShape, DataType, Epilogue, FillPattern, GemmShape, PlanOptions, StreamId,
+    StreamOptions, StreamPriority,
 };
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error};
-use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Registered, Stream, end_capture};
 use crate::matrix::Product;
 use crate::retry::{Attempt, until_conclusive};
 use crate::stream_load::{Direction, StreamLoad};
@@ -38,18 +38,23 @@ cases! {
     sources_are_read_after_earlier_work: ["stream.order", "copy.ordered"] => sources_are_read_late(false);
     sources_are_read_after_awaited_work: ["event.wait-orders", "copy.ordered"] => sources_are_read_late(true);
     do_not_wait_for_each_other: ["stream.independent"];
+    equal_work_of_two_streams_is_independent: ["stream.independent"];
     query_follows_the_work: ["stream.query"];
     query_ignores_other_streams: ["stream.query", "stream.independent"];
     query_covers_a_wait_for_another_device: ["stream.query", "stream.synchronize"] needs [TWO_DEVICES];
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
-    synchronize_ends_while_others_enqueue: ["stream.synchronize-ends"] => ends_while_others_enqueue(Wait::Stream);
-    synchronizing_the_device_ends_while_others_enqueue: ["devices.synchronize-ends"] => ends_while_others_enqueue(Wait::Device);
+    synchronize_ends_while_others_enqueue: ["stream.synchronize-ends"] => ends_while_others_enqueue(Wait::Stream, StreamPriority::Normal);
+    synchronizing_the_device_ends_while_others_enqueue: ["devices.synchronize-ends"] => ends_while_others_enqueue(Wait::Device, StreamPriority::Normal);
+    synchronize_ends_on_streams_of_each_priority: ["stream.synchronize-ends"] needs [has::stream_priority];
+    synchronizing_a_device_does_not_wait_for_another: ["devices.synchronize-ends"] needs [TWO_DEVICES];
     synchronizing_the_device_waits_for_streams_of_other_threads: ["devices.synchronize"];
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
     destroyed_streams_finish_their_work: ["stream.destroy-pending"];
+    destroyed_streams_finish_their_last_call: ["stream.destroy-pending"];
     destroyed_streams_are_stale: ["stream.destroy-stale"];
+    destroyed_streams_that_recorded_are_stale: ["stream.destroy-stale"] needs [has::capture];
     fresh_streams_have_no_work_of_destroyed_ones: ["stream.independent", "stream.query"];
     priorities_keep_the_order: ["stream.order"] needs [has::stream_priority];
     the_legacy_default_stream_runs_in_order: ["stream.order", "stream.synchronize"] needs [has::legacy_default_stream];
@@ -337,6 +342,50 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// Both streams do the same work, of each kind. One of them is busy before, so its work waits. A shared engine, or a staging buffer
+/// that all copies pass, would make the other wait too.
+fn equal_work_of_two_streams_is_independent(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let can = backend.capabilities(DEVICE)?;
+    let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
+    // Each stream has memory of its own.
+    let blocks = [Block::new(backend, 2 * BYTES)?, Block::new(backend, 2 * BYTES)?];
+    let pinned = [Pinned::new(backend, BYTES)?, Pinned::new(backend, BYTES)?];
+    let registered = match can.host_register {
+        true => Some([Registered::new(backend, &[3; BYTES])?, Registered::new(backend, &[3; BYTES])?]),
+        false => None,
+    };
+    let lower = |of: usize| blocks[of].span(0..BYTES);
+    let upper = |of: usize| blocks[of].span(BYTES..2 * BYTES);
+    let rows = CopyShape::new(BYTES / 16, 16);
+    type Work<'w> = (&'static str, Box<dyn Fn(&Stream<'_>, usize) -> highwater_hal::Result<()> + 'w>);
+    let mut works: Vec<Work<'_>> = vec![
+        ("a fill", Box::new(|stream, of| stream.set(lower(of), 1))),
+        ("a copy to the device", Box::new(|stream, of| stream.copy(lower(of), pinned[of].all()))),
+        ("a copy to the host", Box::new(|stream, of| stream.copy(pinned[of].all(), lower(of)))),
+        ("a copy on the device", Box::new(|stream, of| stream.copy(upper(of), lower(of)))),
+        ("a copy of rows to the device", Box::new(|stream, of| stream.copy_rows(lower(of), pinned[of].all(), rows))),
+        ("a copy of rows to the host", Box::new(|stream, of| stream.copy_rows(pinned[of].all(), lower(of), rows))),
+    ];
+    if let Some(registered) = &registered {
+        let part = |of: usize| registered[of].span(0..BYTES);
+        works.push(("a copy from registered memory", Box::new(move |stream, of| stream.copy(lower(of), part(of)))));
+        works.push(("a copy to registered memory", Box::new(move |stream, of| stream.copy(part(of), lower(of)))));
+    }
+    for (what, work) in &works {
+        until_conclusive(&format!("{what} waits for {what} of another stream"), |load| {
+            busy.enqueue(&occupied, load)?;
+            work(&occupied, 0)?;
+            work(&free, 1)?;
+            free.synchronize()?;
+            let outstanding = occupied.is_pending()?;
+            occupied.synchronize()?;
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
 fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
@@ -367,7 +416,7 @@ fn query_ignores_other_streams(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// A stream whose only work is the wait.
+/// A stream whose only work is the wait. It is asked until the event is reached, because it gets to the wait some time after the call.
 fn query_covers_a_wait_for_another_device(backend: &dyn Backend) -> CaseResult {
     const OTHER: u32 = DEVICE + 1;
     let busy = StreamLoad::new(backend, OTHER, Direction::ToDevice)?;
@@ -377,15 +426,19 @@ fn query_covers_a_wait_for_another_device(backend: &dyn Backend) -> CaseResult {
         busy.enqueue(&producer, load)?;
         producer.record(&event)?;
         waiting.wait(&event)?;
-        let complete = waiting.query()?.is_complete();
-        let outstanding = event.is_pending()?;
+        let (mut outstanding, mut early) = (false, false);
+        loop {
+            let complete = waiting.query()?.is_complete();
+            if !event.is_pending()? {
+                break;
+            }
+            outstanding = true;
+            early |= complete;
+        }
         waiting.synchronize()?;
         let reached = !event.is_pending()?;
         producer.synchronize()?;
-        check!(
-            !complete || !outstanding,
-            "a stream is complete while its only work, a wait for device {OTHER}, is outstanding"
-        );
+        check!(!early, "a stream is complete while its only work, a wait for device {OTHER}, is outstanding");
         check!(
             reached,
             "`synchronize_stream` of a stream returned before the event of device {OTHER} that it waits for"
@@ -546,6 +599,52 @@ fn destroyed_streams_finish_their_work(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// The last call before the end of a stream is work of each kind, alone or after other work. A backend that submits work with the next
+/// call loses it.
+fn destroyed_streams_finish_their_last_call(backend: &dyn Backend) -> CaseResult {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    let source = Block::filled(backend, BYTES, 7)?;
+    let pinned = Pinned::holding(backend, &[7; BYTES])?;
+    let rows = CopyShape::new(BYTES / 16, 16);
+    let block = Block::new(backend, BYTES)?;
+    let executable = match backend.capabilities(DEVICE)?.capture {
+        true => {
+            let stream = Stream::new(backend)?;
+            let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+            stream.set(block.all(), 7)?;
+            Some(capture.end(&[&block])?.instantiate()?)
+        }
+        false => None,
+    };
+    type Work<'w> = (&'static str, Box<dyn Fn(&Stream<'_>) -> highwater_hal::Result<()> + 'w>);
+    let mut works: Vec<Work<'_>> = vec![
+        ("a fill", Box::new(|stream| stream.set(block.all(), 7))),
+        ("a copy to the device", Box::new(|stream| stream.copy(block.all(), pinned.all()))),
+        ("a copy on the device", Box::new(|stream| stream.copy(block.all(), source.all()))),
+        ("a copy of rows", Box::new(|stream| stream.copy_rows(block.all(), pinned.all(), rows))),
+    ];
+    if let Some(executable) = &executable {
+        works.push(("a launch", Box::new(|stream| executable.launch(stream))));
+    }
+    for (what, work) in &works {
+        for load in [0, 1] {
+            let fresh = Stream::new(backend)?;
+            fresh.set(block.all(), 0)?;
+            fresh.synchronize()?;
+            let stream = Stream::new(backend)?;
+            busy.enqueue(&stream, load)?;
+            work(&stream)?;
+            stream.destroy()?;
+            backend.synchronize_device(DEVICE)?;
+            check!(
+                block.read()? == [7; BYTES],
+                "{what} was the last call on a stream, after {load} loads, and was lost when the stream was destroyed"
+            );
+        }
+    }
+    Ok(())
+}
+
 /// Streams that are made while a destroyed stream has work, and may have its place.
 fn fresh_streams_have_no_work_of_destroyed_ones(backend: &dyn Backend) -> CaseResult {
     const STREAMS: usize = 4;
@@ -578,6 +677,29 @@ fn destroyed_streams_are_stale(backend: &dyn Backend) -> CaseResult {
     check_error!(backend.destroy_stream(stale), InvalidHandle, "a second destroy_stream");
     check_error!(backend.query_stream(stale), InvalidHandle, "query_stream after destroy_stream");
     check_error!(backend.synchronize_stream(stale), InvalidHandle, "synchronize_stream after destroy_stream");
+    Ok(())
+}
+
+/// A backend that remembers the captures of a stream must forget them with the stream.
+fn destroyed_streams_that_recorded_are_stale(backend: &dyn Backend) -> CaseResult {
+    for is_asked in [true, false] {
+        let (stream, block) = (Stream::new(backend)?, Block::new(backend, BYTES)?);
+        let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+        stream.set(block.all(), 1)?;
+        drop(capture.end(&[&block])?);
+        if is_asked {
+            check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that has ended");
+        }
+        let stale = stream.destroy()?;
+        check_error!(backend.is_capturing(stale), InvalidHandle, "is_capturing after destroy_stream");
+        check_error!(backend.query_stream(stale), InvalidHandle, "query_stream after destroy_stream");
+        check_error!(
+            backend.begin_capture(stale, CaptureMode::Relaxed),
+            InvalidHandle,
+            "begin_capture after destroy_stream"
+        );
+        check_error!(end_capture(backend, stale), InvalidHandle, "end_capture after destroy_stream");
+    }
     Ok(())
 }
 
@@ -669,6 +791,24 @@ fn wrapped_streams_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseRes
     Ok(())
 }
 
+fn synchronize_ends_on_streams_of_each_priority(backend: &dyn Backend) -> CaseResult {
+    ends_while_others_enqueue(backend, Wait::Stream, StreamPriority::High)?;
+    ends_while_others_enqueue(backend, Wait::Stream, StreamPriority::Low)
+}
+
+fn synchronizing_a_device_does_not_wait_for_another(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = DEVICE + 1;
+    let busy = StreamLoad::new(backend, OTHER, Direction::ToDevice)?;
+    let occupied = Stream::on(backend, OTHER)?;
+    until_conclusive("a wait for a device waits for the work of another device", |load| {
+        busy.enqueue(&occupied, load)?;
+        backend.synchronize_device(DEVICE)?;
+        let outstanding = occupied.is_pending()?;
+        occupied.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
 /// A wait that must end although work is added all the time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wait {
@@ -677,12 +817,12 @@ enum Wait {
 }
 
 /// One thread keeps a stream busy, with a few loads ahead of the device. Another waits, and must return before the first one stops.
-fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait) -> CaseResult {
+fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait, priority: StreamPriority) -> CaseResult {
     /// A wrong wait lasts as long as work is added. A right one lasts until the loads before it are done.
     const LIMIT: Duration = Duration::from_secs(3);
     const AHEAD: usize = 6;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    let stream = Stream::new(backend)?;
+    let stream = Stream::with_options(backend, DEVICE, &StreamOptions::new().with_priority(priority))?;
     let events: Vec<Event<'_>> = (0..AHEAD).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
     // With this much enqueued, the stream is never idle.
     let add = |event: &Event<'_>| busy.enqueue(&stream, 1).and_then(|()| stream.record(event));
@@ -711,7 +851,7 @@ fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait) -> CaseResult {
     added.map_err(|error: highwater_hal::Error| Failure::from(error))?;
     check!(
         lasted < LIMIT,
-        "a wait ({wait:?}) lasted for {lasted:?}, as long as another thread enqueued work; expected is that it ends once the work \
+        "a wait ({wait:?}, priority {priority:?}) lasted for {lasted:?}, as long as another thread enqueued work; expected is that it ends once the work \
          before it is done"
     );
     Ok(())

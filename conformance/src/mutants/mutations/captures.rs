@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 use std::thread::ThreadId;
 
-use highwater_hal::{BlasKind, Completion, ErrorKind, EventId, StreamId};
+use highwater_hal::{BlasKind, CaptureMode, Completion, ErrorKind, EventId, StreamId};
 
 use super::super::hooks::Hooks;
-use super::super::reference::{Reference, forgiven, is, renamed, wrong};
+use super::super::reference::{Reference, Way, forgiven, is, renamed, wrong};
 use super::super::state::Shared;
 
 mutants! {
@@ -19,6 +19,17 @@ mutants! {
             Ok(())
         }
     });
+    "joined-copies-to-the-device-executed": "Executes copies to the device on streams that joined a capture, and records them as well." => |h| {
+        let open = captures(h);
+        h.backend.copy(move |reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            let has_joined = reference.is_recording(stream) && !open.with(|open| open.contains(&stream));
+            match has_joined && Way::of(copy) == Way::ToDevice {
+                true => reference.on_own_stream(stream.device(), |own| reference.copy(copy, own)),
+                false => Ok(()),
+            }
+        });
+    };
     "recorded-copies-executed": "Executes copies during a capture, and records them as well." =>
         |h| h.backend.copy(|reference, copy, stream| {
             reference.copy(copy, stream)?;
@@ -182,6 +193,28 @@ mutants! {
             false => Err(wrong(ErrorKind::Capture, "allocate")),
         });
     };
+    "disturbed-by-opening-elsewhere" [by_two_processes]: "Loses captures of mode Global when another thread opens memory." => |h| {
+        let open = Shared::<HashMap<StreamId, ThreadId>>::default();
+        let (begun, ended) = (open.clone(), open.clone());
+        h.backend.begin_capture(move |reference, stream, mode| {
+            reference.begin_capture(stream, mode)?;
+            if mode == CaptureMode::Global {
+                begun.with(|begun| begun.insert(stream, std::thread::current().id()));
+            }
+            Ok(())
+        });
+        h.backend.end_capture(move |reference, stream| {
+            ended.with(|ended| ended.remove(&stream));
+            reference.end_capture(stream)
+        });
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let here = std::thread::current().id();
+            let others: HashSet<StreamId> =
+                open.with(|open| open.iter().filter(|(_, thread)| **thread != here).map(|(stream, _)| *stream).collect());
+            lose(&sharing.backend, &Shared::new(others));
+            sharing.open_memory(device, handle)
+        });
+    };
     "disturbed-by-registration": "Loses captures when memory is registered." => |h| disturbed_by(h, "host_register");
     "disturbed-by-new-events": "Loses captures of other threads when an event is made." => |h| {
         let open = captures(h);
@@ -268,6 +301,21 @@ mutants! {
         |h| h.backend.synchronize_event(|reference, event| {
             forgiven(ErrorKind::Capture, reference.synchronize_event(event), ())
         });
+
+    "answers-from-outside": "Answers for an event's earlier record outside once a capture has recorded it." => |h| {
+        let reached = Shared::<HashSet<EventId>>::default();
+        let asked = reached.clone();
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event);
+            if completion.as_ref().is_ok_and(|completion| completion.is_complete()) {
+                asked.with(|reached| reached.insert(event));
+            }
+            match reached.with(|reached| reached.contains(&event)) {
+                true => forgiven(ErrorKind::Capture, completion, Completion::Complete),
+                false => completion,
+            }
+        });
+    };
 
     in "capture.lost":
     "broken-by-a-loss": "Refuses fills on a stream whose capture was lost." => |h| {

@@ -304,6 +304,21 @@ mutants! {
         });
 
     in "event.destroy-pending":
+    "late-waits-for-other-devices" needs [TWO_DEVICES]: "Submits a wait for another device with the next call on its stream, if the event is alive then." => |h| {
+        let held = Deferred::default();
+        let waits = held.clone();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            if reference.is_recording(stream) || stream.device() == event.device() {
+                return reference.stream_wait_event(stream, event);
+            }
+            looked_at(reference, stream, event)?;
+            waits.defer(stream, move |reference: &Reference| {
+                forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
+            });
+            Ok(())
+        });
+        h.before(move |reference, _, stream| stream.map_or(Ok(()), |stream| held.release(reference, Some(stream))));
+    };
     "events-take-waits-along": "Destroys an event together with the waits for it." => |h| {
         let held = Deferred::default();
         let waits = held.clone();
@@ -343,6 +358,28 @@ mutants! {
     };
 
     in "event.foreign-kept":
+    "wrappers-complete-together" needs [has::foreign_objects]: "Reports an event as complete to its other wrappers once one of them is destroyed." => |h| {
+        let wrapped = Shared::<HashMap<EventId, u64>>::default();
+        let over = Shared::<HashSet<EventId>>::default();
+        let (made, ends) = (wrapped.clone(), over.clone());
+        h.backend.event_from_raw(move |reference, device, raw| {
+            let wrapper = reference.event_from_raw(device, raw)?;
+            made.with(|wrapped| wrapped.insert(wrapper, raw));
+            Ok(wrapper)
+        });
+        h.backend.destroy_event(move |reference, event| {
+            let others: Vec<EventId> = wrapped.with(|wrapped| match wrapped.remove(&event) {
+                Some(raw) => wrapped.iter().filter(|(_, other)| **other == raw).map(|(event, _)| *event).collect(),
+                None => Vec::new(),
+            });
+            ends.with(|ends| ends.extend(others));
+            reference.destroy_event(event)
+        });
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            Ok(if over.with(|over| over.contains(&event)) { Completion::Complete } else { completion })
+        });
+    };
     "events-complete-with-their-wrapper": "Reports an event as complete once an id that wraps it is destroyed." => |h| {
         let owners = Shared::<HashMap<u64, EventId>>::default();
         let wrapped = Shared::<HashMap<EventId, EventId>>::default();

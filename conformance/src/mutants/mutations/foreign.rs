@@ -67,7 +67,51 @@ mutants! {
             Ok(range)
         });
 
+    "transports-lost-by-a-refusal": "Lists no transport once an export of the memory was refused." => |h| {
+        let refused = Shared::<HashSet<DevicePtr>>::default();
+        let (exported, freed) = (refused.clone(), refused.clone());
+        h.sharing.export_memory(move |sharing, device, ptr, transport| {
+            let handle = sharing.export_memory(device, ptr, transport);
+            if handle.is_err() {
+                exported.with(|refused| refused.insert(ptr));
+            }
+            handle
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            freed.with(|refused| refused.remove(&ptr));
+            reference.free(device, ptr, stream)
+        });
+        h.backend.describe_memory(move |reference, device, ptr| {
+            let mut range = reference.describe_memory(device, ptr)?;
+            if refused.with(|refused| refused.contains(&range.base)) {
+                range.transports = Transports::NONE;
+            }
+            Ok(range)
+        });
+    };
+
     in "foreign.unknown":
+    "descriptions-kept" needs [has::mapped_memory]: "Keeps the descriptions of mapped memory until its addresses are freed." => |h| {
+        let known = Shared::<Vec<(u32, MemoryRange)>>::default();
+        let freed = known.clone();
+        h.backend.describe_memory(move |reference, device, ptr| {
+            let found = known.with(|known| known.iter().find(|(of, range)| *of == device && range.contains(ptr)).copied());
+            if let Some((_, range)) = found {
+                return Ok(range);
+            }
+            let range = reference.describe_memory(device, ptr)?;
+            if range.kind == RangeKind::Mapped {
+                known.with(|known| known.push((device, range)));
+            }
+            Ok(range)
+        });
+        h.backend.free_addresses(move |reference, device, ptr, bytes| {
+            reference.free_addresses(device, ptr, bytes)?;
+            let addresses = MemoryRange::new(RangeKind::Mapped, ptr, bytes);
+            freed.with(|known| known.retain(|(_, range)| !addresses.contains(range.base)));
+            Ok(())
+        });
+    };
     "nothing-described": "Describes addresses of nothing as one byte of plain memory." =>
         |h| h.backend.describe_memory(|reference, device, ptr| {
             let nothing = MemoryRange::new(RangeKind::Plain, ptr, 1);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr, Location};
+use highwater_hal::{ErrorKind, HostMemoryKind, HostOptions, HostPtr, Location};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Way, forgiven, is, renamed, wrong};
@@ -171,6 +171,36 @@ mutants! {
             host.register(ptr, if options.read_only { bytes.min(4096) } else { bytes }, options)
         });
 
+    "short-read-only-memory-copied-once": "Copies memory for reading of 64 KiB at most when it is registered, and uses the copy." => |h| {
+        let copied = Shared::<BTreeMap<usize, (usize, HostPtr)>>::default();
+        let (made, gone, counted) = (copied.clone(), copied.clone(), copied.clone());
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            if options.read_only && bytes <= 1 << 16 {
+                let copy = host.allocate(bytes, &HostOptions::new())?;
+                // SAFETY: the suite promises that the range is readable, the block is that long, and no other code knows it.
+                unsafe { ptr.as_ptr().copy_to_nonoverlapping(copy.as_ptr(), bytes) };
+                made.with(|copied| copied.insert(ptr.address(), (bytes, copy)));
+            }
+            Ok(())
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            gone.with(|copied| copied.remove(&ptr.address())).map_or(Ok(()), |(_, copy)| host.free(copy))
+        });
+        h.backend.copy(move |reference, copy, stream| {
+            let Location::Host(ptr) = copy.src else { return reference.copy(copy, stream) };
+            let known = copied.with(|copied| {
+                let (start, (bytes, copy)) = copied.range(..=ptr.address()).next_back()?;
+                let offset = ptr.address() - start;
+                (offset < *bytes).then(|| copy.offset(offset))
+            });
+            let mut copy = *copy;
+            copy.src = known.map_or(copy.src, Location::Host);
+            reference.copy(&copy, stream)
+        });
+        h.count(move |live| live.host_allocations -= counted.with(|copied| copied.len() as u64));
+    };
     "read-only-memory-made-writable": "Makes memory writable for the time of its registration, which sealed memory refuses." =>
         |h| h.host.register(|host, ptr, bytes, options| match options.read_only && !becomes_writable(ptr, bytes) {
             true => Err(wrong(ErrorKind::InvalidArgument, "register")),

@@ -106,6 +106,23 @@ mutants! {
             forgiven(ErrorKind::InvalidHandle, reference.query_stream(stream), Completion::Complete)
         });
 
+    "captures-remembered" needs [has::capture]: "Reports that a destroyed stream which has recorded takes part in no capture." => |h| {
+        let recorded = Shared::<HashSet<StreamId>>::default();
+        let began = recorded.clone();
+        h.backend.begin_capture(move |reference, stream, mode| {
+            reference.begin_capture(stream, mode)?;
+            began.with(|recorded| recorded.insert(stream));
+            Ok(())
+        });
+        h.backend.is_capturing(move |reference, stream| {
+            let answer = reference.is_capturing(stream);
+            match recorded.with(|recorded| recorded.contains(&stream)) {
+                true => forgiven(ErrorKind::InvalidHandle, answer, false),
+                false => answer,
+            }
+        });
+    };
+
     in "event.destroy-stale":
     "events-destroyed-twice": "Destroys events as often as asked." =>
         |h| h.backend.destroy_event(|reference, event| forgiven(ErrorKind::InvalidHandle, reference.destroy_event(event), ()));

@@ -85,6 +85,37 @@ mutants! {
             forgiven(ErrorKind::InvalidPointer, reference.free_addresses(device, ptr, bytes), ())
         });
 
+    "memory-without-an-id-freed": "Frees addresses at which memory is mapped if the id of the memory is destroyed." => |h| {
+        let mapped = Shared::<HashMap<DevicePtr, PhysicalMemoryId>>::default();
+        let destroyed = Shared::<HashSet<PhysicalMemoryId>>::default();
+        let (made, gone, ended) = (mapped.clone(), mapped.clone(), destroyed.clone());
+        h.backend.map_memory(move |reference, device, ptr, memory| {
+            reference.map_memory(device, ptr, memory)?;
+            made.with(|mapped| mapped.insert(ptr, memory));
+            Ok(())
+        });
+        h.backend.unmap_memory(move |reference, device, ptr, bytes| {
+            reference.unmap_memory(device, ptr, bytes)?;
+            let range = ptr.get()..ptr.get() + bytes as u64;
+            gone.with(|mapped| mapped.retain(|at, _| !range.contains(&at.get())));
+            Ok(())
+        });
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            ended.with(|ended| ended.insert(memory));
+            Ok(())
+        });
+        h.backend.free_addresses(move |reference, device, ptr, bytes| {
+            let freed = reference.free_addresses(device, ptr, bytes);
+            let range = ptr.get()..ptr.get().saturating_add(bytes as u64);
+            let inside: Vec<PhysicalMemoryId> = mapped.with(|mapped| {
+                mapped.iter().filter(|(at, _)| range.contains(&at.get())).map(|(_, memory)| *memory).collect()
+            });
+            let is_wrong = !inside.is_empty() && destroyed.with(|gone| inside.iter().all(|memory| gone.contains(memory)));
+            if is_wrong { forgiven(ErrorKind::InvalidPointer, freed, ()) } else { freed }
+        });
+    };
+
     in "mapped.exhausted":
     "physical-memory-exhausted-as-invalid": "Reports too much physical memory as an invalid argument." =>
         |h| h.backend.create_memory(|reference, device, options| {
@@ -147,6 +178,25 @@ mutants! {
         });
     };
 
+    "no-access-for-others-after-destruction" needs [TWO_DEVICES, has::peer_copy]:
+        "Refuses another device access to mapped memory that was destroyed before." => |h| {
+        let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
+        let destroyed = gone.clone();
+        h.backend.destroy_memory(move |reference, memory| {
+            reference.destroy_memory(memory)?;
+            destroyed.with(|gone| gone.insert(memory));
+            Ok(())
+        });
+        h.backend.set_memory_access(move |reference, device, ptr, bytes, accessing| {
+            let range = ptr.get()..ptr.get() + bytes as u64;
+            let ids: Vec<PhysicalMemoryId> =
+                mappings.with(|pieces| pieces.range(range).map(|(_, piece)| piece.memory).collect());
+            match accessing != device && gone.with(|gone| ids.iter().any(|memory| gone.contains(memory))) {
+                true => Err(wrong(ErrorKind::InvalidHandle, "set_memory_access")),
+                false => reference.set_memory_access(device, ptr, bytes, accessing),
+            }
+        });
+    };
     "no-access-after-destruction": "Refuses access to mapped memory that was destroyed before." => |h| {
         let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
         let destroyed = gone.clone();
@@ -233,6 +283,22 @@ mutants! {
         });
 
     in "mapped.map-checked":
+    "refused-memory-taken-for-mapped" needs [has::foreign_memory]: "Refuses the next right mapping of memory after a refused one." => |h| {
+        let refused = Shared::<HashSet<PhysicalMemoryId>>::default();
+        h.backend.map_memory(move |reference, device, ptr, memory| {
+            let mapped = reference.map_memory(device, ptr, memory);
+            if mapped.is_err() {
+                refused.with(|refused| refused.insert(memory));
+                return mapped;
+            }
+            if !refused.with(|refused| refused.remove(&memory)) {
+                return Ok(());
+            }
+            let bytes = reference.describe_memory(device, ptr)?.bytes;
+            reference.unmap_memory(device, ptr, bytes)?;
+            Err(wrong(ErrorKind::InvalidPointer, "map_memory"))
+        });
+    };
     "addresses-in-use-accepted": "Accepts addresses that are in use or not reserved, and maps nothing." =>
         |h| h.backend.map_memory(|reference, device, ptr, memory| {
             forgiven(ErrorKind::InvalidPointer, reference.map_memory(device, ptr, memory), ())

@@ -1,11 +1,13 @@
 //! Device memory.
 
 use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
 
 use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, PhysicalMemoryId, StreamId};
 
-use super::super::reference::{is, renamed};
-use super::super::state::Shared;
+use super::super::hooks::Hooks;
+use super::super::reference::{Reference, is, renamed};
+use super::super::state::{Deferred, Shared};
 use super::living_streams;
 
 mutants! {
@@ -184,6 +186,32 @@ mutants! {
     };
 
     in "memory.info-returns":
+    "blocks-of-other-threads-freed-late": "Counts a large block that another thread than its allocator frees until the next allocation." => |h| {
+        let live = Shared::<HashMap<DevicePtr, (ThreadId, u64)>>::default();
+        let late = Shared::<HashMap<u32, u64>>::default();
+        let (made, freed, counted) = (live.clone(), late.clone(), late.clone());
+        h.backend.allocate(move |reference, device, options| {
+            freed.with(|freed| freed.remove(&device));
+            let ptr = reference.allocate(device, options)?;
+            if options.bytes >= 64 << 20 {
+                made.with(|made| made.insert(ptr, (std::thread::current().id(), options.bytes as u64)));
+            }
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            reference.free(device, ptr, stream)?;
+            let known = live.with(|live| live.remove(&ptr));
+            if let Some((_, bytes)) = known.filter(|(thread, _)| *thread != std::thread::current().id()) {
+                late.with(|late| *late.entry(device).or_default() += bytes);
+            }
+            Ok(())
+        });
+        h.backend.memory_info(move |reference, device| {
+            let mut info = reference.memory_info(device)?;
+            info.free = info.free.saturating_sub(counted.with(|counted| counted.get(&device).copied().unwrap_or(0)));
+            Ok(info)
+        });
+    };
     "free-memory-never-grows": "Reports the least free memory that it ever had." => |h| {
         let least = Shared::<HashMap<u32, u64>>::default();
         h.backend.memory_info(move |reference, device| {
@@ -276,40 +304,9 @@ mutants! {
     };
 
     in "memory.stream-ordered":
-    "in-the-order-of-another": "Returns memory that another stream has not freed yet." => |h| {
-        // Freed blocks of each device and size, with the stream that frees them.
-        let freed = Shared::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
-        let blocks = Shared::<HashMap<(u32, DevicePtr), usize>>::default();
-        let (given, given_out) = (freed.clone(), blocks.clone());
-        h.backend.allocate(move |reference, device, options| {
-            let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
-                return reference.allocate(device, options);
-            };
-            reference.query_stream(stream)?;
-            let other = given.with(|freed| {
-                let fits = |(key, (bytes, of)): (&(u32, DevicePtr), &(usize, StreamId))| {
-                    (key.0 == device && *bytes == options.bytes && *of != stream).then_some(*key)
-                };
-                let key = freed.iter().find_map(fits)?;
-                freed.remove(&key).map(|_| key.1)
-            });
-            let ptr = other.map_or_else(|| reference.allocate(device, options), Ok)?;
-            given_out.with(|blocks| blocks.insert((device, ptr), options.bytes));
-            Ok(ptr)
-        });
-        let kept = freed.clone();
-        h.backend.free(move |reference, device, ptr, stream| {
-            let Some(stream) = stream else { return reference.free(device, ptr, None) };
-            match blocks.with(|blocks| blocks.remove(&(device, ptr))) {
-                Some(bytes) if reference.is_pending(stream) => {
-                    kept.with(|freed| freed.insert((device, ptr), (bytes, stream)));
-                    Ok(())
-                }
-                _ => reference.free(device, ptr, Some(stream)),
-            }
-        });
-        h.count(move |live| live.allocations -= freed.with(|freed| freed.len() as u64));
-    };
+    "in-the-order-of-another": "Returns memory that another stream has not freed yet." => |h| in_the_order_of_another(h, 0);
+    "long-blocks-in-the-order-of-another" needs [has::stream_ordered_memory]:
+        "Returns memory of 1 MiB or more that another stream has not freed yet." => |h| in_the_order_of_another(h, 1 << 20);
 
     in "memory.free-returns":
     "blocks-kept": "Keeps plain memory that is freed." => |h| {
@@ -351,6 +348,26 @@ mutants! {
             Ok(())
         });
         h.count(move |live| live.allocations -= kept.get());
+    };
+    "frees-end-with-their-stream" needs [has::stream_ordered_memory]: "Loses a stream-ordered free if the next call destroys the busy stream." => |h| {
+        let (held, lost) = (Deferred::default(), Shared::new(0_u64));
+        let (freed, gone, counted) = (held.clone(), held.clone(), lost.clone());
+        h.backend.free(move |reference, device, ptr, stream| match stream {
+            Some(on) if reference.is_pending(on) => {
+                freed.defer(on, move |reference: &Reference| reference.free(device, ptr, stream));
+                Ok(())
+            }
+            _ => reference.free(device, ptr, stream),
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            if gone.has(stream) {
+                gone.forget(stream);
+                lost.set(lost.get() + 1);
+            }
+            reference.destroy_stream(stream)
+        });
+        h.before(move |reference, method, _| if method == "destroy_stream" { Ok(()) } else { held.release(reference, None) });
+        h.count(move |live| live.allocations -= counted.get());
     };
     "stream-ordered-blocks-kept-elsewhere" needs [has::stream_ordered_memory]: "Keeps stream-ordered memory that another stream frees." => |h| {
         let (kept, owners) = (Shared::new(0_u64), Shared::<HashMap<(u32, DevicePtr), StreamId>>::default());
@@ -396,4 +413,40 @@ mutants! {
             stream.map_or(Ok(()), |stream| reference.wait_for(stream))?;
             reference.free(device, ptr, stream)
         });
+}
+
+/// Returns memory of at least `least` bytes that another stream has not freed yet.
+fn in_the_order_of_another(h: &mut Hooks, least: usize) {
+    // Freed blocks of each device and size, with the stream that frees them.
+    let freed = Shared::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
+    let blocks = Shared::<HashMap<(u32, DevicePtr), usize>>::default();
+    let (given, given_out) = (freed.clone(), blocks.clone());
+    h.backend.allocate(move |reference, device, options| {
+        let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
+            return reference.allocate(device, options);
+        };
+        reference.query_stream(stream)?;
+        let other = given.with(|freed| {
+            let fits = |(key, (bytes, of)): (&(u32, DevicePtr), &(usize, StreamId))| {
+                (key.0 == device && *bytes == options.bytes && *of != stream).then_some(*key)
+            };
+            let key = freed.iter().find_map(fits)?;
+            freed.remove(&key).map(|_| key.1)
+        });
+        let ptr = other.map_or_else(|| reference.allocate(device, options), Ok)?;
+        given_out.with(|blocks| blocks.insert((device, ptr), options.bytes));
+        Ok(ptr)
+    });
+    let kept = freed.clone();
+    h.backend.free(move |reference, device, ptr, stream| {
+        let Some(stream) = stream else { return reference.free(device, ptr, None) };
+        match blocks.with(|blocks| blocks.remove(&(device, ptr))) {
+            Some(bytes) if bytes >= least && reference.is_pending(stream) => {
+                kept.with(|freed| freed.insert((device, ptr), (bytes, stream)));
+                Ok(())
+            }
+            _ => reference.free(device, ptr, Some(stream)),
+        }
+    });
+    h.count(move |live| live.allocations -= freed.with(|freed| freed.len() as u64));
 }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use highwater_hal::{
     AllocateOptions, Completion, DeviceMemoryKind, DevicePtr, ErrorKind, EventHandle, EventId, FillPattern, Location,
-    MemoryCopy, MemoryFill, MemoryHandle, Result,
+    MemoryCopy, MemoryFill, MemoryHandle, Result, Transport,
 };
 
 use super::super::hooks::Hooks;
@@ -207,6 +207,17 @@ mutants! {
         });
     };
 
+    "exported-memory-cleared-at-its-unmapping" [by_two_processes] needs [has::mapped_memory]: "Fills exported mapped memory with zeros before it unmaps it." => |h| {
+        let known = exported_memory(h);
+        h.backend.unmap_memory(move |reference, device, ptr, bytes| {
+            if known.with(|known| known.remove(&ptr)).is_some() {
+                let zeros = MemoryFill::new(device, ptr, FillPattern::U8(0), bytes);
+                reference.on_own_stream(device, |own| reference.fill(&zeros, own))?;
+            }
+            reference.unmap_memory(device, ptr, bytes)
+        });
+    };
+
     in "ipc.open-outlives":
     "mappings-end-with-their-exporter" [by_two_processes]: "Refuses copies from memory whose exporter has ended." => |h| {
         let opened = Shared::<HashMap<DevicePtr, u64>>::default();
@@ -255,6 +266,45 @@ mutants! {
             Ok(ptr)
         });
         close_own(h, opened);
+    };
+    "open-memory-known-by-its-payload" [by_two_processes]: "Opens a handle without its descriptor while its memory is open." => |h| {
+        // The payload of each open mapping, and how often it is open.
+        let opened = Shared::<HashMap<DevicePtr, ([u8; 64], u32)>>::default();
+        let extra = Shared::<Vec<DevicePtr>>::default();
+        let (known, closed, given, taken) = (opened.clone(), opened.clone(), extra.clone(), extra);
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let bare = handle.transport == Transport::Descriptor && handle.descriptor.is_none();
+            let found = known.with(|known| {
+                known.iter().find(|(_, (payload, _))| *payload == handle.payload).map(|(ptr, _)| *ptr)
+            });
+            if let Some(ptr) = found.filter(|_| bare) {
+                given.with(|extra| extra.push(ptr));
+                return Ok(ptr);
+            }
+            let ptr = sharing.open_memory(device, handle)?;
+            known.with(|known| known.entry(ptr).or_insert((handle.payload, 0)).1 += 1);
+            Ok(ptr)
+        });
+        h.sharing.close_memory(move |sharing, device, ptr| {
+            let is_extra = taken.with(|extra| {
+                let place = extra.iter().position(|other| *other == ptr);
+                place.map(|place| extra.swap_remove(place)).is_some()
+            });
+            if is_extra {
+                return Ok(());
+            }
+            sharing.close_memory(device, ptr)?;
+            closed.with(|known| {
+                let is_last = known.get_mut(&ptr).is_some_and(|(_, opens)| {
+                    *opens -= 1;
+                    *opens == 0
+                });
+                if is_last {
+                    known.remove(&ptr);
+                }
+            });
+            Ok(())
+        });
     };
     "no-descriptor-as-unsupported" [by_two_processes]: "Reports a handle without its descriptor as unsupported." =>
         |h| h.sharing.open_memory(|sharing, device, handle| match sharing.open_memory(device, handle) {

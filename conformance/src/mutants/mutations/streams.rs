@@ -4,10 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use highwater_hal::{AllocateOptions, Completion, Location, MemoryCopy, StreamId, StreamPriority};
+use highwater_hal::{
+    AllocateOptions, Completion, ErrorKind, GraphExecId, Location, MemoryCopy, StreamId, StreamPriority,
+};
 
 use super::super::hooks::Hooks;
-use super::super::reference::{Reference, Way};
+use super::super::reference::{Reference, Way, is};
 use super::super::state::{Deferred, Shared};
 use super::living_streams;
 
@@ -226,7 +228,62 @@ mutants! {
         });
     };
 
+    "copies-from-registered-memory-share-a-queue" needs [has::host_register]:
+        "Lets each copy from registered memory wait for the one before, of whatever stream." => |h| {
+        let registered = Shared::<HashMap<usize, usize>>::default();
+        let (added, removed) = (registered.clone(), registered.clone());
+        let last = Shared::<Option<StreamId>>::new(None);
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            added.with(|registered| registered.insert(ptr.address(), bytes));
+            Ok(())
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            removed.with(|registered| registered.remove(&ptr.address()));
+            Ok(())
+        });
+        h.backend.copy(move |reference, copy, stream| {
+            let Location::Host(ptr) = copy.src else { return reference.copy(copy, stream) };
+            let contains = |(start, bytes): (&usize, &usize)| (*start..start + bytes).contains(&ptr.address());
+            if reference.is_recording(stream) || !registered.with(|registered| registered.iter().any(contains)) {
+                return reference.copy(copy, stream);
+            }
+            let before = last.with(|last| last.replace(stream));
+            if let Some(other) = before.filter(|other| *other != stream && reference.is_pending(*other)) {
+                reference.let_wait(stream, other)?;
+            }
+            reference.copy(copy, stream)
+        });
+    };
+
     in "stream.destroy-pending":
+    "last-launch-lost" needs [has::capture]: "Submits a launch with the next call, and loses it if that call destroys the stream." => |h| {
+        let (held, living) = (Deferred::default(), Shared::<HashSet<GraphExecId>>::default());
+        let (launched, gone, made, ended) = (held.clone(), held.clone(), living.clone(), living.clone());
+        h.backend.instantiate_graph(move |reference, graph| {
+            let executable = reference.instantiate_graph(graph)?;
+            made.with(|living| living.insert(executable));
+            Ok(executable)
+        });
+        h.backend.destroy_graph_exec(move |reference, executable| {
+            ended.with(|living| living.remove(&executable));
+            reference.destroy_graph_exec(executable)
+        });
+        h.backend.launch_graph(move |reference, executable, stream| {
+            let is_right = living.with(|living| living.contains(&executable)) && executable.device() == stream.device();
+            if !is_right || reference.is_capturing(stream)? {
+                return reference.launch_graph(executable, stream);
+            }
+            launched.defer(stream, move |reference: &Reference| reference.launch_graph(executable, stream));
+            Ok(())
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            gone.forget(stream);
+            reference.destroy_stream(stream)
+        });
+        h.before(move |reference, method, _| if method == "destroy_stream" { Ok(()) } else { held.release(reference, None) });
+    };
     "streams-take-their-work-along": "Destroys pending work with its stream." => |h| {
         let held = Deferred::default();
         let (filled, recorded, gone, going) = (held.clone(), held.clone(), held.clone(), held.clone());
@@ -311,6 +368,51 @@ mutants! {
         });
     };
 
+    "reached-waits-left-out" needs [TWO_DEVICES]: "Reports a stream as complete once it has got to a wait for another device." => |h| {
+        // The streams whose last call is such a wait, and when it was made.
+        let waiting = Shared::<HashMap<StreamId, Instant>>::default();
+        let (begun, asked) = (waiting.clone(), waiting.clone());
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| method != "query_stream") {
+                begun.with(|waiting| waiting.remove(&stream));
+            }
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let is_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
+            reference.stream_wait_event(stream, event)?;
+            if is_idle && stream.device() != event.device() {
+                waiting.with(|waiting| waiting.insert(stream, Instant::now()));
+            }
+            Ok(())
+        });
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            let since = asked.with(|waiting| waiting.get(&stream).copied());
+            let has_reached = since.is_some_and(|since| since.elapsed() > Duration::from_millis(1));
+            Ok(if has_reached { Completion::Complete } else { completion })
+        });
+    };
+    "pending-after-refused-rows": "Reports a stream as pending after a refused copy of rows, until it is waited for." => |h| {
+        let stuck = Shared::<HashSet<StreamId>>::default();
+        let (refused, waited) = (stuck.clone(), stuck.clone());
+        h.backend.copy_2d(move |reference, copy, stream| {
+            let copied = reference.copy_2d(copy, stream);
+            if is(&copied, ErrorKind::InvalidArgument) {
+                refused.with(|stuck| stuck.insert(stream));
+            }
+            copied
+        });
+        h.backend.synchronize_stream(move |reference, stream| {
+            waited.with(|stuck| stuck.remove(&stream));
+            reference.synchronize_stream(stream)
+        });
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            Ok(if stuck.with(|stuck| stuck.contains(&stream)) { Completion::Pending } else { completion })
+        });
+    };
+
     "waits-are-no-work": "Reports a stream whose last call is a wait as it was before that call." => |h| {
         let waiting = Shared::<HashSet<StreamId>>::default();
         let (given, waits) = (waiting.clone(), waiting.clone());
@@ -381,7 +483,31 @@ mutants! {
             until_idle(reference, &[stream])
         });
 
+    "urgent-streams-waited-for-until-idle" needs [has::stream_priority]: "Waits for a stream of high priority until it is idle." => |h| {
+        let urgent = Shared::<HashSet<StreamId>>::default();
+        let made = urgent.clone();
+        h.backend.create_stream(move |reference, device, options| {
+            let stream = reference.create_stream(device, options)?;
+            if options.priority == StreamPriority::High {
+                made.with(|urgent| urgent.insert(stream));
+            }
+            Ok(stream)
+        });
+        h.backend.synchronize_stream(move |reference, stream| {
+            reference.synchronize_stream(stream)?;
+            match urgent.with(|urgent| urgent.contains(&stream)) {
+                true => until_idle(reference, &[stream]),
+                false => Ok(()),
+            }
+        });
+    };
+
     in "devices.synchronize-ends":
+    "every-device-waited-for" needs [TWO_DEVICES]: "Waits for each device instead of one." =>
+        |h| h.backend.synchronize_device(|reference, device| {
+            reference.synchronize_device(device)?;
+            (0..reference.device_count()).try_for_each(|device| reference.synchronize_device(device))
+        });
     "devices-waited-for-until-idle": "Waits for a device until each of its streams is idle." => |h| {
         let streams = living_streams(h);
         h.backend.synchronize_device(move |reference, device| {
