@@ -959,9 +959,9 @@ struct hw_table {
      *    HW_ERROR_UNSUPPORTED.
      *  - ipc.descriptor-keeps: with HW_TRANSPORT_DESCRIPTOR, the descriptor keeps the memory. Each process that receives the
      *    handle can open the memory after its exporter has ended.
-     *  - ipc.free-keeps: with HW_TRANSPORT_DESCRIPTOR, memory that its exporter frees keeps its bytes for each process that
-     *    has it open or has its handle. No other allocation gets the bytes until the last mapping and the last descriptor
-     *    have ended. */
+     *  - ipc.free-keeps: with HW_TRANSPORT_DESCRIPTOR, memory that its exporter frees, or destroys and unmaps, keeps its
+     *    bytes for each process that has it open or has its handle. No other allocation gets the bytes until the last mapping
+     *    and the last descriptor have ended. */
     int32_t (*export_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint32_t transport, hw_memory_handle *answer, hw_error *error);
     /* Maps memory of another process for the device.
      *  - ipc.open-again: a second open for the same device returns the same address and is counted.

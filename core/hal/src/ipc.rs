@@ -202,8 +202,8 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` returns `Unsupported`.
     /// - `ipc.descriptor-keeps`: with [`Transport::Descriptor`], the descriptor keeps the memory. Each process that receives the
     ///   handle can open the memory after its exporter has ended.
-    /// - `ipc.free-keeps`: with [`Transport::Descriptor`], memory that its exporter frees keeps its bytes for each process that has it
-    ///   open or has its handle. No other allocation gets the bytes until the last mapping and the last descriptor have ended.
+    /// - `ipc.free-keeps`: with [`Transport::Descriptor`], memory that its exporter frees, or destroys and unmaps, keeps its bytes for
+    ///   each process that has it open or has its handle. No other allocation gets the bytes until the last mapping and the last descriptor have ended.
     ///
     /// # Safety
     /// The caller must pass a block that `allocate` returned for this device and that has not been freed, the address of

@@ -104,7 +104,7 @@ fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
 
 #[test]
 fn every_conformance_case_passes_on_one_device_as_plugin() {
-    CUDA.conforms_as_plugin(59);
+    CUDA.conforms_as_plugin(62);
 }
 
 #[test]
