@@ -496,9 +496,11 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
 
 fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usize) -> CaseResult {
     const OTHERS: usize = 8;
+    // Enough to see the mistake, and few enough to be written while the stream is busy.
+    const USED: usize = ORDERED_SIZES[0];
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     until_conclusive("the work before a stream-ordered free was over before others had their memory", |load| {
-        let result = Block::filled(backend, bytes, 0)?;
+        let result = Block::filled(backend, USED, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         let ordered = || Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.
@@ -507,7 +509,7 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
         stream.synchronize()?;
         busy.enqueue(&stream, load)?;
         stream.record(&there)?;
-        stream.copy(result.all(), block.all())?;
+        stream.copy(result.all(), block.span(0..USED))?;
         block.free_in_order()?;
         // The stream has not reached the copy. If an allocation on another stream, or on none, now returns these bytes, its
         // owner changes what the copy will read.
@@ -518,14 +520,14 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
                 _ => DeviceMemoryKind::StreamOrdered(other.id()),
             };
             let block = Block::with_kind(backend, DEVICE, bytes, kind)?;
-            other.set(block.all(), 2)?;
+            other.set(block.span(0..USED), 2)?;
             others.push(block);
         }
         other.synchronize()?;
         let not_there_yet = there.is_pending()?;
         stream.synchronize()?;
         check!(
-            result.read()? == vec![1; bytes],
+            result.read()? == [1; USED],
             "stream-ordered memory was given to somebody else while work before its free was still to come"
         );
         Ok(Attempt::seen(not_there_yet))
