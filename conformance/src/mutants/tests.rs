@@ -73,8 +73,18 @@ fn a_wrapper_that_breaks_nothing_passes() {
     let launcher = Launcher::current_executable().unwrap();
     let launcher = launcher.with_arguments(["mutants::tests::peer", "--exact", "--ignored", "--nocapture"]);
     let backend = wrapped(MockOptions::new(), |_| {});
-    let report = run(&backend, &Options::new().with_launcher(launcher));
-    assert!(report.is_success() && report.skipped() < 70, "{report}");
+    // The tables make the calls of these groups again, and take as long as all of them.
+    const TABLES: [&str; 5] = ["cells", "kinds", "pairs", "products", "transfers"];
+    let mut groups: Vec<&str> = cases().map(|case| case.group).filter(|group| !TABLES.contains(group)).collect();
+    groups.dedup();
+    let mut passed = 0;
+    for group in groups {
+        let options = Options::new().with_launcher(launcher.clone()).with_filter(format!("{group}."));
+        let report = run(&backend, &options);
+        assert!(report.is_success(), "{report}");
+        passed += report.passed();
+    }
+    assert!(passed > 450, "{passed}");
     // The ids of a second device.
     let backend = wrapped(MockOptions::new().with_devices(2), |_| {});
     let report = run(&backend, &Options::new().with_filter("ids."));

@@ -102,8 +102,7 @@ fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
     assert_eq!(on_second, 1, "{mapped:?}");
 }
 
-#[test]
-fn every_conformance_case_passes_on_one_device_as_plugin() {
+pub(super) fn every_conformance_case_passes_on_one_device_as_plugin() {
     CUDA.conforms_as_plugin(62);
 }
 

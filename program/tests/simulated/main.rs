@@ -49,6 +49,15 @@ struct Simulated {
     backend: &'static str,
 }
 
+/// At once, because each mostly waits.
+#[test]
+fn every_conformance_case_passes_on_plugins() {
+    std::thread::scope(|scope| {
+        scope.spawn(cuda::every_conformance_case_passes_on_one_device_as_plugin);
+        scope.spawn(rocm::every_conformance_case_passes_on_rocm_7_as_plugin);
+    });
+}
+
 impl Simulated {
     /// The program over a variant of the libraries. The process is the program's own once they are built.
     fn command(self, variant: &str, settings: &[(&str, &str)], arguments: &[&str]) -> Command {
