@@ -180,13 +180,7 @@ mutants! {
 
     "no-access-for-others-after-destruction" needs [TWO_DEVICES, has::peer_copy]:
         "Refuses another device access to mapped memory that was destroyed before." => |h| {
-        let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
-        let destroyed = gone.clone();
-        h.backend.destroy_memory(move |reference, memory| {
-            reference.destroy_memory(memory)?;
-            destroyed.with(|gone| gone.insert(memory));
-            Ok(())
-        });
+        let (mappings, gone) = (mappings(h), destroyed_memory(h));
         h.backend.set_memory_access(move |reference, device, ptr, bytes, accessing| {
             let range = ptr.get()..ptr.get() + bytes as u64;
             let ids: Vec<PhysicalMemoryId> =
@@ -198,13 +192,7 @@ mutants! {
         });
     };
     "no-access-after-destruction": "Refuses access to mapped memory that was destroyed before." => |h| {
-        let (mappings, gone) = (mappings(h), Shared::<HashSet<PhysicalMemoryId>>::default());
-        let destroyed = gone.clone();
-        h.backend.destroy_memory(move |reference, memory| {
-            reference.destroy_memory(memory)?;
-            destroyed.with(|gone| gone.insert(memory));
-            Ok(())
-        });
+        let (mappings, gone) = (mappings(h), destroyed_memory(h));
         h.backend.set_memory_access(move |reference, device, ptr, bytes, accessing| {
             let memory = mappings.with(|pieces| pieces.get(&ptr.get()).map(|piece| piece.memory));
             if memory.is_some_and(|memory| gone.with(|gone| gone.contains(&memory))) {
@@ -387,4 +375,16 @@ fn with_bytes(options: &PhysicalMemoryOptions, bytes: usize) -> PhysicalMemoryOp
     let mut options = *options;
     options.bytes = bytes;
     options
+}
+
+/// The physical memory whose id was destroyed.
+fn destroyed_memory(h: &mut Hooks) -> Shared<HashSet<PhysicalMemoryId>> {
+    let gone = Shared::<HashSet<PhysicalMemoryId>>::default();
+    let noted = gone.clone();
+    h.backend.destroy_memory(move |reference, memory| {
+        reference.destroy_memory(memory)?;
+        noted.with(|gone| gone.insert(memory));
+        Ok(())
+    });
+    gone
 }

@@ -5,7 +5,7 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AllocateOptions, Completion, ErrorKind, GraphExecId, Location, MemoryCopy, StreamId, StreamPriority,
+    AllocateOptions, Completion, ErrorKind, EventId, GraphExecId, Location, MemoryCopy, StreamId, StreamPriority,
 };
 
 use super::super::hooks::Hooks;
@@ -335,29 +335,7 @@ mutants! {
         });
     };
     "waits-for-other-devices-left-out" needs [TWO_DEVICES]: "Reports a stream as complete while its only work is a wait for another device." =>
-    |h| {
-        // The streams that did nothing else since they were complete.
-        let waiting = Shared::<HashSet<StreamId>>::default();
-        let (begun, asked) = (waiting.clone(), waiting.clone());
-        h.before(move |_, method, stream| {
-            if let Some(stream) = stream.filter(|_| !matches!(method, "stream_wait_event" | "query_stream")) {
-                begun.with(|waiting| waiting.remove(&stream));
-            }
-            Ok(())
-        });
-        h.backend.stream_wait_event(move |reference, stream, event| {
-            let is_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
-            reference.stream_wait_event(stream, event)?;
-            if is_idle && stream.device() != event.device() {
-                waiting.with(|waiting| waiting.insert(stream));
-            }
-            Ok(())
-        });
-        h.backend.query_stream(move |reference, stream| match asked.with(|waiting| waiting.contains(&stream)) {
-            true => reference.query_stream(stream).map(|_| Completion::Complete),
-            false => reference.query_stream(stream),
-        });
-    };
+        |h| complete_in_lone_waits(h, |stream, event| stream.device() != event.device(), Duration::ZERO);
     "pending-for-others": "Reports a stream as pending while any other one is." => |h| {
         let streams = living_streams(h);
         h.backend.query_stream(move |reference, stream| {
@@ -368,31 +346,8 @@ mutants! {
         });
     };
 
-    "reached-waits-left-out" needs [TWO_DEVICES]: "Reports a stream as complete once it has got to a wait for another device." => |h| {
-        // The streams whose last call is such a wait, and when it was made.
-        let waiting = Shared::<HashMap<StreamId, Instant>>::default();
-        let (begun, asked) = (waiting.clone(), waiting.clone());
-        h.before(move |_, method, stream| {
-            if let Some(stream) = stream.filter(|_| method != "query_stream") {
-                begun.with(|waiting| waiting.remove(&stream));
-            }
-            Ok(())
-        });
-        h.backend.stream_wait_event(move |reference, stream, event| {
-            let is_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
-            reference.stream_wait_event(stream, event)?;
-            if is_idle && stream.device() != event.device() {
-                waiting.with(|waiting| waiting.insert(stream, Instant::now()));
-            }
-            Ok(())
-        });
-        h.backend.query_stream(move |reference, stream| {
-            let completion = reference.query_stream(stream)?;
-            let since = asked.with(|waiting| waiting.get(&stream).copied());
-            let has_reached = since.is_some_and(|since| since.elapsed() > Duration::from_millis(1));
-            Ok(if has_reached { Completion::Complete } else { completion })
-        });
-    };
+    "reached-waits-left-out" needs [TWO_DEVICES]: "Reports a stream as complete once it has got to a wait for another device." =>
+        |h| complete_in_lone_waits(h, |stream, event| stream.device() != event.device(), Duration::from_millis(1));
     "pending-after-refused-rows": "Reports a stream as pending after a refused copy of rows, until it is waited for." => |h| {
         let stuck = Shared::<HashSet<StreamId>>::default();
         let (refused, waited) = (stuck.clone(), stuck.clone());
@@ -413,28 +368,8 @@ mutants! {
         });
     };
 
-    "waits-are-no-work": "Reports a stream whose last call is a wait as it was before that call." => |h| {
-        let waiting = Shared::<HashSet<StreamId>>::default();
-        let (given, waits) = (waiting.clone(), waiting.clone());
-        h.before(move |_, method, stream| {
-            if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "stream_wait_event")) {
-                given.with(|given| given.remove(&stream));
-            }
-            Ok(())
-        });
-        h.backend.stream_wait_event(move |reference, stream, event| {
-            let was_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
-            reference.stream_wait_event(stream, event)?;
-            if was_idle {
-                waits.with(|waits| waits.insert(stream));
-            }
-            Ok(())
-        });
-        h.backend.query_stream(move |reference, stream| {
-            let completion = reference.query_stream(stream)?;
-            Ok(if waiting.with(|waiting| waiting.contains(&stream)) { Completion::Complete } else { completion })
-        });
-    };
+    "waits-are-no-work": "Reports a stream whose last call is a wait as it was before that call." =>
+        |h| complete_in_lone_waits(h, |_, _| true, Duration::ZERO);
 
     "rows-are-no-work": "Reports a stream that was idle as complete while it copies rows." => |h| {
         let idle = Shared::<HashSet<StreamId>>::default();
@@ -637,4 +572,29 @@ fn until_idle(reference: &Reference, streams: &[StreamId]) -> highwater_hal::Res
         std::thread::yield_now();
     }
     Ok(())
+}
+
+/// Reports a stream that was idle as complete from a time after a wait that `counts`, until it gets other work.
+fn complete_in_lone_waits(h: &mut Hooks, counts: fn(StreamId, EventId) -> bool, after: Duration) {
+    let waiting = Shared::<HashMap<StreamId, Instant>>::default();
+    let (given, made) = (waiting.clone(), waiting.clone());
+    h.before(move |_, method, stream| {
+        if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "stream_wait_event")) {
+            given.with(|waiting| waiting.remove(&stream));
+        }
+        Ok(())
+    });
+    h.backend.stream_wait_event(move |reference, stream, event| {
+        let was_idle = !reference.is_recording(stream) && !reference.is_pending(stream);
+        reference.stream_wait_event(stream, event)?;
+        if was_idle && counts(stream, event) {
+            made.with(|waiting| waiting.insert(stream, Instant::now()));
+        }
+        Ok(())
+    });
+    h.backend.query_stream(move |reference, stream| {
+        let completion = reference.query_stream(stream)?;
+        let since = waiting.with(|waiting| waiting.get(&stream).copied());
+        Ok(if since.is_some_and(|since| since.elapsed() >= after) { Completion::Complete } else { completion })
+    });
 }
