@@ -12,7 +12,7 @@ use highwater_hal::{
     CopyShape, DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern,
     GraphExecId, GraphId, HostAllocator, HostObserver, IdTable, Identity, IpcSharing, LiveObjects, Location,
     MemoryCopy, MemoryCopy2d, MemoryFill, MemoryInfo, MemoryRange, PhysicalMemoryId, PhysicalMemoryOptions, Result,
-    StreamId, StreamOptions, StreamPriority, exit,
+    StreamId, StreamOptions, StreamPriority, counted, exit,
 };
 use parking_lot::Mutex;
 
@@ -31,7 +31,7 @@ use crate::host_observer::MockHostObserver;
 use crate::ipc::{self, MockIpc};
 use crate::mapped_memory::MappedMemory;
 use crate::memory_use::uses;
-use crate::observer::{Observers, OrderObserver, Range, Space, Store, UseObserver, counted};
+use crate::observer::{Observers, OrderObserver, Range, Space, Store, UseObserver};
 use crate::operation::Operation;
 use crate::options::MockOptions;
 use crate::races::finder::Finder;

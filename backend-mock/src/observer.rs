@@ -11,7 +11,7 @@ use std::backtrace::Backtrace;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use highwater_hal::{DevicePtr, IdParts, StreamId};
+use highwater_hal::{DevicePtr, IdParts, StreamId, counted};
 
 use crate::clock::Clock;
 use crate::operation::Operation;
@@ -198,11 +198,6 @@ impl fmt::Display for Range {
             }
         }
     }
-}
-
-/// Returns a number of things in words: `1 race`, `2 races`.
-pub(crate) fn counted(count: u64, thing: &str) -> String {
-    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
 /// The bytes of a range that are meant: columns of equal length at equal distances, in parts at equal distances. Tiles

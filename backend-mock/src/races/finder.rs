@@ -30,13 +30,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
 
+use highwater_hal::counted;
 use parking_lot::Mutex;
 
 use crate::calls::Calls;
 use crate::clock::Clock;
-use crate::observer::{
-    Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use, counted,
-};
+use crate::observer::{Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use};
 use crate::operation::Operation;
 use crate::races::report::{Place, Race, RaceKind};
 use crate::races::shadow::{Access, Shadow};

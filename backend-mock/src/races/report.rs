@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_hal::StreamId;
+use highwater_hal::{StreamId, counted};
 
-use crate::observer::{Origin, Range, Role, Space, counted};
+use crate::observer::{Origin, Range, Role, Space};
 use crate::operation::Operation;
 use crate::races::shadow::Access;
 use crate::races::site::{Frame, Site, first_of_program};
