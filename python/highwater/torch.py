@@ -180,19 +180,6 @@ class _Received(NamedTuple):
     """Returns the bytes of the ticket by which it goes on to other processes."""
 
 
-class _Handed:
-    """A buffer for PyTorch. `open_shared` has waited for the work before the share, so no stream is ordered."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.buffer.__dlpack_device__()
-
-    def __dlpack__(self, **_arguments: object) -> Any:
-        return self.buffer.__dlpack__(stream=-1, max_version=(1, 0))
-
-
 FIRST_LOOK_SECONDS = 0.02
 LAST_LOOK_SECONDS = 0.5
 UNOPENED_SECONDS = 60.0
@@ -205,9 +192,10 @@ class _State:
 
     def __init__(self) -> None:
         torch.cuda.init()
-        if not hasattr(torch._C, "_storage_Use_Count"):
-            message = f"PyTorch {torch.__version__} does not count the uses of a storage"
-            raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
+        for name in ("_storage_Use_Count", "_construct_CUDA_Tensor_From_Storage_And_Metadata"):
+            if not hasattr(torch._C, name):
+                message = f"PyTorch {torch.__version__} has no torch._C.{name}"
+                raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
         # The public function makes an object of Python for each call.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
         self.pid = os.getpid()
@@ -457,7 +445,7 @@ class _State:
         with self.lock:
             storage = self.opened(key)
         if storage is None:
-            made = torch.utils.dlpack.from_dlpack(_Handed(buffer)).untyped_storage()
+            made = torch.utils.dlpack.from_dlpack(_capsule_of(buffer)).untyped_storage()
             with self.lock:
                 # Another thread may have opened it meanwhile.
                 storage = self.opened(key)
@@ -476,6 +464,11 @@ class _State:
             del self.received[key]
             self.received_by_cdata.pop(received.reference.cdata, None)
         return storage
+
+
+def _capsule_of(buffer: Buffer) -> Any:
+    """The memory for PyTorch. PyTorch would order its stream for an object. `open_shared` has waited for the work before the share."""
+    return buffer.__dlpack__(stream=-1, max_version=(1, 0))
 
 
 def _raw_stream(device: int) -> int:
@@ -657,16 +650,34 @@ def _storage_of(token: bytes, number: int) -> Any:
 
 def _view(storage: Any, layout: _Layout, offset: int) -> Any:
     """Makes a tensor over a storage."""
+    return _maker(layout)(storage, offset)
+
+
+def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
+    """Returns what makes the tensors of a layout, from a storage and an offset."""
     dtype, size, stride, rest = layout
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    return tensor if rest is None else _finished(tensor, *rest)
+    if len(size) != len(stride) or min((*size, *stride), default=0) < 0:
+        raise _wrong_layout(f"the lengths {size} and the strides {stride}")
+    # The elements from the first to the last one.
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    itemsize = dtype.itemsize
+    metadata = {"dtype": dtype, "size": size, "stride": stride, "storage_offset": 0}
+    construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
+
+    def make(storage: Any, offset: int) -> Any:
+        # PyTorch does not check the range.
+        if offset < 0 or (offset + extent) * itemsize > storage.nbytes():
+            raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
+        metadata["storage_offset"] = offset
+        tensor = construct(metadata, storage)
+        return tensor if rest is None else _finished(tensor, *rest)
+
+    return make
 
 
-def _over(storage: Any, described: _Described) -> Any:
-    """A tensor over a storage."""
-    kind, dtype, size, stride, offset, requires_grad, signs = described
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    return _finished(tensor, kind, requires_grad, signs)
+def _wrong_layout(found: str) -> InvalidArgument:
+    message = f"the ticket describes no tensor: {found}"
+    return InvalidArgument("InvalidArgument", "open", message, None, "pass a ticket as `share` returned it")
 
 
 def _finished(tensor: Any, kind: str, requires_grad: bool, signs: tuple[bool, bool]) -> Any:
@@ -785,7 +796,8 @@ def open(ticket: TensorTicket) -> Any:
         storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
     else:
         storage = _current().storage_of(ticket)
-    return _over(storage, ticket[:7])
+    kind, dtype, size, stride, offset, requires_grad, signs = ticket[:7]
+    return _view(storage, (dtype, size, stride, (kind, requires_grad, signs)), offset)
 
 
 def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
@@ -802,11 +814,11 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
 def open_all(batch: TensorBatch) -> list[Any]:
     """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`."""
     incoming = _current().open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
-    layouts, storages = batch.layouts, [incoming.storage(number) for number in range(len(batch.serials))]
+    makers, storages = [_maker(layout) for layout in batch.layouts], [incoming.storage(number) for number in range(len(batch.serials))]
     places = array.array("q")
     places.frombytes(batch.places)
     rows = iter(places)
-    return [_view(storages[number], layouts[layout], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
+    return [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}

@@ -342,10 +342,12 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Both streams do the same work, of each kind. One of them is busy before, so its work waits. A shared engine, or a staging buffer
-/// that all copies pass, would make the other wait too.
+/// Both streams do the same work, of each kind. One of them is busy before, so its work waits. A queue or a staging buffer that all
+/// copies pass would make the other wait too.
 fn equal_work_of_two_streams_is_independent(backend: &dyn Backend) -> CaseResult {
-    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    // The load copies in the other direction than the work. Devices copy in one direction by one engine, which may not interrupt a copy.
+    let to_host = StreamLoad::new(backend, DEVICE, Direction::ToHost)?;
+    let to_device = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let can = backend.capabilities(DEVICE)?;
     let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
     // Each stream has memory of its own.
@@ -358,21 +360,30 @@ fn equal_work_of_two_streams_is_independent(backend: &dyn Backend) -> CaseResult
     let lower = |of: usize| blocks[of].span(0..BYTES);
     let upper = |of: usize| blocks[of].span(BYTES..2 * BYTES);
     let rows = CopyShape::new(BYTES / 16, 16);
-    type Work<'w> = (&'static str, Box<dyn Fn(&Stream<'_>, usize) -> highwater_hal::Result<()> + 'w>);
-    let mut works: Vec<Work<'_>> = vec![
-        ("a fill", Box::new(|stream, of| stream.set(lower(of), 1))),
-        ("a copy to the device", Box::new(|stream, of| stream.copy(lower(of), pinned[of].all()))),
-        ("a copy to the host", Box::new(|stream, of| stream.copy(pinned[of].all(), lower(of)))),
-        ("a copy on the device", Box::new(|stream, of| stream.copy(upper(of), lower(of)))),
-        ("a copy of rows to the device", Box::new(|stream, of| stream.copy_rows(lower(of), pinned[of].all(), rows))),
-        ("a copy of rows to the host", Box::new(|stream, of| stream.copy_rows(pinned[of].all(), lower(of), rows))),
+    type Work<'w> = Box<dyn Fn(&Stream<'_>, usize) -> highwater_hal::Result<()> + 'w>;
+    let mut works: Vec<(&str, &StreamLoad<'_>, Work<'_>)> = vec![
+        ("a fill", &to_device, Box::new(|stream, of| stream.set(lower(of), 1))),
+        ("a copy to the device", &to_host, Box::new(|stream, of| stream.copy(lower(of), pinned[of].all()))),
+        ("a copy to the host", &to_device, Box::new(|stream, of| stream.copy(pinned[of].all(), lower(of)))),
+        ("a copy on the device", &to_device, Box::new(|stream, of| stream.copy(upper(of), lower(of)))),
+        (
+            "a copy of rows to the device",
+            &to_host,
+            Box::new(|stream, of| stream.copy_rows(lower(of), pinned[of].all(), rows)),
+        ),
+        (
+            "a copy of rows to the host",
+            &to_device,
+            Box::new(|stream, of| stream.copy_rows(pinned[of].all(), lower(of), rows)),
+        ),
     ];
     if let Some(registered) = &registered {
         let part = |of: usize| registered[of].span(0..BYTES);
-        works.push(("a copy from registered memory", Box::new(move |stream, of| stream.copy(lower(of), part(of)))));
-        works.push(("a copy to registered memory", Box::new(move |stream, of| stream.copy(part(of), lower(of)))));
+        let (from, to) = ("a copy from registered memory", "a copy to registered memory");
+        works.push((from, &to_host, Box::new(move |stream, of| stream.copy(lower(of), part(of)))));
+        works.push((to, &to_device, Box::new(move |stream, of| stream.copy(part(of), lower(of)))));
     }
-    for (what, work) in &works {
+    for (what, busy, work) in &works {
         until_conclusive(&format!("{what} waits for {what} of another stream"), |load| {
             busy.enqueue(&occupied, load)?;
             work(&occupied, 0)?;

@@ -230,11 +230,14 @@ def _use_count(cdata: int) -> int:
     return 1 + _storages[cdata].tensors()
 
 
-_C = types.SimpleNamespace(_storage_Use_Count=_use_count)
+def _construct(metadata: dict[str, Any], storage: UntypedStorage) -> Tensor:
+    return Tensor(storage, metadata["dtype"], metadata["size"], metadata["stride"], metadata["storage_offset"])
 
 
-def _from_dlpack(handed: Any) -> Tensor:
-    buffer = handed.buffer
+_C = types.SimpleNamespace(_storage_Use_Count=_use_count, _construct_CUDA_Tensor_From_Storage_And_Metadata=_construct)
+
+
+def _from_dlpack(buffer: Any) -> Tensor:
     return Tensor(UntypedStorage(buffer.nbytes, buffer), uint8, (buffer.nbytes,), (1,), 0)
 
 
@@ -263,7 +266,16 @@ class _Stream:
 
 
 _C._cuda_getCurrentRawStream = lambda index: _stream(index).raw
-cuda = types.SimpleNamespace(init=lambda: None, is_available=lambda: False, current_stream=_Stream)
+
+
+def _init() -> None:
+    """The mock gives no capsule of opened memory, so tensors take the buffer."""
+    import highwater.torch
+
+    highwater.torch._capsule_of = lambda buffer: buffer
+
+
+cuda = types.SimpleNamespace(init=_init, is_available=lambda: False, current_stream=_Stream)
 
 
 def __getattr__(name: str) -> Any:
