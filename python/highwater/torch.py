@@ -13,6 +13,7 @@ import array
 import atexit
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import importlib
 import io
@@ -375,22 +376,35 @@ class _State:
 
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
         numbers: dict[int, int] = {}
-        exports: list[_Export] = []
+        storages: list[Any] = []
+        devices: list[int] = []
         layouts: dict[_Seen, int] = {}
         places = array.array("q")
+        # Nothing is shared before all are checked.
         for place, tensor in enumerate(tensors):
-            storage = tensor.untyped_storage()
-            number = numbers.get(storage._cdata)
+            try:
+                storage, seen = tensor.untyped_storage(), _seen(tensor)
+            except Exception:
+                # It has no storage, or no shape.
+                _check_tensor("share_all", f"tensor {place}", tensor)
+                raise
+            number, layout = numbers.get(storage._cdata), layouts.get(seen)
+            # A storage and a layout that were checked say the rest: the device, the class, and the type.
+            if number is None or layout is None or tensor.has_names() or (tensor.requires_grad and not tensor.is_leaf):
+                _check_tensor("share_all", f"tensor {place}", tensor)
             if number is None:
                 if storage.nbytes() == 0 or self.forwarded(storage) is not None:
                     message = f"tensor {place} is empty or came from another process"
                     raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
-                export = self.export_of(storage, tensor.device.index)
-                self.stream(tensor.device.index).note_device_use(export.buffer)
-                number = numbers[storage._cdata] = len(exports)
-                exports.append(export)
-            layout = layouts.setdefault(_seen(tensor), len(layouts))
+                number = numbers[storage._cdata] = len(storages)
+                storages.append(storage)
+                devices.append(tensor.device.index)
+            if layout is None:
+                layout = layouts[seen] = len(layouts)
             places.extend((number, layout, tensor.storage_offset()))
+        exports = [self.export_of(storage, device) for storage, device in zip(storages, devices, strict=True)]
+        for export, device in zip(exports, devices, strict=True):
+            self.stream(device).note_device_use(export.buffer)
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
         described = tuple(_layout(*seen) for seen in layouts)
@@ -755,13 +769,14 @@ def _unfit(tensor: Any) -> str | None:
     return None
 
 
-def _check(operation: str, tensors: Sequence[Any], opens: int) -> None:
-    for place, tensor in enumerate(tensors):
-        reason = _unfit(tensor)
-        if reason is not None:
-            name = "the tensor" if operation == "share" else f"tensor {place}"
-            message = f"{name} cannot be shared: {reason}"
-            raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+def _check_tensor(operation: str, name: str, tensor: Any) -> None:
+    reason = _unfit(tensor)
+    if reason is not None:
+        message = f"{name} cannot be shared: {reason}"
+        raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+
+
+def _check_opens(operation: str, opens: int) -> None:
     if opens < 1:
         raise InvalidArgument("InvalidArgument", operation, f"opens is {opens}", None, "pass 1 or more")
 
@@ -778,7 +793,8 @@ def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
 
     Raises `InvalidArgument` for other tensors, and for memory that no process can open, such as that of `cudaMallocAsync`.
     """
-    _check("share", [tensor], opens)
+    _check_tensor("share", "the tensor", tensor)
+    _check_opens("share", opens)
     return _current().share(tensor, opens)
 
 
@@ -806,9 +822,8 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
     The message names each storage once. One flat storage with many views makes the smallest message. The tensors must not be
     empty, and must not come from another process. Otherwise as `share`. Raises `InvalidArgument` with the place of a wrong tensor.
     """
-    tensors = list(tensors)
-    _check("share_all", tensors, opens)
-    return _current().share_all(tensors, opens)
+    _check_opens("share_all", opens)
+    return _current().share_all(list(tensors), opens)
 
 
 def open_all(batch: TensorBatch) -> list[Any]:
@@ -818,7 +833,14 @@ def open_all(batch: TensorBatch) -> list[Any]:
     places = array.array("q")
     places.frombytes(batch.places)
     rows = iter(places)
-    return [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
+    # A collection would walk all objects of the program. None of these is garbage.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
+    finally:
+        if collects:
+            gc.enable()
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}

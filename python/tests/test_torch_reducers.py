@@ -402,6 +402,30 @@ def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> No
         hwt.share_all([torch.empty(2, 0, device="cuda")])
 
 
+def test_each_tensor_of_a_batch_is_checked_before_any_is_shared() -> None:
+    first = cuda([1, 2])
+    # The storage and the layout of the first one.
+    named = first[0:2]
+    if IS_REAL:
+        named.rename_("a")
+    else:
+        named.names = ("a",)
+    with pytest.raises(highwater.InvalidArgument, match="tensor 1 cannot be shared: its dimensions have names"):
+        hwt.share_all([first, named])
+    with pytest.raises(highwater.InvalidArgument, match="tensor 1 cannot be shared: it is no tensor"):
+        hwt.share_all([first, 3])
+    assert not any(export.is_of(first.untyped_storage()) for export in hwt._current().exports.values())
+
+
+def test_a_ticket_of_no_tensor_is_refused() -> None:
+    tensor = cuda([1, 2])
+    ticket = hwt.share(tensor)
+    for wrong in ({"size": (3,)}, {"offset": 1}, {"offset": -1}, {"stride": (-1,)}, {"stride": (2,)}, {"stride": (1, 1)}):
+        with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
+            hwt.open(ticket._replace(**wrong))
+    assert hwt.open(ticket).tolist() == [1, 2]
+
+
 def test_the_storages_of_a_message_are_opened_together(workers: list[Worker]) -> None:
     tensors = [cuda([value, value]) for value in range(100)]
     views = [tensor[1:2] for tensor in tensors]
