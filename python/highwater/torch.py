@@ -19,6 +19,7 @@ import importlib
 import io
 import itertools
 import logging
+import operator
 import os
 import pathlib
 import pickle
@@ -30,7 +31,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -377,31 +378,34 @@ class _State:
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
         numbers: dict[int, int] = {}
         storages: list[Any] = []
-        devices: list[int] = []
         layouts: dict[_Seen, int] = {}
         places = array.array("q")
-        # Nothing is shared before all are checked.
-        for place, tensor in enumerate(tensors):
-            try:
-                storage, seen = tensor.untyped_storage(), _seen(tensor)
-            except Exception:
-                # It has no storage, or no shape.
+        kind = torch.Tensor
+        found = map(kind.untyped_storage, tensors), _all_seen(tensors), map(kind.storage_offset, tensors), map(kind.has_names, tensors)
+        try:
+            # Nothing is shared before all are checked.
+            for storage, seen, offset, has_names in zip(*found, strict=True):
+                number, layout = numbers.get(storage._cdata), layouts.get(seen)
+                # A storage and a layout that were checked say the rest: the device, the class, and the type.
+                if number is None or layout is None or has_names or seen[4]:
+                    place = len(places) // 3
+                    _check_tensor("share_all", f"tensor {place}", tensors[place])
+                    if storage.nbytes() == 0 or self.forwarded(storage) is not None:
+                        message = f"tensor {place} is empty or came from another process"
+                        raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
+                    number = numbers.setdefault(storage._cdata, len(numbers))
+                    layout = layouts.setdefault(seen, len(layouts))
+                    if number == len(storages):
+                        storages.append(storage)
+                places.append(number)
+                places.append(layout)
+                places.append(offset)
+        except (AttributeError, TypeError, RuntimeError):
+            # One of them has no storage, or no shape.
+            for place, tensor in enumerate(tensors):
                 _check_tensor("share_all", f"tensor {place}", tensor)
-                raise
-            number, layout = numbers.get(storage._cdata), layouts.get(seen)
-            # A storage and a layout that were checked say the rest: the device, the class, and the type.
-            if number is None or layout is None or tensor.has_names() or (tensor.requires_grad and not tensor.is_leaf):
-                _check_tensor("share_all", f"tensor {place}", tensor)
-            if number is None:
-                if storage.nbytes() == 0 or self.forwarded(storage) is not None:
-                    message = f"tensor {place} is empty or came from another process"
-                    raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
-                number = numbers[storage._cdata] = len(storages)
-                storages.append(storage)
-                devices.append(tensor.device.index)
-            if layout is None:
-                layout = layouts[seen] = len(layouts)
-            places.extend((number, layout, tensor.storage_offset()))
+            raise
+        devices = [storage.device.index for storage in storages]
         exports = [self.export_of(storage, device) for storage, device in zip(storages, devices, strict=True)]
         for export, device in zip(exports, devices, strict=True):
             self.stream(device).note_device_use(export.buffer)
@@ -504,6 +508,14 @@ _Seen = tuple[type, Any, tuple[int, ...], tuple[int, ...], bool, bool, bool]
 def _seen(tensor: Any) -> _Seen:
     size, stride = tensor.size(), tensor.stride()
     return type(tensor), tensor.dtype, size, stride, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+
+
+def _all_seen(tensors: Sequence[Any]) -> Iterable[_Seen]:
+    """As `_seen`, for many tensors in half of the time."""
+    kind = torch.Tensor
+    shapes = map(kind.size, tensors), map(kind.stride, tensors)
+    dtypes, gradients = map(operator.attrgetter("dtype"), tensors), map(operator.attrgetter("requires_grad"), tensors)
+    return zip(map(type, tensors), dtypes, *shapes, gradients, map(kind.is_conj, tensors), map(kind.is_neg, tensors), strict=True)
 
 
 def _layout(
@@ -670,10 +682,15 @@ def _view(storage: Any, layout: _Layout, offset: int) -> Any:
 def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     """Returns what makes the tensors of a layout, from a storage and an offset."""
     dtype, size, stride, rest = layout
-    if len(size) != len(stride) or min((*size, *stride), default=0) < 0:
-        raise _wrong_layout(f"the lengths {size} and the strides {stride}")
     # The elements from the first to the last one.
-    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    extent, is_empty = 1, False
+    for length, step in itertools.zip_longest(size, stride, fillvalue=-1):
+        if length < 0 or step < 0:
+            raise _wrong_layout(f"the lengths {size} and the strides {stride}")
+        extent += (length - 1) * step
+        is_empty |= length == 0
+    if is_empty:
+        extent = 0
     itemsize = dtype.itemsize
     metadata = {"dtype": dtype, "size": size, "stride": stride, "storage_offset": 0}
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
