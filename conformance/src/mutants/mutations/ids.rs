@@ -131,6 +131,19 @@ mutants! {
             reference.is_capturing(stream)?;
             forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
         });
+    "raw-events-remembered" needs [has::foreign_objects]: "Remembers the vendor's handle of an event that was asked for before its destruction." => |h| {
+        let known = Shared::<HashMap<EventId, u64>>::default();
+        h.backend.raw_event(move |reference, event| {
+            let answer = reference.raw_event(event);
+            if let Ok(raw) = answer {
+                known.with(|known| known.insert(event, raw));
+            }
+            match known.with(|known| known.get(&event).copied()) {
+                Some(raw) => forgiven(ErrorKind::InvalidHandle, answer, raw),
+                None => answer,
+            }
+        });
+    };
 
     in "backend.exiting":
     "exits-unnoticed" [by_two_processes]: "Does not notice that the process exits." =>
