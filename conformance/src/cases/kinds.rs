@@ -79,7 +79,7 @@ impl StreamKind {
         Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
     }
 
-    fn is_default(self) -> bool {
+    pub(super) fn is_default(self) -> bool {
         matches!(self, Self::Legacy | Self::PerThread)
     }
 
@@ -109,7 +109,7 @@ impl StreamKind {
 pub(super) struct AnyStream<'b> {
     pub(super) stream: Stream<'b>,
     /// The original of a stream of other code. Dropped last.
-    owner: Option<Stream<'b>>,
+    pub(super) owner: Option<Stream<'b>>,
 }
 
 /// The kinds of events.
@@ -149,7 +149,7 @@ impl EventKind {
                 (event, Some(owner))
             }
         };
-        Ok(AnyEvent { event, _owner: owner })
+        Ok(AnyEvent { event, owner })
     }
 }
 
@@ -157,7 +157,7 @@ impl EventKind {
 pub(super) struct AnyEvent<'b> {
     pub(super) event: Event<'b>,
     /// The original of an event of other code. Dropped last.
-    _owner: Option<Event<'b>>,
+    pub(super) owner: Option<Event<'b>>,
 }
 
 fn on_each_event(backend: &dyn Backend, prove: impl Fn(u32, EventKind, &Event<'_>) -> CaseResult) -> CaseResult {
