@@ -9,6 +9,7 @@ use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, ObjectId as _, R
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, Way, forgiven, is, wrong};
 use super::super::state::{Deferred, Shared};
+use super::foreign_streams;
 
 mutants! {
     in "event.wait-orders":
@@ -175,6 +176,16 @@ mutants! {
         let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
         h.backend.query_event(move |reference, event| {
             let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
+            let completion = reference.query_event(event)?;
+            Ok(if is_gone { Completion::Complete } else { completion })
+        });
+    };
+    "events-complete-with-foreign-ids" needs [has::foreign_objects]: "Reports events as complete once the id of a foreign stream is destroyed." => |h| {
+        let (recorded, gone, foreign) = (recorded_events(h), destroyed_streams(h), foreign_streams(h));
+        h.backend.query_event(move |reference, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let home = home.filter(|home| foreign.with(|foreign| foreign.contains(home)));
             let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
             let completion = reference.query_event(event)?;
             Ok(if is_gone { Completion::Complete } else { completion })
