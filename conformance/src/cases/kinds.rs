@@ -446,15 +446,18 @@ fn events_that_were_never_recorded(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Streams of each kind wait for a record that the device has not reached. The stream of the record gets more work before the waits, and
-/// the event is recorded again after them, each behind work that lasts longer than the waits.
+/// Streams of each kind, on both devices, wait for a record that the device has not reached. The stream of the record gets more work before
+/// the waits, and the event is recorded again after them, each behind work that lasts longer than the waits.
 fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
     on_each_event(backend, |device, _, event| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let (first, second, later) =
             (Stream::on(backend, device)?, Stream::on(backend, device)?, Event::on(backend, device)?);
-        let kinds = StreamKind::of(backend, device)?;
-        let waiting = kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
+        let mut kinds = Vec::new();
+        for home in 0..backend.device_count().min(2) {
+            kinds.extend(StreamKind::of(backend, home)?.into_iter().map(|kind| (kind, home)));
+        }
+        let waiting = kinds.iter().map(|(kind, home)| kind.make(backend, *home)).collect::<Result<Vec<_>>>()?;
         let mut mark = Mark::on(backend, device)?;
         until_conclusive("a stream waits for work or a record that came after the record that it waits for", |load| {
             busy.enqueue(&first, load)?;
@@ -470,7 +473,10 @@ fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
             let has_arrived = mark.has_arrived();
             second.synchronize()?;
             first.synchronize()?;
-            check!(has_arrived, "one of {kinds:?} did not wait for a record, because the event was recorded again");
+            check!(
+                has_arrived,
+                "one of {kinds:?} (with their devices) did not wait for a record, because the event was recorded again"
+            );
             Ok(Attempt::seen(outstanding))
         })
     })

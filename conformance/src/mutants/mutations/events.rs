@@ -107,24 +107,11 @@ mutants! {
     };
 
     in "event.wait-snapshot":
-    "waits-made-with-the-next-call": "Enqueues a wait only with the next call for its stream, for the latest record." => |h| {
-        let held = Deferred::default();
-        let waits = held.clone();
-        h.backend.stream_wait_event(move |reference, stream, event| {
-            if reference.is_recording(stream) || reference.query_event(event)?.is_complete() {
-                return reference.stream_wait_event(stream, event);
-            }
-            looked_at(reference, stream, event)?;
-            waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
-            Ok(())
-        });
-        h.before(move |reference, method, stream| match (method, stream) {
-            ("stream_wait_event", _) => Ok(()),
-            // A call for an event, and one for a block, concerns no stream.
-            ("destroy_event" | "synchronize_device", _) | (_, Some(_)) => held.release(reference, stream),
-            _ => Ok(()),
-        });
-    };
+    "waits-made-with-the-next-call": "Enqueues a wait only with the next call for its stream, for the latest record." =>
+        |h| made_with_the_next_call(h, |_, _| true);
+    "waits-for-other-devices-made-with-the-next-call" needs [TWO_DEVICES]:
+        "Enqueues a wait for another device only with the next call for its stream, for the latest record." =>
+        |h| made_with_the_next_call(h, |stream, event| stream.device() != event.device());
     "waits-for-whole-streams": "Waits for all work that the stream of the record has at that time." => |h| {
         let recorded = recorded_events(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
@@ -527,6 +514,27 @@ mutants! {
 fn looked_at(reference: &Reference, stream: StreamId, event: EventId) -> Result<()> {
     reference.query_stream(stream)?;
     reference.query_event(event).map(drop)
+}
+
+/// Enqueues some waits only with the next call for their stream, for the latest record.
+fn made_with_the_next_call(h: &mut Hooks, concerns: fn(StreamId, EventId) -> bool) {
+    let held = Deferred::default();
+    let waits = held.clone();
+    h.backend.stream_wait_event(move |reference, stream, event| {
+        let is_plain = !concerns(stream, event) || reference.is_recording(stream);
+        if is_plain || reference.query_event(event)?.is_complete() {
+            return reference.stream_wait_event(stream, event);
+        }
+        looked_at(reference, stream, event)?;
+        waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
+        Ok(())
+    });
+    h.before(move |reference, method, stream| match (method, stream) {
+        ("stream_wait_event", _) => Ok(()),
+        // A call for an event, and one for a block, concerns no stream.
+        ("destroy_event" | "synchronize_device", _) | (_, Some(_)) => held.release(reference, stream),
+        _ => Ok(()),
+    });
 }
 
 /// Where each event was recorded last.
