@@ -17,6 +17,7 @@ cases! {
     group "kinds";
     streams_do_not_wait_for_each_other: ["stream.independent", "stream.query", "stream.synchronize"];
     many_streams_do_not_wait_for_each_other: ["stream.independent"];
+    eight_streams_do_not_wait_for_each_other: ["stream.independent"];
     waits_are_pending_work: ["stream.query"];
     streams_of_other_code_are_one_with_their_owner: ["stream.order", "stream.synchronize", "stream.query"]
         needs [has::foreign_objects];
@@ -264,6 +265,34 @@ fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult 
                 streams[occupied].synchronize()?;
                 Ok(Attempt::seen(outstanding))
             })?;
+        }
+        Ok(())
+    })
+}
+
+/// Seven streams have outstanding work: the first a load, the others a wait for it and work behind the wait. The eighth waits for none.
+fn eight_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, event) = (Block::on(backend, device, 8)?, Event::on(backend, device)?);
+        let streams = (0..8).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        // A backend may count the streams in the order of their calls or of their creation.
+        for free in [streams.len() - 1, 0] {
+            let order: Vec<usize> = (0..streams.len()).filter(|index| *index != free).chain([free]).collect();
+            until_conclusive("the eighth stream with work waits for another that it has nothing to do with", |load| {
+                busy.enqueue(&streams[order[0]], load)?;
+                streams[order[0]].record(&event)?;
+                for &index in &order[1..7] {
+                    streams[index].wait(&event)?;
+                    streams[index].set(block.span(index..index + 1), 1)?;
+                }
+                streams[free].set(block.span(free..free + 1), 1)?;
+                streams[free].synchronize()?;
+                let outstanding = event.is_pending()?;
+                streams.iter().try_for_each(|stream| stream.synchronize())?;
+                Ok(Attempt::seen(outstanding))
+            })
+            .map_err(|failure| failure.with_details(&format!("stream {free} of the eight comes last")))?;
         }
         Ok(())
     })

@@ -228,6 +228,26 @@ mutants! {
         });
     };
 
+    "seven-queues": "Lets the eighth stream with outstanding work wait for the first." => |h| {
+        let occupied = Shared::<Vec<StreamId>>::default();
+        h.before(move |reference, method, stream| {
+            let enqueues = matches!(method, "copy" | "copy_2d" | "fill" | "stream_wait_event");
+            let Some(stream) = stream.filter(|stream| enqueues && !reference.is_recording(*stream)) else { return Ok(()) };
+            let known = occupied.with(|occupied| occupied.clone());
+            let mut pending: Vec<StreamId> = known.into_iter().filter(|other| reference.is_pending(*other)).collect();
+            if !pending.contains(&stream) {
+                let queues: Vec<StreamId> =
+                    pending.iter().copied().filter(|other| other.device() == stream.device()).collect();
+                if queues.len() >= 7 {
+                    reference.let_wait(stream, queues[0])?;
+                }
+                pending.push(stream);
+            }
+            occupied.with(|occupied| *occupied = pending);
+            Ok(())
+        });
+    };
+
     "copies-from-registered-memory-share-a-queue" needs [has::host_register]:
         "Lets each copy from registered memory wait for the one before, of whatever stream." => |h| {
         let registered = Shared::<HashMap<usize, usize>>::default();
