@@ -156,6 +156,16 @@ mutants! {
             reference.launch_graph(graph, stream)?;
             reference.wait_for(stream)
         });
+    "launches-on-another-stream-wait" needs [has::capture]: "Waits for the stream before a launch, if the last one was on another stream." => |h| {
+        let last = Shared::<HashMap<GraphExecId, StreamId>>::default();
+        h.backend.launch_graph(move |reference, graph, stream| {
+            let before = last.with(|last| last.insert(graph, stream));
+            if before.is_some_and(|before| before != stream) {
+                reference.wait_for(stream)?;
+            }
+            reference.launch_graph(graph, stream)
+        });
+    };
     "plans-wait" needs [has::lt_plans]: "Returns from the run of a plan when it is done." => |h| h.handle.run_plan(|handle, plan, arguments| {
         handle.run_plan(plan, arguments)?;
         handle.wait()
