@@ -227,6 +227,14 @@ mutants! {
             }
         });
 
+    "misaligned-workspaces-of-nothing": "Accepts a misaligned workspace of 0 bytes." =>
+        |h| h.handle.set_workspace(|handle, workspace| {
+            let bound = handle.set_workspace(workspace);
+            match workspace {
+                Some(Workspace { bytes: 0, .. }) => forgiven(ErrorKind::InvalidArgument, bound, ()),
+                _ => bound,
+            }
+        });
     "refused-workspaces-unbind": "Leaves a handle without its workspace when it refuses another." =>
         |h| h.handle.set_workspace(|handle, workspace| {
             let bound = handle.set_workspace(workspace);
