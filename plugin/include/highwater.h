@@ -842,9 +842,9 @@ struct hw_table {
      *  - blas.unbound: until a stream is bound, products and runs of plans return HW_ERROR_INVALID_STATE, and nothing is
      *    enqueued. A product without elements may succeed.
      *  - blas.stream-device: a stream of another device returns HW_ERROR_WRONG_DEVICE.
-     *  - blas.stream-destroyed: once the bound stream is destroyed, products and runs of plans return
-     *    HW_ERROR_INVALID_HANDLE, and nothing is enqueued. A product without elements may succeed. Those enqueued before are
-     *    still executed.
+     *  - blas.stream-destroyed: once the bound id is destroyed, also one of a foreign stream, products and runs of plans
+     *    return HW_ERROR_INVALID_HANDLE, and nothing is enqueued. A product without elements may succeed. Those enqueued
+     *    before are still executed.
      *  - blas.stream-resets-workspace: if the fact HW_FACT_SET_STREAM_RESETS_WORKSPACE holds, the handle returns to its own
      *    workspace, even if the stream is the same; modes survive. */
     int32_t (*handle_set_stream)(hw_handle *handle, hw_id stream, hw_error *error);

@@ -362,11 +362,18 @@ fn misaligned_workspaces_are_refused(backend: &dyn Backend) -> CaseResult {
         let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
         let aligned = memory.ptr().get().next_multiple_of(alignment as u64);
         let mut refuses = || -> CaseResult {
-            for off in [1, 8, alignment as u64 / 2].into_iter().filter(|off| off % alignment as u64 != 0) {
-                let workspace = Workspace { ptr: DevicePtr::new(aligned + off), bytes: 4096 };
-                // SAFETY: inside `memory`, which lives longer than the handle; no product is enqueued.
-                let bound = unsafe { handle.raw_mut().set_workspace(Some(workspace)) };
-                check_error!(bound, InvalidArgument, "a workspace {off} bytes past an address aligned to {alignment}");
+            let last = alignment as u64 - 1;
+            for off in [1, 8, alignment as u64 / 2, last].into_iter().filter(|off| off % alignment as u64 != 0) {
+                for bytes in [4096, 1, 0] {
+                    let workspace = Workspace { ptr: DevicePtr::new(aligned + off), bytes };
+                    // SAFETY: inside `memory`, which lives longer than the handle; no product is enqueued.
+                    let bound = unsafe { handle.raw_mut().set_workspace(Some(workspace)) };
+                    check_error!(
+                        bound,
+                        InvalidArgument,
+                        "a workspace of {bytes} bytes, {off} past an address aligned to {alignment}"
+                    );
+                }
             }
             Ok(())
         };

@@ -10,6 +10,7 @@ use highwater_hal::{
 
 use super::blas::kinds;
 use super::concurrency::in_thread;
+use super::kinds::StreamKind;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{
     Addresses, Block, Capture, DEVICE, Event, Executable, Graph, Handle, Memory, Pinned, Registered, Stream,
@@ -1074,7 +1075,23 @@ fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
         let outstanding = before.is_pending()?;
         stream.synchronize()?;
         Ok(Attempt::seen(outstanding))
-    })
+    })?;
+    // The last launch was on another stream, of another kind.
+    for kind in StreamKind::of(backend, DEVICE)? {
+        let made = kind.make(backend, DEVICE)?;
+        until_conclusive("a launch waits for the work before it, because the last one was on another stream", |load| {
+            executable.launch(&stream)?;
+            stream.synchronize()?;
+            busy.enqueue(&made.stream, load)?;
+            made.stream.record(&before)?;
+            executable.launch(&made.stream)?;
+            let outstanding = before.is_pending()?;
+            made.stream.synchronize()?;
+            Ok(Attempt::seen(outstanding))
+        })
+        .map_err(|failure| failure.with_details(&format!("on a stream of kind {kind:?}")))?;
+    }
+    Ok(())
 }
 
 /// One thread records, a second makes the graph executable, a third launches it, and a fourth destroys it.

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, EventOptions};
 
+use super::kinds::StreamKind;
 use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 use crate::idle_stream::IdleStream;
@@ -568,11 +569,15 @@ fn events_order_after_their_stream(backend: &dyn Backend) -> CaseResult {
 
 fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    for waits in [true, false] {
+    let can_be_wrapped = backend.capabilities(DEVICE)?.foreign_objects;
+    let kinds = [StreamKind::Normal].into_iter().chain(can_be_wrapped.then_some(StreamKind::Foreign));
+    for (kind, waits) in kinds.flat_map(|kind| [(kind, true), (kind, false)]) {
         until_conclusive("the producer was done before it was destroyed", |load| {
             let target = Pinned::holding(backend, &[OLD; BYTES])?;
             let source = Block::filled(backend, BYTES, NEW)?;
-            let (producer, event) = (Stream::new(backend)?, Event::new(backend)?);
+            let (made, event) = (kind.make(backend, DEVICE)?, Event::new(backend)?);
+            // The producer is dropped first if the case fails.
+            let (owner, producer) = (made.owner, made.stream);
             busy.enqueue(&producer, load * PRODUCED)?;
             producer.copy(target.all(), source.all())?;
             producer.record(&event)?;
@@ -599,8 +604,11 @@ fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
             successor.record(&event)?;
             event.synchronize()?;
             check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
+            // The owner of a foreign stream lives until here.
+            drop(owner);
             Ok(Attempt::seen(outstanding || waited))
-        })?;
+        })
+        .map_err(|failure| failure.with_details(&format!("the producer: {kind:?}")))?;
     }
     Ok(())
 }

@@ -39,8 +39,14 @@ cases! {
     streams_of_handles_for_plans: ["blas.stream-destroyed", "stream.destroy-pending"]
         needs [has::gemm_f32, has::lt_plans] => by_product(BlasKind::Lt, Bound::Stream);
     events_of_captures: ["event.destroy-pending", "capture.joins"] needs [has::capture];
+    foreign_streams_of_handles: ["blas.stream-destroyed", "stream.foreign-kept"]
+        needs [has::gemm_f32, has::foreign_objects] => by_product(BlasKind::Blas, Bound::ForeignStream);
+    foreign_streams_of_handles_for_plans: ["blas.stream-destroyed", "stream.foreign-kept"]
+        needs [has::gemm_f32, has::lt_plans, has::foreign_objects] => by_product(BlasKind::Lt, Bound::ForeignStream);
     streams_that_a_thread_waits_for: ["backend.destroy-concurrent", "stream.synchronize"]
         => while_a_thread_waits(Waited::Stream);
+    ids_of_foreign_streams_that_a_thread_waits_for: ["backend.destroy-concurrent", "stream.foreign-kept"]
+        needs [has::foreign_objects] => while_a_thread_waits(Waited::ForeignStream);
     events_that_a_thread_waits_for: ["backend.destroy-concurrent", "event.synchronize"]
         => while_a_thread_waits(Waited::Event);
     ids_of_foreign_events_that_a_thread_waits_for: ["backend.destroy-concurrent", "event.foreign-kept"]
@@ -74,6 +80,7 @@ enum Bound {
     DroppedHandle,
     Plan,
     Stream,
+    ForeignStream,
 }
 
 /// Runs `destroy` in this thread or in another one.
@@ -97,6 +104,14 @@ fn replace(backend: &dyn Backend) -> CaseResult {
         stream.synchronize()?;
     }
     Ok(())
+}
+
+/// Returns another id of the stream, as of other code. The caller drops it before the stream.
+fn wrapped<'b>(backend: &'b dyn Backend, stream: &Stream<'b>) -> Result<Stream<'b>, Failure> {
+    let raw = backend.raw_stream(stream.id())?;
+    // SAFETY: each caller destroys the stream after its wrapper.
+    let id = unsafe { backend.stream_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
+    Ok(Stream::adopted(backend, id))
 }
 
 fn by_work(backend: &dyn Backend, object: Object) -> CaseResult {
@@ -226,10 +241,7 @@ fn under_a_copy(
             outstanding
         }
         Object::ForeignStream => {
-            let raw = backend.raw_stream(stream.id())?;
-            // SAFETY: the stream is destroyed after its wrapper, in this function.
-            let id = unsafe { backend.stream_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
-            let wrapper = Stream::adopted(backend, id);
+            let wrapper = wrapped(backend, &stream)?;
             begin(&wrapper)?;
             wrapper.copy(shared.all(), fresh.all())?;
             let outstanding = before.is_pending()?;
@@ -269,7 +281,11 @@ fn by_product(backend: &dyn Backend, kind: BlasKind, bound: Bound) -> CaseResult
         until_conclusive("the product was over when the object was destroyed", |load| {
             let workspace = Block::new(backend, 1 << 20)?;
             let (placed, later) = (product.place(backend)?, product.place(backend)?);
-            let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+            let (owner, before) = (Stream::new(backend)?, Event::new(backend)?);
+            let stream = match bound {
+                Bound::ForeignStream => wrapped(backend, &owner)?,
+                _ => Stream::new(backend)?,
+            };
             let mut handle = Handle::new(backend, kind, &stream)?;
             handle.offer_workspace(&workspace, 0..1 << 20)?;
             let plan = match kind {
@@ -296,7 +312,7 @@ fn by_product(backend: &dyn Backend, kind: BlasKind, bound: Bound) -> CaseResult
                         in_thread(is_other, || Ok(handle.raw_mut().destroy_plan(plan)?))?;
                     }
                 }
-                Bound::Stream => {
+                Bound::Stream | Bound::ForeignStream => {
                     in_thread(is_other, || Ok(stream.destroy()?))?;
                     let unchanged = product.place(backend)?;
                     let bytes = unchanged.bytes_of_c()?;
@@ -316,7 +332,7 @@ fn by_product(backend: &dyn Backend, kind: BlasKind, bound: Bound) -> CaseResult
                     }
                 }
             }
-            if bound != Bound::Stream {
+            if !matches!(bound, Bound::Stream | Bound::ForeignStream) {
                 replace(backend)?;
                 let other = Handle::unbound(backend, kind, DEVICE)?;
                 drop(other);
@@ -370,6 +386,7 @@ fn events_of_captures(backend: &dyn Backend) -> CaseResult {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Waited {
     Stream,
+    ForeignStream,
     Event,
     ForeignEvent,
 }
@@ -384,7 +401,11 @@ fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
     until_conclusive("no wait was in progress when the object was destroyed, or it ended with the object", |load| {
         let fresh = Block::filled(backend, BYTES, NEW)?;
         let pinned = Pinned::holding(backend, &[OLD; BYTES])?;
-        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        let (owner, event) = (Stream::new(backend)?, Event::new(backend)?);
+        let stream = match waited {
+            Waited::ForeignStream => wrapped(backend, &owner)?,
+            _ => Stream::new(backend)?,
+        };
         let end = Event::new(backend)?;
         let wrapper = match waited {
             Waited::ForeignEvent => {
@@ -406,7 +427,7 @@ fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
             // Release suffices: the other thread reads only the flag itself.
             is_about_to_wait.store(true, Ordering::Release);
             let waited = match waited {
-                Waited::Stream => backend.synchronize_stream(stream_id),
+                Waited::Stream | Waited::ForeignStream => backend.synchronize_stream(stream_id),
                 Waited::Event | Waited::ForeignEvent => backend.synchronize_event(event_id),
             };
             if !is_alive("the wait", waited)? {
@@ -425,7 +446,7 @@ fn while_a_thread_waits(backend: &dyn Backend, waited: Waited) -> CaseResult {
             let_it_wait();
             let outstanding = end.is_pending()?;
             match (waited, wrapper) {
-                (Waited::Stream, _) => {
+                (Waited::Stream | Waited::ForeignStream, _) => {
                     stream.destroy()?;
                     check_error!(backend.query_stream(stream_id), InvalidHandle, "a stream that a thread waits for");
                 }

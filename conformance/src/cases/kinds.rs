@@ -17,6 +17,7 @@ cases! {
     group "kinds";
     streams_do_not_wait_for_each_other: ["stream.independent", "stream.query", "stream.synchronize"];
     many_streams_do_not_wait_for_each_other: ["stream.independent"];
+    eight_streams_do_not_wait_for_each_other: ["stream.independent"];
     waits_are_pending_work: ["stream.query"];
     streams_of_other_code_are_one_with_their_owner: ["stream.order", "stream.synchronize", "stream.query"]
         needs [has::foreign_objects];
@@ -79,7 +80,7 @@ impl StreamKind {
         Ok(kinds.into_iter().filter_map(|(has, kind)| has.then_some(kind)).collect())
     }
 
-    fn is_default(self) -> bool {
+    pub(super) fn is_default(self) -> bool {
         matches!(self, Self::Legacy | Self::PerThread)
     }
 
@@ -109,7 +110,7 @@ impl StreamKind {
 pub(super) struct AnyStream<'b> {
     pub(super) stream: Stream<'b>,
     /// The original of a stream of other code. Dropped last.
-    owner: Option<Stream<'b>>,
+    pub(super) owner: Option<Stream<'b>>,
 }
 
 /// The kinds of events.
@@ -149,7 +150,7 @@ impl EventKind {
                 (event, Some(owner))
             }
         };
-        Ok(AnyEvent { event, _owner: owner })
+        Ok(AnyEvent { event, owner })
     }
 }
 
@@ -157,7 +158,7 @@ impl EventKind {
 pub(super) struct AnyEvent<'b> {
     pub(super) event: Event<'b>,
     /// The original of an event of other code. Dropped last.
-    _owner: Option<Event<'b>>,
+    pub(super) owner: Option<Event<'b>>,
 }
 
 fn on_each_event(backend: &dyn Backend, prove: impl Fn(u32, EventKind, &Event<'_>) -> CaseResult) -> CaseResult {
@@ -264,6 +265,34 @@ fn many_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult 
                 streams[occupied].synchronize()?;
                 Ok(Attempt::seen(outstanding))
             })?;
+        }
+        Ok(())
+    })
+}
+
+/// Seven streams have outstanding work: the first a load, the others a wait for it and work behind the wait. The eighth waits for none.
+fn eight_streams_do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let (block, event) = (Block::on(backend, device, 8)?, Event::on(backend, device)?);
+        let streams = (0..8).map(|_| Stream::on(backend, device)).collect::<Result<Vec<_>>>()?;
+        // A backend may count the streams in the order of their calls or of their creation.
+        for free in [streams.len() - 1, 0] {
+            let order: Vec<usize> = (0..streams.len()).filter(|index| *index != free).chain([free]).collect();
+            until_conclusive("the eighth stream with work waits for another that it has nothing to do with", |load| {
+                busy.enqueue(&streams[order[0]], load)?;
+                streams[order[0]].record(&event)?;
+                for &index in &order[1..7] {
+                    streams[index].wait(&event)?;
+                    streams[index].set(block.span(index..index + 1), 1)?;
+                }
+                streams[free].set(block.span(free..free + 1), 1)?;
+                streams[free].synchronize()?;
+                let outstanding = event.is_pending()?;
+                streams.iter().try_for_each(|stream| stream.synchronize())?;
+                Ok(Attempt::seen(outstanding))
+            })
+            .map_err(|failure| failure.with_details(&format!("stream {free} of the eight comes last")))?;
         }
         Ok(())
     })
@@ -446,15 +475,18 @@ fn events_that_were_never_recorded(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Streams of each kind wait for a record that the device has not reached. The stream of the record gets more work before the waits, and
-/// the event is recorded again after them, each behind work that lasts longer than the waits.
+/// Streams of each kind, on both devices, wait for a record that the device has not reached. The stream of the record gets more work before
+/// the waits, and the event is recorded again after them, each behind work that lasts longer than the waits.
 fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
     on_each_event(backend, |device, _, event| {
         let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
         let (first, second, later) =
             (Stream::on(backend, device)?, Stream::on(backend, device)?, Event::on(backend, device)?);
-        let kinds = StreamKind::of(backend, device)?;
-        let waiting = kinds.iter().map(|kind| kind.make(backend, device)).collect::<Result<Vec<_>>>()?;
+        let mut kinds = Vec::new();
+        for home in 0..backend.device_count().min(2) {
+            kinds.extend(StreamKind::of(backend, home)?.into_iter().map(|kind| (kind, home)));
+        }
+        let waiting = kinds.iter().map(|(kind, home)| kind.make(backend, *home)).collect::<Result<Vec<_>>>()?;
         let mut mark = Mark::on(backend, device)?;
         until_conclusive("a stream waits for work or a record that came after the record that it waits for", |load| {
             busy.enqueue(&first, load)?;
@@ -470,7 +502,10 @@ fn events_are_waited_for_as_they_are(backend: &dyn Backend) -> CaseResult {
             let has_arrived = mark.has_arrived();
             second.synchronize()?;
             first.synchronize()?;
-            check!(has_arrived, "one of {kinds:?} did not wait for a record, because the event was recorded again");
+            check!(
+                has_arrived,
+                "one of {kinds:?} (with their devices) did not wait for a record, because the event was recorded again"
+            );
             Ok(Attempt::seen(outstanding))
         })
     })

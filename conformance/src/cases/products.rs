@@ -31,6 +31,7 @@ cases! {
     add_up_sums_of_odd_length: ["gemm.value", "gemm.transpose", "plan.value"];
     transpose_square_factors: ["gemm.transpose", "gemm.strided-batch", "gemm.mixed", "plan.value"];
     of_every_kind_return_at_once: ["gemm.asynchronous", "stream.asynchronous"];
+    larger_than_all_before_return_at_once: ["gemm.asynchronous", "stream.asynchronous"];
     add_a_bias_and_another_c: ["plan.epilogue", "plan.value"] needs [has::lt_plans];
     apply_gelu_to_large_sums: ["plan.epilogue"] needs [has::lt_plans];
     use_the_bias_of_each_run: ["plan.epilogue"] needs [has::lt_plans];
@@ -42,7 +43,7 @@ cases! {
         needs [has::lt_plans, has::gemm_f32];
     of_plans_for_other_types_are_apart: ["plan.value", "plan.mixed"] needs [has::lt_plans];
     of_many_plans_are_right: ["plan.value", "plan.stale"] needs [has::lt_plans, has::gemm_f32];
-    without_terms_take_any_alpha: ["gemm.alpha-zero", "gemm.infinite-factors", "plan.alpha-zero"];
+    without_terms_take_any_alpha: ["gemm.alpha-zero", "gemm.infinite-factors", "plan.alpha-zero", "gemm.leading-dimension"];
     take_factors_beyond_the_range_of_their_type: ["gemm.value", "gemm.beta", "plan.value"];
     of_single_rows_columns_and_terms: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "plan.value"];
     of_batches_of_one_take_any_strides: ["gemm.strided-batch", "plan.value"] needs [has::strided_batch];
@@ -489,6 +490,62 @@ fn of_every_kind_return_at_once(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// A fresh handle computes small products, and behind a load larger ones, in each pair of types. Another handle has loaded the kernels.
+fn larger_than_all_before_return_at_once(backend: &dyn Backend) -> CaseResult {
+    on_each(backend, |bench| {
+        let (backend, device, stream) = (bench.backend, bench.device, bench.stream);
+        let is_plan = bench.kind == BlasKind::Lt;
+        let mut made = Vec::new();
+        for size in [4, 16, 48] {
+            let of_size =
+                bench.types().into_iter().flat_map(|types| bench.alone_and_in_a_batch(types, (size, size, size)));
+            let of_size: Vec<_> = of_size.map(|shape| Product::new(shape, 26)).collect();
+            let placed = of_size.into_iter().map(|product| Ok((product.place_on(backend, device)?, product)));
+            made.push(placed.collect::<Result<Vec<_>, Failure>>()?);
+        }
+        let plans_of =
+            |handle: &mut Handle<'_>, made: &[(Placed<'_>, Product)]| -> highwater_hal::Result<Vec<Option<PlanId>>> {
+                let options = |product: &Product| PlanOptions::new(product.shape, Epilogue::None, WORKSPACE_BYTES);
+                let plan = |handle: &mut Handle<'_>, product| handle.raw_mut().create_plan(&options(product)).map(Some);
+                made.iter().map(|(_, product)| if is_plan { plan(handle, product) } else { Ok(None) }).collect()
+            };
+        let enqueue = |handle: &mut Handle<'_>,
+                       made: &[(Placed<'_>, Product)],
+                       plans: &[Option<PlanId>]|
+         -> CaseResult {
+            for ((placed, product), plan) in made.iter().zip(plans) {
+                match plan {
+                    Some(plan) => handle.run_plan(*plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?,
+                    None => placed.gemm(product, handle)?,
+                }
+            }
+            Ok(())
+        };
+        for made in &made {
+            let plans = plans_of(&mut bench.handle, made)?;
+            enqueue(&mut bench.handle, made, &plans)?;
+        }
+        stream.synchronize()?;
+        let busy = StreamLoad::new(backend, device, Direction::ToDevice)?;
+        let before = Event::on(backend, device)?;
+        until_conclusive("a product that is larger than those before waits for the work before it", |load| {
+            let mut handle = Handle::new(backend, bench.kind, stream)?;
+            handle.offer_workspace(bench.workspace, 0..WORKSPACE_BYTES)?;
+            let plans = made.iter().map(|made| plans_of(&mut handle, made)).collect::<Result<Vec<_>, _>>()?;
+            enqueue(&mut handle, &made[0], &plans[0])?;
+            stream.synchronize()?;
+            busy.enqueue(stream, load)?;
+            stream.record(&before)?;
+            for (made, plans) in made.iter().zip(&plans).skip(1) {
+                enqueue(&mut handle, made, plans)?;
+            }
+            let outstanding = before.is_pending()?;
+            stream.synchronize()?;
+            Ok(Attempt::seen(outstanding))
+        })
+    })
+}
+
 fn refuse_streams_of_another_device(backend: &dyn Backend) -> CaseResult {
     on_each(backend, |bench| {
         let other = 1 - bench.device;
@@ -889,6 +946,16 @@ fn without_terms_take_any_alpha(backend: &dyn Backend) -> CaseResult {
                     }
                     // The old C is not read.
                     bench.prove(&Product::new(shape, 33).with_scale(alpha, 0.0).with_nan_in_c())?;
+                }
+            }
+            // The gaps of C stay as they are, although nothing of C does.
+            for (k, alpha) in [(0, 3.0), (4, 0.0)] {
+                let (m, n) = (5, 3);
+                let alone = types.shape(m, n, k).with_leading_dimensions(m, k.max(1), m + 2);
+                let batch = StridedBatch { count: 3, stride_a: m * k, stride_b: k * n, stride_c: (m + 2) * n };
+                let shapes = if bench.can.strided_batch { vec![alone, alone.with_batch(batch)] } else { vec![alone] };
+                for shape in shapes {
+                    bench.prove(&Product::new(shape, 33).with_scale(alpha, 0.0))?;
                 }
             }
         }

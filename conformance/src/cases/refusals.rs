@@ -15,6 +15,7 @@ use highwater_hal::{
 
 use super::blas::kinds;
 use super::ids::forge;
+use super::kinds::{EventKind, StreamKind};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, on_devices};
 use crate::device::{Addresses, Block, Capture, Destroy, Event, Handle, Object, PhysicalMemory, Pinned, Stream};
 use crate::matrix::Product;
@@ -32,6 +33,10 @@ cases! {
     bad_events: ["backend.ids-checked"];
     bad_graphs: ["backend.ids-checked"] needs [has::capture];
     bad_physical_memory: ["backend.ids-checked"] needs [has::mapped_memory];
+    known_streams: ["backend.ids-checked", "stream.destroy-stale"];
+    known_events: ["backend.ids-checked", "event.destroy-stale"];
+    known_graphs: ["backend.ids-checked"] needs [has::capture];
+    known_physical_memory: ["backend.ids-checked"] needs [has::mapped_memory];
     slots_of_streams: ["backend.ids-checked", "stream.destroy-stale"];
     slots_of_events: ["backend.ids-checked", "event.destroy-stale"];
     slots_of_graphs: ["backend.ids-checked"] needs [has::capture];
@@ -417,6 +422,143 @@ fn bad_physical_memory(backend: &dyn Backend) -> CaseResult {
         // The place is still free.
         drop(addresses.fill_in(piece..2 * piece)?);
         Ok(())
+    })
+}
+
+// --------------------------------------------------------------------------------------------------- ids that were known
+
+/// Makes each call with a living object. Then this thread or another one destroys it, and this thread makes each call with the stale id, first
+/// alone and then beside another object, which may have its place.
+fn refuse_once_known<I: Copy + std::fmt::Debug, O: Send, M>(
+    make: impl Fn() -> Result<(I, O, M)>,
+    destroy: impl Fn(O) -> Result<()> + Sync,
+    calls: &[Call<'_, I>],
+) -> CaseResult {
+    for by_other in [false, true] {
+        let (id, object, _rest) = make()?;
+        for (name, call) in calls {
+            call(id).map_err(|error| Failure::new(format!("{name} with {id:?}, which lives, failed: {error}")))?;
+        }
+        if by_other {
+            let destroyed = std::thread::scope(|scope| scope.spawn(|| destroy(object)).join());
+            destroyed.map_err(|_| Failure::new("a thread panicked"))??;
+        } else {
+            destroy(object)?;
+        }
+        let by = if by_other { "another thread" } else { "this thread" };
+        for _ in 0..2 {
+            for (name, call) in calls {
+                check_error!(call(id), InvalidHandle, "{name} with {id:?}, known to this thread, which {by} destroyed");
+            }
+        }
+        let (_, successor, _rest) = make()?;
+        for (name, call) in calls {
+            check_error!(call(id), InvalidHandle, "{name} with {id:?} again, after another object was made");
+        }
+        destroy(successor)?;
+    }
+    Ok(())
+}
+
+fn known_streams(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let can = backend.capabilities(device)?;
+        let event = recorded(backend, &Stream::on(backend, device)?)?;
+        let (block, pinned) = (Block::filled_on(backend, device, BYTES, 1)?, Pinned::holding(backend, &[1; BYTES])?);
+        let on = |id| Stream::borrowed(backend, id);
+        let mut calls: Vec<Call<'_, StreamId>> = vec![
+            ("fill", Box::new(|id| on(id).set(block.all(), 2))),
+            ("copy", Box::new(|id| on(id).copy(block.all(), pinned.all()))),
+            ("copy of rows", Box::new(|id| on(id).copy_rows(block.all(), pinned.all(), ROWS))),
+            ("record_event", Box::new(|id| backend.record_event(event.id(), id))),
+            ("stream_wait_event", Box::new(|id| backend.stream_wait_event(id, event.id()))),
+            ("synchronize_stream", Box::new(|id| backend.synchronize_stream(id))),
+            ("query_stream", Box::new(|id| backend.query_stream(id).map(drop))),
+        ];
+        if can.foreign_objects {
+            calls.push(("raw_stream", Box::new(|id| backend.raw_stream(id).map(drop))));
+        }
+        if can.capture {
+            calls.push(("is_capturing", Box::new(|id| backend.is_capturing(id).map(drop))));
+        }
+        for kind in StreamKind::of(backend, device)?.into_iter().filter(|kind| !kind.is_default()) {
+            let make = || kind.make(backend, device).map(|made| (made.stream.id(), made.stream, made.owner));
+            refuse_once_known(make, |stream| stream.destroy().map(drop), &calls)
+                .map_err(|failure| failure.with_details(&format!("a stream: {kind:?}")))?;
+        }
+        Ok(())
+    })
+}
+
+fn known_events(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let can = backend.capabilities(device)?;
+        let stream = Stream::on(backend, device)?;
+        for kind in EventKind::of(backend, device)? {
+            let mut calls: Vec<Call<'_, EventId>> = vec![
+                ("record_event", Box::new(|id| backend.record_event(id, stream.id()))),
+                ("stream_wait_event", Box::new(|id| backend.stream_wait_event(stream.id(), id))),
+                ("synchronize_event", Box::new(|id| backend.synchronize_event(id))),
+                ("query_event", Box::new(|id| backend.query_event(id).map(drop))),
+            ];
+            if kind == EventKind::Timing {
+                calls.push(("event_elapsed_ns", Box::new(|id| backend.event_elapsed_ns(id, id).map(drop))));
+            }
+            if can.foreign_objects {
+                calls.push(("raw_event", Box::new(|id| backend.raw_event(id).map(drop))));
+            }
+            if let Some(sharing) = backend.ipc_sharing().filter(|_| kind == EventKind::Interprocess) {
+                calls.push(("export_event", Box::new(move |id| sharing.export_event(id).map(drop))));
+            }
+            let make = || kind.make(backend, device).map(|made| (made.event.id(), made.event, made.owner));
+            refuse_once_known(make, |event| event.destroy().map(drop), &calls)
+                .map_err(|failure| failure.with_details(&format!("an event: {kind:?}")))?;
+        }
+        Ok(())
+    })
+}
+
+fn known_graphs(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let stream = Stream::on(backend, device)?;
+        let graph = || Capture::begin(&stream, CaptureMode::ThreadLocal)?.end(&[]);
+        let calls: Vec<Call<'_, GraphId>> = vec![(
+            "instantiate_graph",
+            Box::new(|id| as_one(|| backend.instantiate_graph(id).and_then(|made| backend.destroy_graph_exec(made)))),
+        )];
+        let make = || graph().map(|graph| (graph.id(), graph, ()));
+        refuse_once_known(make, |graph| graph.destroy().map(drop), &calls)?;
+        let kept = graph()?;
+        let calls: Vec<Call<'_, GraphExecId>> = vec![(
+            "launch_graph",
+            // SAFETY: the graph has recorded nothing.
+            Box::new(|id| unsafe { backend.launch_graph(id, stream.id()) }),
+        )];
+        let make = || kept.instantiate().map(|made| (made.id(), made, ()));
+        refuse_once_known(make, |executable| executable.destroy().map(drop), &calls)?;
+        stream.synchronize()?;
+        Ok(())
+    })
+}
+
+fn known_physical_memory(backend: &dyn Backend) -> CaseResult {
+    on_devices(backend, |device| {
+        let piece = backend.capabilities(device)?.mapped_memory_granularity;
+        let addresses = Addresses::new(backend, device, piece)?;
+        let calls: Vec<Call<'_, PhysicalMemoryId>> = vec![(
+            "map_memory",
+            // The second call undoes the first, so the sweep refuses the first alone.
+            Box::new(|id| {
+                // SAFETY: the addresses belong to this case, and nothing uses them.
+                as_one(|| unsafe {
+                    backend.map_memory(device, addresses.ptr(), id)?;
+                    backend.unmap_memory(device, addresses.ptr(), piece)
+                })
+            }),
+        )];
+        let options = PhysicalMemoryOptions::new(piece);
+        let make = || PhysicalMemory::create(backend, device, &options).map(|made| (made.id(), made, ()));
+        refuse_once_known(make, |memory| memory.destroy().map(drop), &calls)
     })
 }
 

@@ -24,6 +24,7 @@ cases! {
     of_many_rows_are_exact: ["copy-2d.exact"];
     pitches_may_be_large: ["copy-2d.exact", "copy-2d.pitch"];
     of_more_than_four_gibibytes_are_exact: ["copy-2d.exact"];
+    between_devices_of_more_than_four_gibibytes_are_exact: ["copy-2d.exact"] needs [TWO_DEVICES, has::peer_copy];
     across_mappings_are_exact: ["copy-2d.exact", "mapped.contiguous"] needs [has::mapped_memory];
     run_in_order_on_each_kind_of_stream: ["copy-2d.ordered", "copy-2d.exact", "stream.order"];
     run_after_pending_work: ["copy-2d.ordered"];
@@ -288,11 +289,44 @@ fn pitches_may_be_large(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Rows in a block of more bytes than a number of 32 bits counts. Only the rows are touched.
+const LARGE_WIDTH: usize = 64;
+const LARGE_PITCH: usize = 1 << 30;
+const LARGE_ROWS: usize = 6;
+const LARGE: usize = (LARGE_ROWS - 1) * LARGE_PITCH + LARGE_WIDTH;
+
+/// Spreads rows over more than 4 GiB of a device, from another one, and gathers them there again, on streams of both.
+fn between_devices_of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const OTHER: u32 = 1 - DEVICE;
+    let shape = CopyShape::new(LARGE_WIDTH, LARGE_ROWS);
+    let (spread, gathered) = (shape.with_dst_pitch(LARGE_PITCH), shape.with_src_pitch(LARGE_PITCH));
+    needs_free(backend, DEVICE, LARGE + (1 << 20))?;
+    let large = Block::new(backend, LARGE)?;
+    let packed = Block::on(backend, OTHER, LARGE_WIDTH * LARGE_ROWS)?;
+    for on in [DEVICE, OTHER] {
+        let (stream, own) = (Stream::on(backend, on)?, Stream::new(backend)?);
+        let row = |row: usize| large.span(row * LARGE_PITCH..row * LARGE_PITCH + LARGE_WIDTH);
+        (0..LARGE_ROWS).try_for_each(|index| own.set(row(index), 0))?;
+        own.synchronize()?;
+        let content = Random::new(u64::from(on) + 4).bytes(LARGE_WIDTH * LARGE_ROWS);
+        packed.write(0, &content)?;
+        stream.copy_rows(large.all(), packed.all(), spread)?;
+        stream.synchronize()?;
+        for (index, expected) in content.chunks(LARGE_WIDTH).enumerate() {
+            let got = read_span(backend, DEVICE, row(index))?;
+            check!(got == expected, "a copy of {spread:?} from another device gave row {index} other bytes");
+        }
+        packed.write(0, &vec![0; content.len()])?;
+        stream.copy_rows(packed.all(), large.all(), gathered)?;
+        stream.synchronize()?;
+        check!(packed.read()? == content, "a copy of {gathered:?} to another device gave other bytes");
+    }
+    Ok(())
+}
+
 fn of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
-    const WIDTH: usize = 64;
-    const PITCH: usize = 1 << 30;
-    const ROWS: usize = 6;
-    const LARGE: usize = (ROWS - 1) * PITCH + WIDTH;
+    const WIDTH: usize = LARGE_WIDTH;
+    const PITCH: usize = LARGE_PITCH;
+    const ROWS: usize = LARGE_ROWS;
     needs_free(backend, DEVICE, LARGE + (1 << 20))?;
     let stream = Stream::new(backend)?;
     let content = Random::new(3).bytes(WIDTH * ROWS);

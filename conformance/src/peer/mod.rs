@@ -8,10 +8,13 @@
 //!
 //! - `command`, `wire`: the commands, and their messages
 //!
+//! - `exit`: the calls that a process makes while it exits
+//!
 //! No case waits forever. A second process that does not answer in time is killed, and the failure names the command. The
 //! case always waits for the process, so no zombie stays. The process ends by itself when the socket is closed.
 
 mod command;
+mod exit;
 mod launcher;
 mod process;
 mod serve;

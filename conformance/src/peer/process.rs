@@ -142,10 +142,12 @@ impl Peer {
         Ok(self.number(Command::IsExiting, |message| message)?.map(|answer| answer != 0))
     }
 
-    /// Makes the process exit with all its objects. Returns whether the backend then reports the exit, and whether it refuses calls.
+    /// Makes the process exit with all its objects. Returns whether the backend then reports the exit, and the first call that it does not
+    /// refuse, or an empty text.
     #[track_caller]
-    pub(crate) fn exit_and_tell(mut self) -> Result<(bool, bool), Failure> {
-        let read = |answer: &Message| Some((answer.number(0)? != 0, answer.number(1)? != 0));
+    pub(crate) fn exit_and_tell(mut self) -> Result<(bool, String), Failure> {
+        let read =
+            |answer: &Message| Some((answer.number(0)? != 0, String::from_utf8_lossy(&answer.bytes).into_owned()));
         let answers = self.value(Command::ExitAndTell, |message| message, read)??;
         self.ends_well()?;
         Ok(answers)

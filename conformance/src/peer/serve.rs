@@ -6,13 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use highwater_hal::numbers::Coded;
-use highwater_hal::{
-    AllocateOptions, Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, HostOptions,
-    Result, StreamOptions,
-};
+use highwater_hal::{Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, Result};
 use rustix::process::Signal;
 
 use super::command::Command;
+use super::exit::{self, Objects};
 use super::launcher::VARIABLE;
 use super::wire::{self, Message};
 use crate::device::{Block, Event, Span, Stream, close_unknown, read_span, write_span};
@@ -35,28 +33,26 @@ pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Res
     Some(serve(open))
 }
 
-/// The socket to which the process reports at its exit whether the backend notices it.
-static AT_EXIT: Mutex<Option<(OwnedFd, Arc<dyn Backend>)>> = Mutex::new(None);
-
-/// Returns whether calls that make objects, wait and ask are refused because the process exits.
-fn refuses_calls(backend: &dyn Backend) -> bool {
-    let refused = |result: Result<()>| result.is_err_and(|error| error.kind() == ErrorKind::ShuttingDown);
-    refused(backend.create_stream(0, &StreamOptions::new()).map(drop))
-        && refused(backend.create_event(0, &EventOptions::new()).map(drop))
-        && refused(backend.allocate(0, &AllocateOptions::new(4096)).map(drop))
-        && refused(backend.host_allocator().allocate(4096, &HostOptions::new()).map(drop))
-        && refused(backend.synchronize_device(0))
-        && refused(backend.memory_info(0).map(drop))
-        && refused(backend.capabilities(0).map(drop))
+/// What the handler of the exit uses.
+struct AtExit {
+    /// The socket to which it reports whether the backend notices the exit.
+    socket: OwnedFd,
+    backend: Arc<dyn Backend>,
+    /// The objects of the calls that it makes.
+    objects: Objects,
 }
 
+static AT_EXIT: Mutex<Option<AtExit>> = Mutex::new(None);
+
 extern "C" fn tell_at_exit() {
-    if let Some((socket, backend)) = AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    let at_exit = AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(AtExit { socket, backend, mut objects }) = at_exit {
+        let notices = u64::from(backend.is_exiting());
+        let wrong = exit::not_refused(&*backend, &mut objects).unwrap_or_default();
         // If the socket is broken, the case has failed already.
-        let answers = [backend.is_exiting(), refuses_calls(&*backend)].map(u64::from);
-        let _ = wire::send(&socket, &Message::new(wire::DONE).with_numbers(answers));
+        let _ = wire::send(&socket, &Message::new(wire::DONE).with_numbers([notices]).with_bytes(wrong.as_bytes()));
         // Destructors do not run at an exit.
-        std::mem::forget(backend);
+        std::mem::forget((backend, objects));
     }
 }
 
@@ -94,8 +90,13 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             continue;
         };
         if command == Command::ExitAndTell {
+            let objects = match Objects::new(&*backend, server.device) {
+                Ok(objects) => objects,
+                Err(error) => return answer(&socket, &Message::refusal(&error)),
+            };
             let socket = socket.try_clone().map_err(|error| broken(&error))?;
-            *AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner) = Some((socket, Arc::clone(&backend)));
+            *AT_EXIT.lock().unwrap_or_else(PoisonError::into_inner) =
+                Some(AtExit { socket, backend: Arc::clone(&backend), objects });
             // Exit handlers run; destructors do not.
             std::process::exit(0);
         }

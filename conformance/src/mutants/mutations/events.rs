@@ -9,6 +9,7 @@ use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, ObjectId as _, R
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, Way, forgiven, is, wrong};
 use super::super::state::{Deferred, Shared};
+use super::foreign_streams;
 
 mutants! {
     in "event.wait-orders":
@@ -106,24 +107,11 @@ mutants! {
     };
 
     in "event.wait-snapshot":
-    "waits-made-with-the-next-call": "Enqueues a wait only with the next call for its stream, for the latest record." => |h| {
-        let held = Deferred::default();
-        let waits = held.clone();
-        h.backend.stream_wait_event(move |reference, stream, event| {
-            if reference.is_recording(stream) || reference.query_event(event)?.is_complete() {
-                return reference.stream_wait_event(stream, event);
-            }
-            looked_at(reference, stream, event)?;
-            waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
-            Ok(())
-        });
-        h.before(move |reference, method, stream| match (method, stream) {
-            ("stream_wait_event", _) => Ok(()),
-            // A call for an event, and one for a block, concerns no stream.
-            ("destroy_event" | "synchronize_device", _) | (_, Some(_)) => held.release(reference, stream),
-            _ => Ok(()),
-        });
-    };
+    "waits-made-with-the-next-call": "Enqueues a wait only with the next call for its stream, for the latest record." =>
+        |h| made_with_the_next_call(h, |_, _| true);
+    "waits-for-other-devices-made-with-the-next-call" needs [TWO_DEVICES]:
+        "Enqueues a wait for another device only with the next call for its stream, for the latest record." =>
+        |h| made_with_the_next_call(h, |stream, event| stream.device() != event.device());
     "waits-for-whole-streams": "Waits for all work that the stream of the record has at that time." => |h| {
         let recorded = recorded_events(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
@@ -175,6 +163,16 @@ mutants! {
         let (recorded, gone) = (recorded_events(h), destroyed_streams(h));
         h.backend.query_event(move |reference, event| {
             let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
+            let completion = reference.query_event(event)?;
+            Ok(if is_gone { Completion::Complete } else { completion })
+        });
+    };
+    "events-complete-with-foreign-ids" needs [has::foreign_objects]: "Reports events as complete once the id of a foreign stream is destroyed." => |h| {
+        let (recorded, gone, foreign) = (recorded_events(h), destroyed_streams(h), foreign_streams(h));
+        h.backend.query_event(move |reference, event| {
+            let home = recorded.with(|recorded| recorded.get(&event).copied());
+            let home = home.filter(|home| foreign.with(|foreign| foreign.contains(home)));
             let is_gone = home.is_some_and(|home| gone.with(|gone| gone.contains(&home)));
             let completion = reference.query_event(event)?;
             Ok(if is_gone { Completion::Complete } else { completion })
@@ -516,6 +514,27 @@ mutants! {
 fn looked_at(reference: &Reference, stream: StreamId, event: EventId) -> Result<()> {
     reference.query_stream(stream)?;
     reference.query_event(event).map(drop)
+}
+
+/// Enqueues some waits only with the next call for their stream, for the latest record.
+fn made_with_the_next_call(h: &mut Hooks, concerns: fn(StreamId, EventId) -> bool) {
+    let held = Deferred::default();
+    let waits = held.clone();
+    h.backend.stream_wait_event(move |reference, stream, event| {
+        let is_plain = !concerns(stream, event) || reference.is_recording(stream);
+        if is_plain || reference.query_event(event)?.is_complete() {
+            return reference.stream_wait_event(stream, event);
+        }
+        looked_at(reference, stream, event)?;
+        waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
+        Ok(())
+    });
+    h.before(move |reference, method, stream| match (method, stream) {
+        ("stream_wait_event", _) => Ok(()),
+        // A call for an event, and one for a block, concerns no stream.
+        ("destroy_event" | "synchronize_device", _) | (_, Some(_)) => held.release(reference, stream),
+        _ => Ok(()),
+    });
 }
 
 /// Where each event was recorded last.

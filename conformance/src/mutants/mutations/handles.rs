@@ -9,6 +9,7 @@ use highwater_hal::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanI
 use super::super::hooks::Hooks;
 use super::super::reference::{ReferenceHandle, forgiven, is};
 use super::super::state::Shared;
+use super::foreign_streams;
 
 mutants! {
     in "blas.create-concurrent":
@@ -116,6 +117,16 @@ mutants! {
             true if handle.kind() == BlasKind::Blas => handle.gemm_on_own_stream(gemm),
             _ => handle.gemm(gemm),
         });
+    "products-of-gone-foreign-ids-executed" needs [has::foreign_objects]: "Multiplies at once if the bound id of a foreign stream was destroyed." => |h| {
+        let foreign = foreign_streams(h);
+        h.handle.gemm(move |handle, gemm| {
+            let is_foreign = handle.stream.is_some_and(|stream| foreign.with(|foreign| foreign.contains(&stream)));
+            match is_foreign && handle.kind() == BlasKind::Blas && is_bound_to_nothing(handle) {
+                true => handle.gemm_on_own_stream(gemm),
+                false => handle.gemm(gemm),
+            }
+        });
+    };
     "runs-on-gone-streams-vanish" needs [has::lt_plans]: "Accepts a run of a plan on a stream that was destroyed, and does nothing." =>
         |h| h.handle.run_plan(|handle, plan, arguments| match is_bound_to_nothing(handle) {
             true => forgiven(ErrorKind::InvalidHandle, handle.run_plan(plan, arguments), ()),
@@ -216,6 +227,14 @@ mutants! {
             }
         });
 
+    "misaligned-workspaces-of-nothing": "Accepts a misaligned workspace of 0 bytes." =>
+        |h| h.handle.set_workspace(|handle, workspace| {
+            let bound = handle.set_workspace(workspace);
+            match workspace {
+                Some(Workspace { bytes: 0, .. }) => forgiven(ErrorKind::InvalidArgument, bound, ()),
+                _ => bound,
+            }
+        });
     "refused-workspaces-unbind": "Leaves a handle without its workspace when it refuses another." =>
         |h| h.handle.set_workspace(|handle, workspace| {
             let bound = handle.set_workspace(workspace);

@@ -1,6 +1,7 @@
 //! Ids that should be refused, and calls in a forked child.
 
 use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
 
 use highwater_hal::{AllocateOptions, Completion, DeviceMemoryKind, ErrorKind, EventId, IdParts, ObjectId, StreamId};
 
@@ -62,6 +63,27 @@ mutants! {
         |h| h.backend.is_capturing(|reference, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.is_capturing(stream), false)
         });
+    "last-streams-of-threads-known": "Answers for the stream that a thread asked for last, although another thread destroyed it." => |h| {
+        let last = Shared::<HashMap<ThreadId, StreamId>>::default();
+        let forgotten = last.clone();
+        h.backend.destroy_stream(move |reference, stream| {
+            reference.destroy_stream(stream)?;
+            let own = std::thread::current().id();
+            forgotten.with(|last| last.retain(|thread, kept| *thread != own || *kept != stream));
+            Ok(())
+        });
+        h.backend.query_stream(move |reference, stream| {
+            let own = std::thread::current().id();
+            let answer = reference.query_stream(stream);
+            if answer.is_ok() {
+                last.with(|last| last.insert(own, stream));
+            }
+            match last.with(|last| last.get(&own) == Some(&stream)) {
+                true => forgiven(ErrorKind::InvalidHandle, answer, Completion::Complete),
+                false => answer,
+            }
+        });
+    };
     "raw-of-anything" needs [has::foreign_objects]: "Returns a vendor's handle for unknown streams." =>
         |h| h.backend.raw_stream(|reference, stream| forgiven(ErrorKind::InvalidHandle, reference.raw_stream(stream), 0));
     "memory-on-stale-streams" needs [has::stream_ordered_memory]: "Allocates plain memory when the stream of stream-ordered memory is stale." =>
@@ -131,6 +153,19 @@ mutants! {
             reference.is_capturing(stream)?;
             forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
         });
+    "raw-events-remembered" needs [has::foreign_objects]: "Remembers the vendor's handle of an event that was asked for before its destruction." => |h| {
+        let known = Shared::<HashMap<EventId, u64>>::default();
+        h.backend.raw_event(move |reference, event| {
+            let answer = reference.raw_event(event);
+            if let Ok(raw) = answer {
+                known.with(|known| known.insert(event, raw));
+            }
+            match known.with(|known| known.get(&event).copied()) {
+                Some(raw) => forgiven(ErrorKind::InvalidHandle, answer, raw),
+                None => answer,
+            }
+        });
+    };
 
     in "backend.exiting":
     "exits-unnoticed" [by_two_processes]: "Does not notice that the process exits." =>
@@ -139,6 +174,12 @@ mutants! {
         |h| h.backend.synchronize_device(|reference, device| {
             forgiven(ErrorKind::ShuttingDown, reference.synchronize_device(device), ())
         });
+    "is-capturing-at-exit" [by_two_processes] needs [has::capture]: "Answers whether a stream takes part in a capture while the process exits." =>
+        |h| h.backend.is_capturing(|reference, stream| {
+            forgiven(ErrorKind::ShuttingDown, reference.is_capturing(stream), false)
+        });
+    "modes-at-exit" [by_two_processes]: "Sets the mode of a handle while the process exits." =>
+        |h| h.handle.set_math_mode(|handle, mode| forgiven(ErrorKind::ShuttingDown, handle.set_math_mode(mode), ()));
     "always-exiting" [by_two_processes]: "Reports an exit from the start." =>
         |h| h.is_exiting = Some(Box::new(|_| true));
 

@@ -1,5 +1,7 @@
 //! The mutants: one table for each part of the traits.
 
+use std::collections::HashSet;
+
 use highwater_hal::StreamId;
 
 use super::Mutant;
@@ -61,6 +63,18 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     foreign::MUTANTS,
     layers::MUTANTS,
 ];
+
+/// Returns the ids that were made of foreign streams.
+fn foreign_streams(hooks: &mut Hooks) -> Shared<HashSet<StreamId>> {
+    let foreign = Shared::<HashSet<StreamId>>::default();
+    let made = foreign.clone();
+    hooks.backend.stream_from_raw(move |reference, device, raw| {
+        let stream = reference.stream_from_raw(device, raw)?;
+        made.with(|made| made.insert(stream));
+        Ok(stream)
+    });
+    foreign
+}
 
 /// Returns the living streams, the oldest first.
 fn living_streams(hooks: &mut Hooks) -> Shared<Vec<StreamId>> {

@@ -1,9 +1,12 @@
 //! Matrix products.
 
-use highwater_hal::{DataType, ErrorKind, Gemm, Transpose};
+use std::collections::HashMap;
+
+use highwater_hal::{DataType, ErrorKind, FillPattern, Gemm, MemoryFill, Transpose};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{is, wrong};
+use super::super::state::Shared;
 
 mutants! {
     in "gemm.value":
@@ -80,6 +83,16 @@ mutants! {
             if gap > 0 && gemm.shape.n > 1 {
                 handle.backend.overwrite(handle.device(), gemm.c.offset(m * bytes), gap, stream);
             }
+        }
+        Ok(())
+    });
+    "gaps-cleared-without-terms": "Clears C from its first element to its last if nothing enters it." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        let clears = gemm.shape.k == 0 && gemm.beta == 0.0 && !gemm.shape.is_empty();
+        if let (Some(stream), true) = (handle.stream, clears) {
+            let bytes = gemm.shape.extents("gemm")?.c * gemm.shape.output.bytes();
+            let fill = MemoryFill::new(handle.device(), gemm.c, FillPattern::U8(0), bytes);
+            handle.backend.fill(&fill, stream)?;
         }
         Ok(())
     });
@@ -219,6 +232,28 @@ mutants! {
         handle.gemm(gemm)?;
         if gemm.shape.data_type == DataType::F64 { handle.wait() } else { Ok(()) }
     });
+    "products-that-grow-wait": "Waits for the stream before a product of 64 bits whose C is larger than those of its handle before." => |h| {
+        let largest = Shared::<HashMap<u64, usize>>::default();
+        let made = largest.clone();
+        h.backend.create_blas_handle(move |reference, device, options| {
+            let handle = reference.create_blas_handle(device, options)?;
+            made.with(|largest| largest.remove(&handle.raw()));
+            Ok(handle)
+        });
+        h.handle.gemm(move |handle, gemm| {
+            let elements = gemm.shape.extents("gemm")?.c;
+            if gemm.shape.data_type == DataType::F64 {
+                let before = largest.with(|largest| {
+                    let known = largest.entry(handle.raw()).or_default();
+                    std::mem::replace(known, elements.max(*known))
+                });
+                if before > 0 && elements > before {
+                    handle.wait()?;
+                }
+            }
+            handle.gemm(gemm)
+        });
+    };
     "products-wait-before": "Waits for the stream before a product." => |h| h.handle.gemm(|handle, gemm| {
         handle.wait()?;
         handle.gemm(gemm)

@@ -46,6 +46,20 @@ mutants! {
             _ => Ok(()),
         }
     });
+    "rows-between-devices-with-offsets-of-32-bits" [by_a_large_block] needs [TWO_DEVICES, has::peer_copy]:
+        "Keeps the low 32 bits of the offset of a row in the destination on another device." =>
+        |h| h.backend.copy_2d(|reference, copy, stream| {
+            const LIMIT: usize = 1 << 32;
+            let &MemoryCopy2d { dst, src, shape, .. } = copy;
+            let is_far = Way::between(dst, src) == Way::BetweenDevices && shape.check("copy_2d").is_ok();
+            match shape.dst_bytes() {
+                Some(bytes) if is_far && bytes > LIMIT => shape.rows().try_for_each(|(to, from)| {
+                    let row = MemoryCopy::new(dst.offset(to % LIMIT), src.offset(from), shape.width);
+                    reference.copy(&row, stream)
+                }),
+                _ => reference.copy_2d(copy, stream),
+            }
+        });
     "rows-clear-their-source": "Clears the first row of a source on the device." => |h| h.backend.copy_2d(|reference, copy, stream| {
         reference.copy_2d(copy, stream)?;
         match copy.src {

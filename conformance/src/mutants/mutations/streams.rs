@@ -156,6 +156,16 @@ mutants! {
             reference.launch_graph(graph, stream)?;
             reference.wait_for(stream)
         });
+    "launches-on-another-stream-wait" needs [has::capture]: "Waits for the stream before a launch, if the last one was on another stream." => |h| {
+        let last = Shared::<HashMap<GraphExecId, StreamId>>::default();
+        h.backend.launch_graph(move |reference, graph, stream| {
+            let before = last.with(|last| last.insert(graph, stream));
+            if before.is_some_and(|before| before != stream) {
+                reference.wait_for(stream)?;
+            }
+            reference.launch_graph(graph, stream)
+        });
+    };
     "plans-wait" needs [has::lt_plans]: "Returns from the run of a plan when it is done." => |h| h.handle.run_plan(|handle, plan, arguments| {
         handle.run_plan(plan, arguments)?;
         handle.wait()
@@ -225,6 +235,26 @@ mutants! {
                 reference.let_wait(stream, partner)?;
             }
             reference.fill(fill, stream)
+        });
+    };
+
+    "seven-queues": "Lets the eighth stream with outstanding work wait for the first." => |h| {
+        let occupied = Shared::<Vec<StreamId>>::default();
+        h.before(move |reference, method, stream| {
+            let enqueues = matches!(method, "copy" | "copy_2d" | "fill" | "stream_wait_event");
+            let Some(stream) = stream.filter(|stream| enqueues && !reference.is_recording(*stream)) else { return Ok(()) };
+            let known = occupied.with(|occupied| occupied.clone());
+            let mut pending: Vec<StreamId> = known.into_iter().filter(|other| reference.is_pending(*other)).collect();
+            if !pending.contains(&stream) {
+                let queues: Vec<StreamId> =
+                    pending.iter().copied().filter(|other| other.device() == stream.device()).collect();
+                if queues.len() >= 7 {
+                    reference.let_wait(stream, queues[0])?;
+                }
+                pending.push(stream);
+            }
+            occupied.with(|occupied| *occupied = pending);
+            Ok(())
         });
     };
 

@@ -7,6 +7,7 @@ use highwater_hal::{Completion, Error, ErrorKind, FillPattern, GraphId, StreamId
 
 use super::super::reference::{forgiven, wrong};
 use super::super::state::Shared;
+use super::foreign_streams;
 
 mutants! {
     in "backend.concurrent":
@@ -92,6 +93,16 @@ mutants! {
             }
             reference.synchronize_stream(stream)
         });
+    "foreign-streams-waited-for-by-id" needs [has::foreign_objects]: "Asks again and again for the id of a foreign stream that it waits for." => |h| {
+        let foreign = foreign_streams(h);
+        h.backend.synchronize_stream(move |reference, stream| {
+            let is_foreign = foreign.with(|foreign| foreign.contains(&stream));
+            while is_foreign && reference.query_stream(stream)? == Completion::Pending {
+                std::thread::sleep(std::time::Duration::from_micros(50));
+            }
+            reference.synchronize_stream(stream)
+        });
+    };
     "events-waited-for-by-id": "Asks again and again for the id of an event that it waits for." =>
         |h| h.backend.synchronize_event(|reference, event| {
             while reference.query_event(event)? == Completion::Pending {
