@@ -177,6 +177,11 @@ impl Process {
         Self::answered(operation, &Kernel, socket, openers, &Ids::of_process)
     }
 
+    /// Returns the id of the process at the other end of a socket, which may have ended. `None` for a process of another PID namespace.
+    pub(crate) fn pid_of_peer(socket: BorrowedFd<'_>) -> Option<i32> {
+        Kernel.credentials(socket).ok().map(|peer| peer.pid).filter(|pid| *pid != 0)
+    }
+
     fn answered(
         operation: &'static str,
         kernel: &dyn Answers,

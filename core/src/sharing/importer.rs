@@ -142,6 +142,14 @@ impl State {
         self.former_imports.iter().find(|former| former.key() == key && former.is_inherited()).cloned()
     }
 
+    /// Returns the ids of the processes that have answered for an exporter and have ended, and that handed nothing over. No heir has a
+    /// socket of theirs.
+    fn ended_without_heir(&self, incarnation: &[u8; 16]) -> Vec<i32> {
+        let former = self.former.iter().filter(|link| link.incarnation == *incarnation);
+        let ended = former.filter(|link| link.process.has_ended() && link.has_handed_nothing_over());
+        ended.filter_map(|link| link.process.pid()).collect()
+    }
+
     fn is_current(&self, link: &Arc<Link>) -> bool {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
@@ -163,8 +171,8 @@ impl State {
 enum Fault {
     /// The other end has closed the connection.
     Cut,
-    /// The process that listened on the socket has ended, and the socket is still there.
-    OwnerEnded,
+    /// The process that listened on the socket has ended, and the socket is still there. With its id, if it is known.
+    OwnerEnded(Option<i32>),
     Other,
 }
 
@@ -480,12 +488,14 @@ impl Link {
     }
 
     /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket. It is an heir
-    /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`.
+    /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`, unless the exporter is one of
+    /// `without_heir`, by their ids.
     pub(super) fn connect_or_wait(
         ticket: &Ticket,
         mapper: &dyn Mapper,
         patience: Patience,
         heir: Patience,
+        without_heir: &[i32],
     ) -> Result<Self> {
         let (mut first_error, mut connections, mut pause) = (None, 0, Pause::new());
         while connections < CONNECTIONS {
@@ -494,7 +504,7 @@ impl Link {
                 Ok(link) if link.names_another() => connections += 1,
                 Ok(link) => return Ok(link),
                 Err(error) => match fault {
-                    Fault::OwnerEnded if !heir.is_over() => {
+                    Fault::OwnerEnded(pid) if !heir.is_over() && pid.is_none_or(|pid| !without_heir.contains(&pid)) => {
                         mapper.check()?;
                         std::thread::sleep(pause.next().min(heir.left()));
                     }
@@ -514,7 +524,7 @@ impl Link {
 
     /// As [`connect_or_wait`](Self::connect_or_wait), without a wait for an heir.
     pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
-        Self::connect_or_wait(ticket, mapper, patience, Patience::new(Duration::ZERO))
+        Self::connect_or_wait(ticket, mapper, patience, Patience::new(Duration::ZERO), &[])
     }
 
     /// Returns whether the kernel names another process than the one that answers. The connection is then older than a hand-over.
@@ -529,7 +539,7 @@ impl Link {
         let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
         let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers).inspect_err(|error| {
             if error.kind() == ErrorKind::Expired {
-                *fault = Fault::OwnerEnded;
+                *fault = Fault::OwnerEnded(Process::pid_of_peer(socket.as_fd()));
             }
         })?;
         // After the exporter has ended, any process of this user can take its name. An heir says that it is one.
@@ -567,7 +577,7 @@ impl Link {
         if link.is_cut() {
             *fault = Fault::Cut;
         } else if link.process.has_ended() {
-            *fault = Fault::OwnerEnded;
+            *fault = Fault::OwnerEnded(link.process.pid());
         }
         let (answer, descriptors) = match (said, heard) {
             (_, Err(_)) if is_other => {
@@ -1102,7 +1112,8 @@ impl Importer {
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
                     let heir = patience.at_most(HEIR_LISTENS_WITHIN);
-                    let link = Link::connect_or_wait(ticket, mapper, patience, heir);
+                    let without_heir = self.state.lock().ended_without_heir(&ticket.incarnation);
+                    let link = Link::connect_or_wait(ticket, mapper, patience, heir, &without_heir);
                     self.note_answer(ticket, &link);
                     let link = Arc::new(link?);
                     place.fill(Arc::clone(&link));

@@ -1,9 +1,9 @@
 //! The death of exporters and importers at any time, and its effect on the memory.
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use highwater_core::ErrorKind;
+use highwater_core::{ErrorKind, TicketBatch};
 use highwater_mock::MockOptions;
 
 use crate::Exporter;
@@ -36,6 +36,35 @@ fn a_killed_importer_whose_child_lives_on_is_dead_all_the_same() {
     assert!(std::path::Path::new(&format!("/proc/{heir}")).exists());
     assert!(Command::new("kill").arg(&heir).status().unwrap().success());
     exporter.end();
+}
+
+/// A process that ends with this.
+struct Ended(String);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = Command::new("kill").arg(&self.0).status();
+    }
+}
+
+/// Found by the soak on an H200: a batch keeps what it has counted while it waits, here for an heir that cannot exist.
+#[test]
+fn an_open_does_not_wait_for_an_heir_of_an_owner_that_has_handed_nothing_over() {
+    let importer = Exporter::new();
+    let mut owner = Peer::start();
+    let batch: TicketBatch = owner.tell("make-batch a 2 100 7").parse().unwrap();
+    let first = importer.runtime.open_shared::<u32>(&batch.ticket(0).unwrap()).unwrap();
+    let child = owner.tell("spawn-heir");
+    owner.kill();
+    let _child = Ended(child);
+    until("the death is noticed", || importer.runtime.statistics().sharing.lost_exporters == 1);
+    let begun = Instant::now();
+    let error = importer.runtime.open_shared_all::<u32>(&batch).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    assert!(begun.elapsed() < Duration::from_millis(250), "the open took {:?}", begun.elapsed());
+    importer.assert_value(&first, 7);
+    drop(first);
+    until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
 }
 
 #[test]
