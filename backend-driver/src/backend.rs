@@ -262,7 +262,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         if state.events_follow() {
             return state.stream_waits_for_followed(OPERATION, stream, event);
         }
+        let home = event.device();
         let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
+        if home != stream.device() && event.flags() & (INTERPROCESS | FOREIGN) != 0 {
+            return state.wait_by_bridge(OPERATION, (&held, stream.device()), (&event, home));
+        }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: Both are held.
         state.check(OPERATION, unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) })

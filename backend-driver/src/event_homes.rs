@@ -468,7 +468,7 @@ impl<P: Platform> DriverState<P> {
     }
 
     /// Creates an event that only this backend knows. A device is current.
-    fn make_plain_event(&self, operation: &'static str) -> Result<RawEvent> {
+    pub(super) fn make_plain_event(&self, operation: &'static str) -> Result<RawEvent> {
         let mut event = RawEvent::NULL;
         let plain = self.platform.quirks().event_flags.plain;
         // SAFETY: The call writes one number, which outlives it.
@@ -476,7 +476,7 @@ impl<P: Platform> DriverState<P> {
         self.made(operation, event)
     }
 
-    fn destroy_plain_event(&self, event: RawEvent) {
+    pub(super) fn destroy_plain_event(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
         // SAFETY: Only this backend knows the event and does not use it after this. The streams that recorded it are alive.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };

@@ -45,6 +45,7 @@
 pub mod abi_check;
 mod backend;
 mod blas;
+mod bridges;
 mod calls;
 mod captures;
 mod codes;

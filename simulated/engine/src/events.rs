@@ -298,6 +298,14 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
             _ => Err(Code::INVALID_VALUE),
         };
     }
+    if event.flags & flags::INTERPROCESS != 0 && event.device != stream.device {
+        // The driver of two H200s (580.159.04) ends the process by SIGSEGV.
+        eprintln!(
+            "cuStreamWaitEvent: a stream of device {} waits for an interprocess event of device {}",
+            stream.device, event.device
+        );
+        std::process::abort();
+    }
     if stream.is_legacy() {
         simulation.check_legacy_use(stream.device)?;
     }
