@@ -1,4 +1,4 @@
-//! The mock's plugin: the suite says of it what it says of the mock that is built in.
+//! The mock's plugin passes the suite as the mock that is built in does.
 
 #![forbid(unsafe_code)]
 
@@ -21,23 +21,18 @@ fn result(child: Child) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error} in {output:?}"))
 }
 
+/// The cases that one device of the mock skips: those that need a second one, or lack an ability that the mock has. `program.rs` has the
+/// run of the mock that is built in.
+const SKIPPED: u64 = 63;
+
 #[test]
-fn the_suite_says_of_the_mocks_plugin_what_it_says_of_the_mock() {
+fn every_conformance_case_passes_on_the_mocks_plugin() {
     let plugin = built::plugin("mock");
-    // At once: both mostly wait.
-    let built_in = conformance(&["--backend", "mock"]);
     let through = result(conformance(&["--plugin", plugin.to_str().unwrap()]));
-    let built_in = result(built_in);
-    assert_eq!(
-        (&through["failed"], &through["backend"]),
-        (&Value::from(0), &Value::from("mock")),
-        "{}",
-        through["failures"]
-    );
-    for count in ["cases", "passed", "failed", "skipped", "expected_failures"] {
-        assert_eq!(through[count], built_in[count], "{count}");
-    }
-    assert!(through["passed"].as_u64() > Some(200));
+    let count = |of: &str| through[of].as_u64().unwrap();
+    assert_eq!((count("failed"), &through["backend"]), (0, &Value::from("mock")), "{}", through["failures"]);
+    assert_eq!(count("passed") + count("skipped"), count("cases"));
+    assert!(count("passed") > 600 && count("skipped") <= SKIPPED, "{through}");
 }
 
 #[test]

@@ -115,7 +115,7 @@ def main() -> None:
     for name, size in SIZES.items():
         row(f"`torch.empty(pin_memory=True)` and its release, {name}, 1 thread", measure("empty", size, 2000))
     for name, size in SIZES.items():
-        row(f"the same in C++, 16 threads, {name}", measure("threads", size, 2000))
+        row(f"the same in C++, 16 threads, {name}", measure("threads", size, 20_000))
     row("allocate, copy 4 KiB to the device, release, 1 thread", measure("copied", 4 * KIB, 2000))
 
 

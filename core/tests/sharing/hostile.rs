@@ -152,8 +152,21 @@ pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
     socket
 }
 
-/// The same happens if owners hand over one after the other, and each is stopped. Failed before: each new connection waited for 1 s.
+/// At once, because all mostly wait.
 #[test]
+fn processes_that_are_stopped_or_silent_delay_no_others() {
+    std::thread::scope(|scope| {
+        scope.spawn(an_open_waits_one_second_for_all_stopped_owners_together);
+        scope.spawn(an_impostor_that_listens_for_a_dead_exporter_is_found_out);
+        scope.spawn(an_exporter_that_is_stopped_is_named_with_its_state_and_soon);
+        scope.spawn(opens_of_many_threads_at_a_stopped_exporter_wait_together);
+        scope.spawn(an_exporter_that_is_stopped_before_its_shared_work_is_done_delays_no_importer);
+        scope.spawn(a_process_that_connects_and_says_nothing_takes_no_descriptors_from_others);
+        scope.spawn(a_process_that_greets_and_asks_for_nothing_takes_no_descriptors_from_others);
+    });
+}
+
+/// The same happens if owners hand over one after the other, and each is stopped. Failed before: each new connection waited for 1 s.
 fn an_open_waits_one_second_for_all_stopped_owners_together() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());
     let (buffer, ticket) = exporter.make_shared(1000, 7);
@@ -245,7 +258,6 @@ fn a_peer_of_another_version_is_told_so() {
     exporter.end_after(buffer);
 }
 
-#[test]
 fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     let importer = Exporter::new();
     let mut peer = Peer::start();
@@ -272,7 +284,6 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     importer.end();
 }
 
-#[test]
 fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
     let importer = Exporter::new();
     let mut peer = Peer::start();
@@ -301,7 +312,6 @@ fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
 }
 
 /// Failed before: each open waited for the time limits of those before it.
-#[test]
 fn opens_of_many_threads_at_a_stopped_exporter_wait_together() {
     // On an open connection, in the handshake, and of one ticket.
     let (importer, fresh, same) = (Exporter::new(), Exporter::new(), Exporter::new());
@@ -332,7 +342,6 @@ fn opens_of_many_threads_at_a_stopped_exporter_wait_together() {
     [importer, fresh, same].into_iter().for_each(Exporter::end);
 }
 
-#[test]
 fn an_exporter_that_is_stopped_before_its_shared_work_is_done_delays_no_importer() {
     let importer = Exporter::new();
     let mut peer = Peer::start_with("latency=5s", |_| {});
@@ -499,12 +508,10 @@ fn opens_in_a_crowd(what: &str) {
     assert!(exporter.quit().success());
 }
 
-#[test]
 fn a_process_that_connects_and_says_nothing_takes_no_descriptors_from_others() {
     opens_in_a_crowd("is-silent");
 }
 
-#[test]
 fn a_process_that_greets_and_asks_for_nothing_takes_no_descriptors_from_others() {
     opens_in_a_crowd("greets");
 }

@@ -103,12 +103,12 @@ fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
 }
 
 pub(super) fn every_conformance_case_passes_on_one_device_as_plugin() {
-    CUDA.conforms_as_plugin(62);
+    CUDA.conforms_as_plugin(63);
 }
 
 #[test]
 fn every_conformance_case_passes_on_two_devices_with_the_libraries_of_cuda_12() {
-    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 30);
+    CUDA.conforms("cuda-12", &[("HIGHWATER_MOCK", "devices=2")], 31);
 }
 
 #[test]

@@ -73,10 +73,10 @@ fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
 }
 
 pub(super) fn every_conformance_case_passes_on_rocm_7_as_plugin() {
-    ROCM_7.conforms_as_plugin(132);
+    ROCM_7.conforms_as_plugin(134);
 }
 
 #[test]
 fn every_conformance_case_passes_on_two_devices_of_rocm_6() {
-    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 115);
+    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 116);
 }
