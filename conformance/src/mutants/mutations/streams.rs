@@ -467,6 +467,12 @@ mutants! {
         });
     };
 
+    "default-streams-waited-for-until-idle" needs [has::legacy_default_stream]: "Waits for the legacy default stream until it is idle." =>
+        |h| h.backend.synchronize_stream(|reference, stream| {
+            reference.synchronize_stream(stream)?;
+            if stream.is_legacy_default() { until_idle(reference, &[stream]) } else { Ok(()) }
+        });
+
     in "devices.synchronize-ends":
     "every-device-waited-for" needs [TWO_DEVICES]: "Waits for each device instead of one." =>
         |h| h.backend.synchronize_device(|reference, device| {
