@@ -1,6 +1,6 @@
 //! Device memory: alignment, limits, and frees.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, MemoryInfo};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, MemoryInfo, PhysicalMemoryOptions};
 
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
@@ -16,7 +16,7 @@ cases! {
     blocks_keep_their_bytes: ["memory.disjoint"];
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
-    more_than_there_is_is_refused_for_every_kind: ["memory.exhausted"];
+    more_than_there_is_is_refused_for_every_kind: ["memory.exhausted", "mapped.exhausted"];
     blocks_of_several_sizes_fill_the_memory: ["memory.exhausted", "memory.free-returns", "memory.disjoint", "memory.info-counts"];
     freed_bytes_come_back: ["memory.free-returns"];
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
@@ -189,7 +189,7 @@ fn kinds_in_order_of(backend: &dyn Backend, stream: &Stream<'_>) -> Result<Vec<D
     Ok(kinds)
 }
 
-/// Refuses each kind on each device, many times.
+/// Refuses each kind on each device, many times: more than the device has, and more than the rest beside a block.
 fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;
@@ -205,8 +205,53 @@ fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseRe
             stream.set(block.all(), 5)?;
             stream.synchronize()?;
             check!(block.read()? == [5; 4096], "{kind:?} memory that was allocated after a refused call does not work");
+            let options = AllocateOptions::new(total).with_kind(kind);
+            refusals_take_nothing(backend, device, &format!("{kind:?}"), || {
+                backend.allocate(device, &options).map(drop)
+            })?;
+        }
+        let can = backend.capabilities(device)?;
+        if can.mapped_memory {
+            let options = PhysicalMemoryOptions::new(even(backend, device, total as u64)?);
+            refusals_take_nothing(backend, device, "physical", || backend.create_memory(device, &options).map(drop))?;
         }
     }
+    Ok(())
+}
+
+/// Refuses a request for as many bytes as the device has, while a block has some of them. A part that a refused request keeps is
+/// missing from the free memory.
+fn refusals_take_nothing(
+    backend: &dyn Backend,
+    device: u32,
+    what: &str,
+    request: impl Fn() -> highwater_hal::Result<()>,
+) -> CaseResult {
+    const TIMES: usize = 4;
+    const PAGE: u64 = 4096;
+    let held = even(backend, device, PART.min(backend.memory_info(device)?.total / 64))?;
+    let held = Block::on(backend, device, held.max(1))?;
+    let before = backend.live_objects();
+    let mut lost = Vec::new();
+    for _ in 0..TIMES {
+        let free = backend.memory_info(device)?.free;
+        check_error!(
+            request(),
+            OutOfMemory,
+            "a request for all {what} memory of device {device}, of which a block has some"
+        );
+        lost.push(free.saturating_sub(backend.memory_info(device)?.free));
+        // Others may take memory of a real device at the same time, so one request that takes nothing is proof.
+        if lost.last() < Some(&PAGE) {
+            break;
+        }
+    }
+    check!(
+        lost.last() < Some(&PAGE),
+        "refused requests for {what} memory left {lost:?} bytes less free on device {device}"
+    );
+    check_eq!(backend.live_objects(), before, "live objects after refused requests for {what} memory");
+    drop(held);
     Ok(())
 }
 

@@ -108,6 +108,20 @@ mutants! {
             }
             reference.allocate(device, &AllocateOptions::new(256).with_kind(options.kind))
         });
+    "refused-parts-kept": "Keeps a part that it took for a request that exceeds the rest of the device, but not the device." => |h| {
+        let kept = Shared::new(0_u64);
+        let taken = kept.clone();
+        h.backend.allocate(move |reference, device, options| {
+            let allocated = reference.allocate(device, options);
+            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
+            if fits && is(&allocated, ErrorKind::OutOfMemory) {
+                let part = reference.allocate(device, &AllocateOptions::new(1 << 20));
+                taken.set(taken.get() + u64::from(part.is_ok()));
+            }
+            allocated
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
     "refused-blocks-counted": "Counts blocks that it could not give." => |h| {
         let refused = Shared::new(0_u64);
         let seen = refused.clone();
