@@ -29,7 +29,8 @@ cases! {
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_come_back_after_their_stream: ["memory.free-returns", "stream.destroy-pending"]
         needs [has::stream_ordered_memory];
-    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.stream-ordered", "memory.disjoint", "stream.order"]
+        needs [has::stream_ordered_memory];
     stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_that_its_stream_waited_for: ["memory.free-returns", "memory.disjoint", "event.wait-orders"]
@@ -547,6 +548,10 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
     until_conclusive("the work before a stream-ordered free was over before others had their memory", |load| {
         let result = Block::filled(backend, USED, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        // One more stream waited for an event of the first one, which was recorded before the work and the free.
+        let (follower, earlier) = (Stream::new(backend)?, Event::new(backend)?);
+        stream.record(&earlier)?;
+        follower.wait(&earlier)?;
         let ordered = || Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.
         let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
@@ -560,15 +565,17 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
         // owner changes what the copy will read.
         let mut others = Vec::new();
         for index in 0..OTHERS {
-            let kind = match index % 2 {
-                0 => DeviceMemoryKind::Plain,
-                _ => DeviceMemoryKind::StreamOrdered(other.id()),
+            let (kind, on) = match index % 3 {
+                0 => (DeviceMemoryKind::Plain, &other),
+                1 => (DeviceMemoryKind::StreamOrdered(other.id()), &other),
+                _ => (DeviceMemoryKind::StreamOrdered(follower.id()), &follower),
             };
             let block = Block::with_kind(backend, DEVICE, bytes, kind)?;
-            other.set(block.span(0..USED), 2)?;
+            on.set(block.span(0..USED), 2)?;
             others.push(block);
         }
         other.synchronize()?;
+        follower.synchronize()?;
         let not_there_yet = there.is_pending()?;
         stream.synchronize()?;
         check!(
@@ -708,6 +715,10 @@ fn stream_ordered_free_on_another_stream_keeps_work_before_it(backend: &dyn Back
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, reader, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (written, before) = (Event::new(backend)?, Event::new(backend)?);
+        // The third stream waited for the reader once, before the reader had its work.
+        let earlier = Event::new(backend)?;
+        reader.record(&earlier)?;
+        third.wait(&earlier)?;
         let ordered =
             |on: &Stream<'_>| Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(on.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.
