@@ -1,10 +1,10 @@
 //! A case: its name, the clauses that it proves, the needs that a backend must meet, and its function.
 
 use std::cell::Cell;
-use std::fmt;
+use std::fmt::{self, Debug};
 use std::panic::Location;
 
-use highwater_hal::{Backend, Capabilities, Error, Transport};
+use highwater_hal::{Backend, Capabilities, DeviceInfo, Error, Identity, Transport};
 
 use crate::peer::Launcher;
 use crate::retry::Inconclusive;
@@ -217,6 +217,42 @@ pub(crate) fn on_devices(backend: &dyn Backend, prove: impl Fn(u32) -> CaseResul
 /// Returns the capabilities of each device.
 pub(crate) fn all_capabilities(backend: &dyn Backend) -> highwater_hal::Result<Vec<Capabilities>> {
     (0..backend.device_count()).map(|device| backend.capabilities(device)).collect()
+}
+
+/// What a backend says about itself, which never changes.
+pub(crate) struct Facts {
+    identity: Identity,
+    devices: Vec<(DeviceInfo, Capabilities)>,
+}
+
+impl Facts {
+    pub(crate) fn of(backend: &dyn Backend) -> highwater_hal::Result<Self> {
+        let describe = |device| Ok((backend.device_info(device)?, backend.capabilities(device)?));
+        let devices = (0..backend.device_count()).map(describe).collect::<highwater_hal::Result<_>>()?;
+        Ok(Self { identity: backend.identity().clone(), devices })
+    }
+
+    /// Returns the facts that differ from those of the backend now, in words.
+    pub(crate) fn changes(&self, backend: &dyn Backend) -> Vec<String> {
+        let now = match Self::of(backend) {
+            Ok(now) => now,
+            Err(error) => return vec![format!("the devices cannot be described after the case: {error}")],
+        };
+        let mut changes = Vec::new();
+        let mut compare = |what: &str, clause: &str, before: &dyn Debug, now: &dyn Debug| {
+            let [before, now] = [before, now].map(|fact| format!("{fact:?}"));
+            if before != now {
+                changes.push(format!("{what} changed for good (`{clause}`): it was {before}, and is {now}"));
+            }
+        };
+        compare("the identity", "identity.stable", &self.identity, &now.identity);
+        compare("the number of devices", "identity.stable", &self.devices.len(), &now.devices.len());
+        for (before, now) in self.devices.iter().zip(&now.devices) {
+            compare("the description of a device", "devices.uuid", &before.0, &now.0);
+            compare("the table of capabilities", "devices.capabilities-stable", &before.1, &now.1);
+        }
+        changes
+    }
 }
 
 /// The result of a case.

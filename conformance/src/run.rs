@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use highwater_hal::{Backend, Identity};
 
-use crate::case::{Case, CaseResult, Run, all_capabilities, during};
+use crate::case::{Case, CaseResult, Facts, Run, all_capabilities, during};
 use crate::exchanged::Exchanged;
 use crate::options::Options;
 use crate::peer::Launcher;
@@ -70,6 +70,11 @@ impl<'b> InProcess<'b> {
             (Run::WithPeer(body), Some(launcher)) => Box::new(move |backend: &dyn Backend| body(backend, launcher)),
             (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
+        // A change for good, such as one by the first object of a kind, is seen after one case of a run only.
+        let facts = match Facts::of(backend) {
+            Ok(facts) => facts,
+            Err(error) => return Err(Status::Failed(format!("the devices cannot be described: {error}"))),
+        };
         let validated = Validated::new(backend, gate);
         let status = match catch_unwind(AssertUnwindSafe(|| {
             during(case.needs, || seed::during(self.seed, || body(&validated)))
@@ -82,7 +87,8 @@ impl<'b> InProcess<'b> {
             Err(payload) => Status::Failed(panic_message(&*payload)),
         };
         validated.release_refused();
-        let findings = validated.findings();
+        let mut findings = validated.findings();
+        findings.extend(facts.changes(backend));
         Ok((status, findings, validated))
     }
 }

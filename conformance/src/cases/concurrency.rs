@@ -2,6 +2,7 @@
 
 use highwater_hal::{Backend, BlasKind, CaptureMode, DataType, Epilogue, GemmShape, PlanOptions};
 
+use super::memory::{Maker, makers};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
 use crate::device::{Block, Capture, Event, Handle, Pinned, Stream};
 use crate::matrix::Product;
@@ -37,14 +38,20 @@ fn in_threads(run: impl Fn(u64) -> CaseResult + Sync) -> CaseResult {
     })
 }
 
+/// Returns the device of a thread. With two devices, the threads use both at once.
+fn device_of(backend: &dyn Backend, thread: u64) -> u32 {
+    thread as u32 % backend.device_count().min(2)
+}
+
 fn threads_with_their_own_streams(backend: &dyn Backend) -> CaseResult {
     in_threads(|thread| {
-        let stream = Stream::new(backend)?;
-        let event = Event::new(backend)?;
+        let device = device_of(backend, thread);
+        let stream = Stream::on(backend, device)?;
+        let event = Event::on(backend, device)?;
         for round in 0..20 {
             let content = Random::new(thread << 32 | round).bytes(30_000);
             let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, content.len())?);
-            let block = Block::new(backend, content.len())?;
+            let block = Block::on(backend, device, content.len())?;
             stream.copy(block.all(), source.all())?;
             stream.copy(target.all(), block.all())?;
             stream.record(&event)?;
@@ -72,13 +79,26 @@ fn threads_on_one_stream(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+/// Each object is one of the device that its thread named, whatever other threads name at the same time.
 fn threads_that_make_and_destroy(backend: &dyn Backend) -> CaseResult {
     let before = backend.live_objects();
     in_threads(|thread| {
+        let device = device_of(backend, thread);
+        let granularity = backend.capabilities(device)?.mapped_memory_granularity.max(1);
         for round in 0..50 {
-            let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-            let block = Block::new(backend, 1000 + 100 * thread as usize)?;
-            stream.set(block.all(), round)?;
+            let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
+            check_eq!(
+                (stream.id().device(), event.id().device()),
+                (device, device),
+                "devices of a stream and an event"
+            );
+            let makers = makers(backend, &stream)?;
+            let Maker { what, make, .. } = &makers[(thread as usize / 2 + round as usize) % makers.len()];
+            let block = make((1000 + 100 * thread as usize).next_multiple_of(granularity))
+                .map_err(|error| Failure::from(error).with_details(&format!("{what} memory of device {device}")))?;
+            stream
+                .set(block.span(0..1000), round)
+                .map_err(|error| Failure::from(error).with_details(&format!("{what} memory of device {device}")))?;
             stream.record(&event)?;
             event.synchronize()?;
             let stale = event.destroy()?;

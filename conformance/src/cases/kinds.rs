@@ -1110,17 +1110,30 @@ fn launches_are_pending_work(backend: &dyn Backend) -> CaseResult {
     const LARGE: usize = 8 << 20;
     on_devices(backend, |device| {
         let (block, pinned) = (Block::on(backend, device, LARGE)?, Pinned::new(backend, LARGE)?);
+        let (mark, last) = (Block::filled_on(backend, device, BYTES, 1)?, Pinned::new(backend, BYTES)?);
         for kind in StreamKind::of(backend, device)? {
             let made = kind.make(backend, device)?;
             let captured = Stream::on(backend, device)?;
             until_conclusive("a stream is never pending behind a launch", |load| {
                 let capture = Capture::begin(&captured, CaptureMode::ThreadLocal)?;
                 (0..COPIES * load.min(8)).try_for_each(|_| captured.copy(block.all(), pinned.all()))?;
-                let graph = capture.end(&[&block, &pinned])?;
+                captured.copy(last.all(), mark.all())?;
+                let graph = capture.end(&[&block, &pinned, &mark, &last])?;
                 let executable = graph.instantiate()?;
+                last.write(&[0; BYTES])?;
                 executable.launch(&made.stream)?;
                 let pending = made.stream.is_pending()?;
+                // The device has begun with the launch long before its end.
+                crate::sweep::as_one(|| {
+                    while made.stream.is_pending()? {
+                        std::thread::yield_now();
+                    }
+                    Ok::<(), highwater_hal::Error>(())
+                })?;
+                // SAFETY: the query says that the launch is executed.
+                let is_done = unsafe { last.read_now() } == [1; BYTES];
                 made.stream.synchronize()?;
+                check!(is_done, "{kind:?} is complete before the last operation of a launch was executed");
                 check!(made.stream.query()?.is_complete(), "{kind:?} is pending after it was synchronized");
                 Ok(Attempt::seen(pending))
             })

@@ -1,6 +1,6 @@
 //! Device memory: alignment, limits, and frees.
 
-use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, MemoryInfo};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, MemoryInfo, PhysicalMemoryOptions};
 
 use super::sharing::transports;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error};
@@ -16,7 +16,7 @@ cases! {
     blocks_keep_their_bytes: ["memory.disjoint"];
     zero_bytes_are_refused: ["memory.zero"];
     more_than_there_is_is_refused: ["memory.exhausted"];
-    more_than_there_is_is_refused_for_every_kind: ["memory.exhausted"];
+    more_than_there_is_is_refused_for_every_kind: ["memory.exhausted", "mapped.exhausted"];
     blocks_of_several_sizes_fill_the_memory: ["memory.exhausted", "memory.free-returns", "memory.disjoint", "memory.info-counts"];
     freed_bytes_come_back: ["memory.free-returns"];
     live_bytes_are_not_free: ["memory.info-counts", "memory.info"];
@@ -29,7 +29,8 @@ cases! {
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [has::stream_ordered_memory];
     stream_ordered_bytes_come_back_after_their_stream: ["memory.free-returns", "stream.destroy-pending"]
         needs [has::stream_ordered_memory];
-    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"] needs [has::stream_ordered_memory];
+    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.stream-ordered", "memory.disjoint", "stream.order"]
+        needs [has::stream_ordered_memory];
     stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"] needs [has::stream_ordered_memory];
     stream_ordered_free_keeps_work_that_its_stream_waited_for: ["memory.free-returns", "memory.disjoint", "event.wait-orders"]
@@ -189,7 +190,7 @@ fn kinds_in_order_of(backend: &dyn Backend, stream: &Stream<'_>) -> Result<Vec<D
     Ok(kinds)
 }
 
-/// Refuses each kind on each device, many times.
+/// Refuses each kind on each device, many times: more than the device has, and more than the rest beside a block.
 fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;
@@ -205,8 +206,53 @@ fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseRe
             stream.set(block.all(), 5)?;
             stream.synchronize()?;
             check!(block.read()? == [5; 4096], "{kind:?} memory that was allocated after a refused call does not work");
+            let options = AllocateOptions::new(total).with_kind(kind);
+            refusals_take_nothing(backend, device, &format!("{kind:?}"), || {
+                backend.allocate(device, &options).map(drop)
+            })?;
+        }
+        let can = backend.capabilities(device)?;
+        if can.mapped_memory {
+            let options = PhysicalMemoryOptions::new(even(backend, device, total as u64)?);
+            refusals_take_nothing(backend, device, "physical", || backend.create_memory(device, &options).map(drop))?;
         }
     }
+    Ok(())
+}
+
+/// Refuses a request for as many bytes as the device has, while a block has some of them. A part that a refused request keeps is
+/// missing from the free memory.
+fn refusals_take_nothing(
+    backend: &dyn Backend,
+    device: u32,
+    what: &str,
+    request: impl Fn() -> highwater_hal::Result<()>,
+) -> CaseResult {
+    const TIMES: usize = 4;
+    const PAGE: u64 = 4096;
+    let held = even(backend, device, PART.min(backend.memory_info(device)?.total / 64))?;
+    let held = Block::on(backend, device, held.max(1))?;
+    let before = backend.live_objects();
+    let mut lost = Vec::new();
+    for _ in 0..TIMES {
+        let free = backend.memory_info(device)?.free;
+        check_error!(
+            request(),
+            OutOfMemory,
+            "a request for all {what} memory of device {device}, of which a block has some"
+        );
+        lost.push(free.saturating_sub(backend.memory_info(device)?.free));
+        // Others may take memory of a real device at the same time, so one request that takes nothing is proof.
+        if lost.last() < Some(&PAGE) {
+            break;
+        }
+    }
+    check!(
+        lost.last() < Some(&PAGE),
+        "refused requests for {what} memory left {lost:?} bytes less free on device {device}"
+    );
+    check_eq!(backend.live_objects(), before, "live objects after refused requests for {what} memory");
+    drop(held);
     Ok(())
 }
 
@@ -502,6 +548,10 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
     until_conclusive("the work before a stream-ordered free was over before others had their memory", |load| {
         let result = Block::filled(backend, USED, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        // One more stream waited for an event of the first one, which was recorded before the work and the free.
+        let (follower, earlier) = (Stream::new(backend)?, Event::new(backend)?);
+        stream.record(&earlier)?;
+        follower.wait(&earlier)?;
         let ordered = || Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.
         let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
@@ -515,15 +565,17 @@ fn ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend, bytes: usi
         // owner changes what the copy will read.
         let mut others = Vec::new();
         for index in 0..OTHERS {
-            let kind = match index % 2 {
-                0 => DeviceMemoryKind::Plain,
-                _ => DeviceMemoryKind::StreamOrdered(other.id()),
+            let (kind, on) = match index % 3 {
+                0 => (DeviceMemoryKind::Plain, &other),
+                1 => (DeviceMemoryKind::StreamOrdered(other.id()), &other),
+                _ => (DeviceMemoryKind::StreamOrdered(follower.id()), &follower),
             };
             let block = Block::with_kind(backend, DEVICE, bytes, kind)?;
-            other.set(block.span(0..USED), 2)?;
+            on.set(block.span(0..USED), 2)?;
             others.push(block);
         }
         other.synchronize()?;
+        follower.synchronize()?;
         let not_there_yet = there.is_pending()?;
         stream.synchronize()?;
         check!(
@@ -663,6 +715,10 @@ fn stream_ordered_free_on_another_stream_keeps_work_before_it(backend: &dyn Back
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, reader, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (written, before) = (Event::new(backend)?, Event::new(backend)?);
+        // The third stream waited for the reader once, before the reader had its work.
+        let earlier = Event::new(backend)?;
+        reader.record(&earlier)?;
+        third.wait(&earlier)?;
         let ordered =
             |on: &Stream<'_>| Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(on.id()));
         // It lies between others, so that its bytes are the best place for a block of the same size.

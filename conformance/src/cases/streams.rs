@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use super::kinds::StreamKind;
 use crate::case::{CaseResult, Failure, cases, check, check_error};
 use crate::device::{Block, Capture, DEVICE, Event, Handle, Memory, Pinned, Registered, Stream, end_capture};
 use crate::matrix::Product;
@@ -45,9 +46,9 @@ cases! {
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
-    synchronize_ends_while_others_enqueue: ["stream.synchronize-ends"] => ends_while_others_enqueue(Wait::Stream, StreamPriority::Normal);
-    synchronizing_the_device_ends_while_others_enqueue: ["devices.synchronize-ends"] => ends_while_others_enqueue(Wait::Device, StreamPriority::Normal);
-    synchronize_ends_on_streams_of_each_priority: ["stream.synchronize-ends"] needs [has::stream_priority];
+    synchronize_ends_while_others_enqueue: ["stream.synchronize-ends"] => ends_while_others_enqueue(Wait::Stream, StreamKind::Normal);
+    synchronizing_the_device_ends_while_others_enqueue: ["devices.synchronize-ends"] => ends_while_others_enqueue(Wait::Device, StreamKind::Normal);
+    synchronize_ends_on_each_kind_of_stream: ["stream.synchronize-ends"];
     synchronizing_a_device_does_not_wait_for_another: ["devices.synchronize-ends"] needs [TWO_DEVICES];
     synchronizing_the_device_waits_for_streams_of_other_threads: ["devices.synchronize"];
     synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
@@ -802,9 +803,11 @@ fn wrapped_streams_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseRes
     Ok(())
 }
 
-fn synchronize_ends_on_streams_of_each_priority(backend: &dyn Backend) -> CaseResult {
-    ends_while_others_enqueue(backend, Wait::Stream, StreamPriority::High)?;
-    ends_while_others_enqueue(backend, Wait::Stream, StreamPriority::Low)
+/// Each thread has a per-thread default stream of its own, so no other thread adds work to it.
+fn synchronize_ends_on_each_kind_of_stream(backend: &dyn Backend) -> CaseResult {
+    let others = |kind: &StreamKind| !matches!(kind, StreamKind::Normal | StreamKind::PerThread);
+    let kinds = StreamKind::of(backend, DEVICE)?;
+    kinds.into_iter().filter(others).try_for_each(|kind| ends_while_others_enqueue(backend, Wait::Stream, kind))
 }
 
 fn synchronizing_a_device_does_not_wait_for_another(backend: &dyn Backend) -> CaseResult {
@@ -828,15 +831,16 @@ enum Wait {
 }
 
 /// One thread keeps a stream busy, with a few loads ahead of the device. Another waits, and must return before the first one stops.
-fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait, priority: StreamPriority) -> CaseResult {
+fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait, kind: StreamKind) -> CaseResult {
     /// A wrong wait lasts as long as work is added. A right one lasts until the loads before it are done.
     const LIMIT: Duration = Duration::from_secs(3);
     const AHEAD: usize = 6;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    let stream = Stream::with_options(backend, DEVICE, &StreamOptions::new().with_priority(priority))?;
+    let made = kind.make(backend, DEVICE)?;
+    let stream = &made.stream;
     let events: Vec<Event<'_>> = (0..AHEAD).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
     // With this much enqueued, the stream is never idle.
-    let add = |event: &Event<'_>| busy.enqueue(&stream, 1).and_then(|()| stream.record(event));
+    let add = |event: &Event<'_>| busy.enqueue(stream, 1).and_then(|()| stream.record(event));
     events.iter().try_for_each(add)?;
     let (is_over, began) = (AtomicBool::new(false), Instant::now());
     let (waited, added) = std::thread::scope(|scope| {
@@ -862,7 +866,7 @@ fn ends_while_others_enqueue(backend: &dyn Backend, wait: Wait, priority: Stream
     added.map_err(|error: highwater_hal::Error| Failure::from(error))?;
     check!(
         lasted < LIMIT,
-        "a wait ({wait:?}, priority {priority:?}) lasted for {lasted:?}, as long as another thread enqueued work; expected is that it ends once the work \
+        "a wait ({wait:?}, stream {kind:?}) lasted for {lasted:?}, as long as another thread enqueued work; expected is that it ends once the work \
          before it is done"
     );
     Ok(())

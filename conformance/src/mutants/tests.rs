@@ -91,6 +91,32 @@ fn a_wrapper_that_breaks_nothing_passes() {
     assert!(report.is_success() && report.passed() > 5, "{report}");
 }
 
+/// Failed before: cases that compare the facts came after the first handle of the run, and found no change any more.
+#[test]
+fn a_fact_that_changes_for_good_fails_the_case_that_changed_it() {
+    let backend = wrapped(MockOptions::new(), |h| {
+        let loaded = Shared::new(false);
+        let seen = loaded.clone();
+        h.backend.create_blas_handle(move |reference, device, options| {
+            loaded.set(true);
+            reference.create_blas_handle(device, options)
+        });
+        h.backend.capabilities(move |reference, device| {
+            let mut capabilities = reference.capabilities(device)?;
+            capabilities.lt_workspace_bytes += usize::from(seen.get());
+            Ok(capabilities)
+        });
+    });
+    let report = run(&backend, &Options::new().with_filter("plans."));
+    assert_eq!(report.failed(), 1, "{report}");
+    let failed = report.cases().iter().find_map(|case| match &case.status {
+        Status::Failed(failure) => Some(failure),
+        _ => None,
+    });
+    let failed = failed.unwrap();
+    assert!(failed.contains("the table of capabilities changed for good (`devices.capabilities-stable`)"), "{failed}");
+}
+
 /// Failed before: such mutants counted as missed, because cases of their clause run on these backends.
 #[test]
 fn a_mutant_of_an_absent_ability_or_device_is_skipped_with_the_reason() {

@@ -130,6 +130,21 @@ mutants! {
             }
             created => created,
         });
+    "refused-physical-parts-kept": "Keeps a part that it took for physical memory that exceeds the rest of the device, but not the device." => |h| {
+        let kept = Shared::new(0_u64);
+        let taken = kept.clone();
+        h.backend.create_memory(move |reference, device, options| {
+            let created = reference.create_memory(device, options);
+            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
+            if fits && is(&created, ErrorKind::OutOfMemory) {
+                let piece = reference.capabilities(device)?.mapped_memory_granularity;
+                let part = reference.create_memory(device, &PhysicalMemoryOptions::new(piece));
+                taken.set(taken.get() + u64::from(part.is_ok()));
+            }
+            created
+        });
+        h.count(move |live| live.physical_memory -= kept.get());
+    };
     "refused-physical-memory-counted": "Counts physical memory that it could not create." => |h| {
         let refused = Shared::new(0_u64);
         let seen = refused.clone();

@@ -3,7 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::thread::ThreadId;
 
-use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, MemoryInfo, PhysicalMemoryId, StreamId};
+use highwater_hal::{
+    AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, EventId, MemoryInfo, PhysicalMemoryId, StreamId,
+};
 
 use super::super::hooks::Hooks;
 use super::super::reference::{Reference, is, renamed};
@@ -108,6 +110,20 @@ mutants! {
             }
             reference.allocate(device, &AllocateOptions::new(256).with_kind(options.kind))
         });
+    "refused-parts-kept": "Keeps a part that it took for a request that exceeds the rest of the device, but not the device." => |h| {
+        let kept = Shared::new(0_u64);
+        let taken = kept.clone();
+        h.backend.allocate(move |reference, device, options| {
+            let allocated = reference.allocate(device, options);
+            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
+            if fits && is(&allocated, ErrorKind::OutOfMemory) {
+                let part = reference.allocate(device, &AllocateOptions::new(1 << 20));
+                taken.set(taken.get() + u64::from(part.is_ok()));
+            }
+            allocated
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
     "refused-blocks-counted": "Counts blocks that it could not give." => |h| {
         let refused = Shared::new(0_u64);
         let seen = refused.clone();
@@ -307,6 +323,25 @@ mutants! {
     "in-the-order-of-another": "Returns memory that another stream has not freed yet." => |h| in_the_order_of_another(h, 0);
     "long-blocks-in-the-order-of-another" needs [has::stream_ordered_memory]:
         "Returns memory of 1 MiB or more that another stream has not freed yet." => |h| in_the_order_of_another(h, 1 << 20);
+    "in-the-order-of-an-earlier-event" needs [has::stream_ordered_memory]:
+        "Returns memory that a stream has not freed yet to streams that have waited for any event of it." => |h| {
+        let events = Shared::<HashMap<EventId, StreamId>>::default();
+        let waits = Shared::<HashSet<(StreamId, StreamId)>>::default();
+        let (recorded, waited) = (events.clone(), waits.clone());
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            recorded.with(|events| events.insert(event, stream));
+            Ok(())
+        });
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            reference.stream_wait_event(stream, event)?;
+            if let Some(of) = events.with(|events| events.get(&event).copied()) {
+                waited.with(|waits| waits.insert((stream, of)));
+            }
+            Ok(())
+        });
+        in_the_order_of(h, 0, move |stream, of| waits.with(|waits| waits.contains(&(stream, of))));
+    };
 
     in "memory.free-returns":
     "blocks-kept": "Keeps plain memory that is freed." => |h| {
@@ -417,6 +452,11 @@ mutants! {
 
 /// Returns memory of at least `least` bytes that another stream has not freed yet.
 fn in_the_order_of_another(h: &mut Hooks, least: usize) {
+    in_the_order_of(h, least, |_, _| true);
+}
+
+/// Returns memory of at least `least` bytes to a stream that another one has not freed yet, if `gives` says so of the two.
+fn in_the_order_of(h: &mut Hooks, least: usize, gives: impl Fn(StreamId, StreamId) -> bool + Send + Sync + 'static) {
     // Freed blocks of each device and size, with the stream that frees them.
     let freed = Shared::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
     let blocks = Shared::<HashMap<(u32, DevicePtr), usize>>::default();
@@ -425,10 +465,13 @@ fn in_the_order_of_another(h: &mut Hooks, least: usize) {
         let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
             return reference.allocate(device, options);
         };
-        reference.query_stream(stream)?;
+        // What is refused is refused by the call itself.
+        if !reference.is_recording(stream) && reference.query_stream(stream).is_err() {
+            return reference.allocate(device, options);
+        }
         let other = given.with(|freed| {
             let fits = |(key, (bytes, of)): (&(u32, DevicePtr), &(usize, StreamId))| {
-                (key.0 == device && *bytes == options.bytes && *of != stream).then_some(*key)
+                (key.0 == device && *bytes == options.bytes && *of != stream && gives(stream, *of)).then_some(*key)
             };
             let key = freed.iter().find_map(fits)?;
             freed.remove(&key).map(|_| key.1)

@@ -5,7 +5,8 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use highwater_hal::{
-    AllocateOptions, Completion, ErrorKind, EventId, GraphExecId, Location, MemoryCopy, StreamId, StreamPriority,
+    AllocateOptions, Completion, ErrorKind, EventId, EventOptions, GraphExecId, Location, MemoryCopy, StreamId,
+    StreamPriority,
 };
 
 use super::super::hooks::Hooks;
@@ -423,6 +424,38 @@ mutants! {
         });
     };
 
+    "launches-complete-once-begun" needs [has::capture]: "Reports a stream as complete once its last work has begun, if that is a launch." => |h| {
+        h.settles = true;
+        // Events behind the work before each launch that is the last work of its stream.
+        let begun = Shared::<HashMap<StreamId, EventId>>::default();
+        let (launched, known, counted) = (begun.clone(), begun.clone(), begun.clone());
+        h.before(move |reference, method, stream| {
+            let ended = match stream {
+                Some(stream) if !matches!(method, "query_stream" | "is_capturing") => begun.with(|begun| begun.remove(&stream)),
+                _ => None,
+            };
+            ended.map_or(Ok(()), |event| reference.destroy_event(event))
+        });
+        h.backend.launch_graph(move |reference, graph, stream| {
+            if reference.is_recording(stream) {
+                return reference.launch_graph(graph, stream);
+            }
+            let event = reference.create_event(stream.device(), &EventOptions::new())?;
+            let enqueued = reference.record_event(event, stream).and_then(|()| reference.launch_graph(graph, stream));
+            if enqueued.is_err() {
+                reference.destroy_event(event)?;
+            } else {
+                launched.with(|begun| begun.insert(stream, event));
+            }
+            enqueued
+        });
+        h.backend.query_stream(move |reference, stream| match known.with(|begun| begun.get(&stream).copied()) {
+            Some(event) => reference.query_event(event),
+            None => reference.query_stream(stream),
+        });
+        h.count(move |live| live.events -= counted.with(|begun| begun.len() as u64));
+    };
+
     in "stream.synchronize":
     "copies-on-the-device-not-waited-for": "Does not wait if the stream's last work is a copy within the device." =>
         |h| skip_copies(h, |copy| Way::of(copy) == Way::OnDevice);
@@ -466,6 +499,12 @@ mutants! {
             }
         });
     };
+
+    "default-streams-waited-for-until-idle" needs [has::legacy_default_stream]: "Waits for the legacy default stream until it is idle." =>
+        |h| h.backend.synchronize_stream(|reference, stream| {
+            reference.synchronize_stream(stream)?;
+            if stream.is_legacy_default() { until_idle(reference, &[stream]) } else { Ok(()) }
+        });
 
     in "devices.synchronize-ends":
     "every-device-waited-for" needs [TWO_DEVICES]: "Waits for each device instead of one." =>

@@ -24,6 +24,18 @@ mutants! {
             reference.fill(&fill, stream)
         });
     };
+    "device-in-one-place" needs [TWO_DEVICES]: "Keeps the device of an allocation in one place for all threads." => |h| {
+        let place = Shared::new(0);
+        h.backend.allocate(move |reference, device, options| {
+            // What is refused is refused at once.
+            if device >= reference.device_count() {
+                return reference.allocate(device, options);
+            }
+            place.set(device);
+            std::thread::sleep(std::time::Duration::from_micros(20));
+            reference.allocate(place.get(), options)
+        });
+    };
     "errors-of-other-threads": "Gives the error of one thread to the next call of another." => |h| {
         let last = Shared::<Option<(ThreadId, Error)>>::default();
         let kept = last.clone();
