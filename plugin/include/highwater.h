@@ -715,7 +715,8 @@ struct hw_table {
      *  - stream.independent: work of one stream waits for work of another stream of the device only through
      *    `stream_wait_event`, while at most 8 streams of the device have outstanding work. Beyond that, streams may share a
      *    queue of the device, and work waits for earlier work in its queue. The two default streams of a device may wait for
-     *    each other. */
+     *    each other. A copy between host and device may wait for earlier copies of its direction, because they share an
+     *    engine. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
      *  - stream.destroy-pending: work that was enqueued before is still executed.

@@ -78,5 +78,5 @@ pub(super) fn every_conformance_case_passes_on_rocm_7_as_plugin() {
 
 #[test]
 fn every_conformance_case_passes_on_two_devices_of_rocm_6() {
-    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 116);
+    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 117);
 }
