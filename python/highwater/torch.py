@@ -822,8 +822,8 @@ def open(ticket: TensorTicket) -> Any:
     result is over the original storage. The memory stays while a tensor over it lives, here or in the exporter. The last drop
     waits for the device, because PyTorch does not report which streams used the tensor.
 
-    Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, and `Forked` in a
-    child of `fork`.
+    Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, `InvalidArgument`
+    if the shape of the ticket leaves its storage, and `Forked` in a child of `fork`.
     """
     if ticket.nbytes == 0:
         storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
