@@ -696,8 +696,8 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
 
     def make(storage: Any, offset: int) -> Any:
-        # PyTorch does not check the range.
-        if offset < 0 or (offset + extent) * itemsize > storage.nbytes():
+        # PyTorch does not check the range. A tensor without elements may lie anywhere.
+        if offset < 0 or (extent > 0 and (offset + extent) * itemsize > storage.nbytes()):
             raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
         metadata["storage_offset"] = offset
         tensor = construct(metadata, storage)

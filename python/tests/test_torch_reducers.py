@@ -424,6 +424,9 @@ def test_a_ticket_of_no_tensor_is_refused() -> None:
         with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
             hwt.open(ticket._replace(**wrong))
     assert hwt.open(ticket).tolist() == [1, 2]
+    # Without elements, the offset leads nowhere.
+    empty = torch.empty(3, 0, device="cuda").as_strided((1, 0), (1, 1), 2)
+    assert tuple(hwt.open(hwt.share(empty)).size()) == (1, 0)
 
 
 def test_the_storages_of_a_message_are_opened_together(workers: list[Worker]) -> None:
