@@ -265,7 +265,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let home = event.device();
         let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
         if home != stream.device() && event.flags() & (INTERPROCESS | FOREIGN) != 0 {
-            return state.wait_by_bridge(OPERATION, (&held, stream.device()), (&event, home));
+            return state.wait_across_devices(OPERATION, (&held, stream.device()), (&event, home));
         }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: Both are held.

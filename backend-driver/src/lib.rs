@@ -43,9 +43,9 @@
 
 #[cfg(feature = "abi_check")]
 pub mod abi_check;
+mod across_devices;
 mod backend;
 mod blas;
-mod bridges;
 mod calls;
 mod captures;
 mod codes;

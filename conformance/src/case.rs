@@ -219,7 +219,7 @@ pub(crate) fn all_capabilities(backend: &dyn Backend) -> highwater_hal::Result<V
     (0..backend.device_count()).map(|device| backend.capabilities(device)).collect()
 }
 
-/// What a backend says about itself, which never changes.
+/// The facts that a backend reports about itself. They must not change.
 pub(crate) struct Facts {
     identity: Identity,
     devices: Vec<(DeviceInfo, Capabilities)>,
@@ -242,7 +242,7 @@ impl Facts {
         let mut compare = |what: &str, clause: &str, before: &dyn Debug, now: &dyn Debug| {
             let [before, now] = [before, now].map(|fact| format!("{fact:?}"));
             if before != now {
-                changes.push(format!("{what} changed for good (`{clause}`): it was {before}, and is {now}"));
+                changes.push(format!("{what} changed during the case (`{clause}`): it was {before}, and is {now}"));
             }
         };
         compare("the identity", "identity.stable", &self.identity, &now.identity);

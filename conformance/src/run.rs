@@ -70,7 +70,7 @@ impl<'b> InProcess<'b> {
             (Run::WithPeer(body), Some(launcher)) => Box::new(move |backend: &dyn Backend| body(backend, launcher)),
             (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
-        // A change for good, such as one by the first object of a kind, is seen after one case of a run only.
+        // A permanent change, such as one by the first object of a kind, shows after only one case of a run.
         let facts = match Facts::of(backend) {
             Ok(facts) => facts,
             Err(error) => return Err(Status::Failed(format!("the devices cannot be described: {error}"))),

@@ -715,7 +715,7 @@ struct hw_table {
      *  - stream.independent: work of one stream waits for work of another stream of the device only through
      *    `stream_wait_event`, while at most 8 streams of the device have outstanding work. Beyond that, streams may share a
      *    queue of the device, and work waits for earlier work in its queue. The two default streams of a device may wait for
-     *    each other. A copy between host and device may wait for earlier copies of its direction, because they share an
+     *    each other. A copy between host and device may wait for earlier copies of its direction, because they may share an
      *    engine. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
     /* Destroys a stream without waiting. Its work is still executed.
@@ -843,7 +843,7 @@ struct hw_table {
      *  - blas.unbound: until a stream is bound, products and runs of plans return HW_ERROR_INVALID_STATE, and nothing is
      *    enqueued. A product without elements may succeed.
      *  - blas.stream-device: a stream of another device returns HW_ERROR_WRONG_DEVICE.
-     *  - blas.stream-destroyed: once the bound id is destroyed, also one of a foreign stream, products and runs of plans
+     *  - blas.stream-destroyed: once the bound id is destroyed, even if it names a foreign stream, products and runs of plans
      *    return HW_ERROR_INVALID_HANDLE, and nothing is enqueued. A product without elements may succeed. Those enqueued
      *    before are still executed.
      *  - blas.stream-resets-workspace: if the fact HW_FACT_SET_STREAM_RESETS_WORKSPACE holds, the handle returns to its own

@@ -21,7 +21,7 @@ fn result(child: Child) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error} in {output:?}"))
 }
 
-/// The cases that one device of the mock skips: those that need a second one, or lack an ability that the mock has. `program.rs` has the
+/// The number of cases that the mock skips with one device. They need a second device, or the absence of an ability. `program.rs` has the
 /// run of the mock that is built in.
 const SKIPPED: u64 = 63;
 

@@ -386,7 +386,7 @@ class _State:
             # Nothing is shared before all are checked.
             for storage, seen, offset, has_names in zip(*found, strict=True):
                 number, layout = numbers.get(storage._cdata), layouts.get(seen)
-                # A storage and a layout that were checked say the rest: the device, the class, and the type.
+                # A checked storage and a checked layout determine the rest: the device, the class, and the type.
                 if number is None or layout is None or has_names or seen[4]:
                     place = len(places) // 3
                     _check_tensor("share_all", f"tensor {place}", tensors[place])
@@ -485,7 +485,7 @@ class _State:
 
 
 def _capsule_of(buffer: Buffer) -> Any:
-    """The memory for PyTorch. PyTorch would order its stream for an object. `open_shared` has waited for the work before the share."""
+    """Returns the DLPack capsule of a buffer. It orders no stream, because `open_shared` has waited for the work before the share."""
     return buffer.__dlpack__(stream=-1, max_version=(1, 0))
 
 
@@ -511,7 +511,7 @@ def _seen(tensor: Any) -> _Seen:
 
 
 def _all_seen(tensors: Sequence[Any]) -> Iterable[_Seen]:
-    """As `_seen`, for many tensors in half of the time."""
+    """As `_seen`, for many tensors, without Python code for each."""
     kind = torch.Tensor
     shapes = map(kind.size, tensors), map(kind.stride, tensors)
     dtypes, gradients = map(operator.attrgetter("dtype"), tensors), map(operator.attrgetter("requires_grad"), tensors)
@@ -680,7 +680,7 @@ def _view(storage: Any, layout: _Layout, offset: int) -> Any:
 
 
 def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
-    """Returns what makes the tensors of a layout, from a storage and an offset."""
+    """Returns a function that makes a tensor of a layout, from a storage and an offset."""
     dtype, size, stride, rest = layout
     # The elements from the first to the last one.
     extent, is_empty = 1, False
@@ -696,7 +696,7 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
 
     def make(storage: Any, offset: int) -> Any:
-        # PyTorch does not check the range. A tensor without elements may lie anywhere.
+        # PyTorch does not check the range. A tensor without elements may have any offset.
         if offset < 0 or (extent > 0 and (offset + extent) * itemsize > storage.nbytes()):
             raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
         metadata["storage_offset"] = offset
@@ -823,7 +823,7 @@ def open(ticket: TensorTicket) -> Any:
     waits for the device, because PyTorch does not report which streams used the tensor.
 
     Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, `InvalidArgument`
-    if the shape of the ticket leaves its storage, and `Forked` in a child of `fork`.
+    if the shape of the ticket exceeds its storage, and `Forked` in a child of `fork`.
     """
     if ticket.nbytes == 0:
         storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
@@ -850,7 +850,7 @@ def open_all(batch: TensorBatch) -> list[Any]:
     places = array.array("q")
     places.frombytes(batch.places)
     rows = iter(places)
-    # A collection would walk all objects of the program. None of these is garbage.
+    # Garbage collection would scan every object, and all of these are live.
     collects = gc.isenabled()
     gc.disable()
     try:

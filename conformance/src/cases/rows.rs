@@ -288,7 +288,7 @@ fn pitches_may_be_large(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Rows in a block of more bytes than a number of 32 bits counts. Only the rows are touched.
+/// The shape of rows that lie 1 GiB apart, over more than 4 GiB. Only the rows are touched.
 const LARGE_WIDTH: usize = 64;
 const LARGE_PITCH: usize = 1 << 30;
 const LARGE_ROWS: usize = 6;

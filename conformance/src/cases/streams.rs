@@ -346,7 +346,7 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
 /// Both streams do the same work, of each kind. One of them is busy before, so its work waits. A queue or a staging buffer that all
 /// copies pass would make the other wait too.
 fn equal_work_of_two_streams_is_independent(backend: &dyn Backend) -> CaseResult {
-    // The load copies in the other direction than the work. Devices copy in one direction by one engine, which may not interrupt a copy.
+    // The load copies in the other direction than the work. Devices copy in one direction by one engine, which might not interrupt a copy.
     let to_host = StreamLoad::new(backend, DEVICE, Direction::ToHost)?;
     let to_device = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let can = backend.capabilities(DEVICE)?;

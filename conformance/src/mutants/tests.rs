@@ -114,7 +114,10 @@ fn a_fact_that_changes_for_good_fails_the_case_that_changed_it() {
         _ => None,
     });
     let failed = failed.unwrap();
-    assert!(failed.contains("the table of capabilities changed for good (`devices.capabilities-stable`)"), "{failed}");
+    assert!(
+        failed.contains("the table of capabilities changed during the case (`devices.capabilities-stable`)"),
+        "{failed}"
+    );
 }
 
 /// Failed before: such mutants counted as missed, because cases of their clause run on these backends.

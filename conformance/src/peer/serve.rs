@@ -33,7 +33,7 @@ pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Res
     Some(serve(open))
 }
 
-/// What the handler of the exit uses.
+/// The state of the exit handler.
 struct AtExit {
     /// The socket to which it reports whether the backend notices the exit.
     socket: OwnedFd,

@@ -394,7 +394,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `stream.independent`: work of one stream waits for work of another stream of the device only through
     ///   `stream_wait_event`, while at most 8 streams of the device have outstanding work. Beyond that, streams may share a
     ///   queue of the device, and work waits for earlier work in its queue. The two default streams of a device may wait for
-    ///   each other. A copy between host and device may wait for earlier copies of its direction, because they share an engine.
+    ///   each other. A copy between host and device may wait for earlier copies of its direction, because they may share an engine.
     ///
     /// The device may complete short work before the call returns. The first call of a kind may load code of the vendor, which
     /// takes long and may wait for the device.

@@ -566,7 +566,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `blas.unbound`: until a stream is bound, products and runs of plans return `InvalidState`, and nothing is enqueued.
     ///   A product without elements may succeed.
     /// - `blas.stream-device`: a stream of another device returns `WrongDevice`.
-    /// - `blas.stream-destroyed`: once the bound id is destroyed, also one of a foreign stream, products and runs of plans return
+    /// - `blas.stream-destroyed`: once the bound id is destroyed, even if it names a foreign stream, products and runs of plans return
     ///   `InvalidHandle`, and nothing is enqueued. A product without elements may succeed. Those enqueued before are still
     ///   executed.
     /// - `blas.stream-resets-workspace`: if the fact `set_stream_resets_workspace` holds, the handle returns to its own

@@ -12,7 +12,7 @@
 //! *One owner.* The send of `HandedOver` decides. Before it, the owner answers; it grants nothing after it, and closes its own copy of
 //! the socket. *No gap.* The socket keeps its name. Importers that connect meanwhile wait in its queue. The kernel attributes these
 //! connections to the owner until the heir listens, so their importers connect again. If the owner has ended by then, they do so for up
-//! to half a second, unless they know that it had offered no hand-over. *No early open.* All shares have become ready before the send. *Deaths.* A process that dies before the send leaves the
+//! to half a second, unless they were connected to it and it had offered none. *No early open.* All shares have become ready before the send. *Deaths.* A process that dies before the send leaves the
 //! other one as it was. After it, the heir has the name, or the name is free, and the next heir binds it (`heir.rs`). The flag `Done`
 //! counts as the death of the owner.
 //!

@@ -171,7 +171,7 @@ impl State {
 enum Fault {
     /// The other end has closed the connection.
     Cut,
-    /// The process that listened on the socket has ended, and the socket is still there. With its id, if it is known.
+    /// The process that listened on the socket has ended, and the socket is still there. The value is its id, if it is known.
     OwnerEnded(Option<i32>),
     Other,
 }
@@ -488,8 +488,8 @@ impl Link {
     }
 
     /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket. It is an heir
-    /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`, unless the exporter is one of
-    /// `without_heir`, by their ids.
+    /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`, unless
+    /// `without_heir` has the id of the exporter.
     pub(super) fn connect_or_wait(
         ticket: &Ticket,
         mapper: &dyn Mapper,

@@ -152,7 +152,7 @@ pub(crate) fn listen(ticket: &Ticket) -> OwnedFd {
     socket
 }
 
-/// At once, because all mostly wait.
+/// In parallel, because each mostly waits.
 #[test]
 fn processes_that_are_stopped_or_silent_delay_no_others() {
     std::thread::scope(|scope| {

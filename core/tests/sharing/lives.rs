@@ -38,7 +38,7 @@ fn a_killed_importer_whose_child_lives_on_is_dead_all_the_same() {
     exporter.end();
 }
 
-/// A process that ends with this.
+/// A process that is killed on drop.
 struct Ended(String);
 
 impl Drop for Ended {

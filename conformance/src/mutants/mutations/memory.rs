@@ -465,7 +465,7 @@ fn in_the_order_of(h: &mut Hooks, least: usize, gives: impl Fn(StreamId, StreamI
         let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
             return reference.allocate(device, options);
         };
-        // What is refused is refused by the call itself.
+        // The call itself refuses a bad argument.
         if !reference.is_recording(stream) && reference.query_stream(stream).is_err() {
             return reference.allocate(device, options);
         }

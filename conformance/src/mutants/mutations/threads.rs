@@ -27,7 +27,7 @@ mutants! {
     "device-in-one-place" needs [TWO_DEVICES]: "Keeps the device of an allocation in one place for all threads." => |h| {
         let place = Shared::new(0);
         h.backend.allocate(move |reference, device, options| {
-            // What is refused is refused at once.
+            // The call itself refuses a bad argument.
             if device >= reference.device_count() {
                 return reference.allocate(device, options);
             }

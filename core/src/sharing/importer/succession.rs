@@ -291,7 +291,7 @@ impl Link {
         ready.map(|ready| ready.hand_over()).max().unwrap_or(Progress::None)
     }
 
-    /// Returns whether the process at the other end is known to offer no hand-over. It offers one before it gives its socket to an heir.
+    /// Returns whether the process at the other end is known to have offered no hand-over. It offers one before it gives its socket to an heir.
     pub(super) fn has_handed_nothing_over(&self) -> bool {
         let parts = self.parts.lock();
         let mut ready = parts.iter().filter_map(|part| part.ready.as_ref()).peekable();
