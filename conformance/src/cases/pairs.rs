@@ -1,8 +1,6 @@
 //! Clauses about two things at once, for each pair of their kinds: streams and waits, streams and events. Also clauses about many
 //! objects that are alive at the same time.
 
-use std::time::Duration;
-
 use highwater_hal::{
     Backend, BlasKind, CaptureMode, Completion, CopyShape, DataType, DevicePtr, Epilogue, FillPattern, Gemm, GemmShape,
     PlanOptions, Result, StreamId, StridedBatch,
@@ -52,10 +50,11 @@ impl Observed {
         [Self::Stream, Self::Event, Self::Device, Self::StreamQuery, Self::EventQuery, Self::OtherStream];
 
     fn wait(self, stream: &Stream<'_>, event: &Event<'_>, other: &Stream<'_>, backend: &dyn Backend) -> Result<()> {
-        // A query may come before the work begins, so it is repeated without a pause that hides an early answer.
+        // A query may come before the work begins, or when only a part of it is done. So it is repeated, without a pause that hides an
+        // early answer.
         let until_complete = |query: &dyn Fn() -> Result<Completion>| -> Result<()> {
             while query()? == Completion::Pending {
-                std::thread::sleep(Duration::from_micros(50));
+                std::thread::yield_now();
             }
             Ok(())
         };
