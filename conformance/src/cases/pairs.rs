@@ -358,13 +358,18 @@ fn each_wait_covers_each_kind_of_work_alone(backend: &dyn Backend) -> CaseResult
         }
         let usual = Operands::on(backend, device, 1)?;
         let mut larger: Option<Operands<'_>> = None;
+        // Half of the free memory, at 4 MiB for each unit.
+        let fitting = usize::try_from(backend.memory_info(device)?.free >> 23).unwrap_or(usize::MAX);
+        let largest = 1 << fitting.clamp(1, Operands::MOST).ilog2();
         for work in Work::of(backend, device)? {
             // A fast device needs more work than usual each time.
             let (mut least, most) = (1, if work.shape(1).is_some() { 4 } else { 16 });
             for observed in Observed::ALL {
                 let mut attempt = |load: usize| {
-                    let size = (load * least).min(Operands::MOST);
+                    let size = (load * least).min(largest);
                     if size > 1 && larger.as_ref().is_none_or(|made| made.load != size) {
+                        // The device may have no space for both.
+                        larger = None;
                         larger = Some(Operands::on(backend, device, size)?);
                     }
                     let all = larger.as_ref().filter(|_| size > 1).unwrap_or(&usual);
