@@ -382,21 +382,23 @@ class _State:
         places = array.array("q")
         kind = torch.Tensor
         found = map(kind.untyped_storage, tensors), _all_seen(tensors), map(kind.storage_offset, tensors), map(kind.has_names, tensors)
+        requires_grad = 4  # The place in `_Seen`.
         try:
             # Nothing is shared before all are checked.
             for storage, seen, offset, has_names in zip(*found, strict=True):
                 number, layout = numbers.get(storage._cdata), layouts.get(seen)
                 # A checked storage and a checked layout determine the rest: the device, the class, and the type.
-                if number is None or layout is None or has_names or seen[4]:
+                if number is None or layout is None or has_names or seen[requires_grad]:
                     place = len(places) // 3
                     _check_tensor("share_all", f"tensor {place}", tensors[place])
+                if number is None:
                     if storage.nbytes() == 0 or self.forwarded(storage) is not None:
-                        message = f"tensor {place} is empty or came from another process"
+                        message = f"tensor {len(places) // 3} is empty or came from another process"
                         raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
-                    number = numbers.setdefault(storage._cdata, len(numbers))
-                    layout = layouts.setdefault(seen, len(layouts))
-                    if number == len(storages):
-                        storages.append(storage)
+                    number = numbers[storage._cdata] = len(storages)
+                    storages.append(storage)
+                if layout is None:
+                    layout = layouts[seen] = len(layouts)
                 places.append(number)
                 places.append(layout)
                 places.append(offset)
@@ -683,13 +685,12 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     """Returns a function that makes a tensor of a layout, from a storage and an offset."""
     dtype, size, stride, rest = layout
     # The elements from the first to the last one.
-    extent, is_empty = 1, False
+    extent = 1
     for length, step in itertools.zip_longest(size, stride, fillvalue=-1):
         if length < 0 or step < 0:
             raise _wrong_layout(f"the lengths {size} and the strides {stride}")
         extent += (length - 1) * step
-        is_empty |= length == 0
-    if is_empty:
+    if 0 in size:
         extent = 0
     itemsize = dtype.itemsize
     metadata = {"dtype": dtype, "size": size, "stride": stride, "storage_offset": 0}
@@ -844,7 +845,10 @@ def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
 
 
 def open_all(batch: TensorBatch) -> list[Any]:
-    """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`."""
+    """Returns the tensors of a batch, in order. Opens all storages or none. Otherwise as `open`.
+
+    Python's garbage collection is off while the tensors are made.
+    """
     incoming = _current().open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
     makers, storages = [_maker(layout) for layout in batch.layouts], [incoming.storage(number) for number in range(len(batch.serials))]
     places = array.array("q")

@@ -220,8 +220,7 @@ fn more_than_there_is_is_refused_for_every_kind(backend: &dyn Backend) -> CaseRe
     Ok(())
 }
 
-/// Refuses a request for as many bytes as the device has, while a block has some of them. A part that a refused request keeps is
-/// missing from the free memory.
+/// Requests all bytes of the device while a block has some. The backend must refuse, and the free memory must not change.
 fn refusals_take_nothing(
     backend: &dyn Backend,
     device: u32,
@@ -242,7 +241,7 @@ fn refusals_take_nothing(
             "a request for all {what} memory of device {device}, of which a block has some"
         );
         lost.push(free.saturating_sub(backend.memory_info(device)?.free));
-        // Others may take memory of a real device at the same time, so one request that takes nothing is proof.
+        // Other programs may take memory of a real device at the same time, so one request that takes nothing is proof.
         if lost.last() < Some(&PAGE) {
             break;
         }

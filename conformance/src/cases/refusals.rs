@@ -428,7 +428,7 @@ fn bad_physical_memory(backend: &dyn Backend) -> CaseResult {
 // --------------------------------------------------------------------------------------------------- ids that were known
 
 /// Makes each call with a living object. Then this thread or another one destroys it, and this thread makes each call with the stale id, first
-/// alone and then beside another object, which may have its place.
+/// alone and then beside another object, which may reuse its slot.
 fn refuse_once_known<I: Copy + std::fmt::Debug, O: Send, M>(
     make: impl Fn() -> Result<(I, O, M)>,
     destroy: impl Fn(O) -> Result<()> + Sync,

@@ -294,17 +294,26 @@ const LARGE_PITCH: usize = 1 << 30;
 const LARGE_ROWS: usize = 6;
 const LARGE: usize = (LARGE_ROWS - 1) * LARGE_PITCH + LARGE_WIDTH;
 
+/// Returns the shapes of copies that spread the rows and that gather them.
+fn large_shapes() -> (CopyShape, CopyShape) {
+    let shape = CopyShape::new(LARGE_WIDTH, LARGE_ROWS);
+    (shape.with_dst_pitch(LARGE_PITCH), shape.with_src_pitch(LARGE_PITCH))
+}
+
+fn large_row<'s>(large: &'s Block<'_>, row: usize) -> Span<'s> {
+    large.span(row * LARGE_PITCH..row * LARGE_PITCH + LARGE_WIDTH)
+}
+
 /// Spreads rows over more than 4 GiB of a device, from another one, and gathers them there again, on streams of both.
 fn between_devices_of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
     const OTHER: u32 = 1 - DEVICE;
-    let shape = CopyShape::new(LARGE_WIDTH, LARGE_ROWS);
-    let (spread, gathered) = (shape.with_dst_pitch(LARGE_PITCH), shape.with_src_pitch(LARGE_PITCH));
+    let (spread, gathered) = large_shapes();
     needs_free(backend, DEVICE, LARGE + (1 << 20))?;
     let large = Block::new(backend, LARGE)?;
     let packed = Block::on(backend, OTHER, LARGE_WIDTH * LARGE_ROWS)?;
     for on in [DEVICE, OTHER] {
         let (stream, own) = (Stream::on(backend, on)?, Stream::new(backend)?);
-        let row = |row: usize| large.span(row * LARGE_PITCH..row * LARGE_PITCH + LARGE_WIDTH);
+        let row = |row: usize| large_row(&large, row);
         (0..LARGE_ROWS).try_for_each(|index| own.set(row(index), 0))?;
         own.synchronize()?;
         let content = Random::new(u64::from(on) + 4).bytes(LARGE_WIDTH * LARGE_ROWS);
@@ -323,34 +332,34 @@ fn between_devices_of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) 
     Ok(())
 }
 
+/// Spreads rows over more than 4 GiB of a device, from it and from the host, and gathers them on both.
 fn of_more_than_four_gibibytes_are_exact(backend: &dyn Backend) -> CaseResult {
-    const WIDTH: usize = LARGE_WIDTH;
-    const PITCH: usize = LARGE_PITCH;
-    const ROWS: usize = LARGE_ROWS;
     needs_free(backend, DEVICE, LARGE + (1 << 20))?;
     let stream = Stream::new(backend)?;
-    let content = Random::new(3).bytes(WIDTH * ROWS);
-    let (spread, gathered) =
-        (CopyShape::new(WIDTH, ROWS).with_dst_pitch(PITCH), CopyShape::new(WIDTH, ROWS).with_src_pitch(PITCH));
+    let content = Random::new(3).bytes(LARGE_WIDTH * LARGE_ROWS);
+    let (spread, gathered) = large_shapes();
     let (large, packed) = (Block::new(backend, LARGE)?, Block::holding(backend, &content)?);
     let pinned = Pinned::holding(backend, &content)?;
     let spread_from = [("on the device", packed.all()), ("to the device", pinned.all())];
     for (way, from) in spread_from {
-        for row in 0..ROWS {
-            stream.set(large.span(row * PITCH..row * PITCH + WIDTH), 0)?;
+        for row in 0..LARGE_ROWS {
+            stream.set(large_row(&large, row), 0)?;
         }
         stream.copy_rows(large.all(), from, spread)?;
         stream.synchronize()?;
-        for row in 0..ROWS {
-            let got = read_span(backend, DEVICE, large.span(row * PITCH..row * PITCH + WIDTH))?;
-            check!(got == content[row * WIDTH..][..WIDTH], "a copy of {spread:?} {way} gave row {row} other bytes");
+        for row in 0..LARGE_ROWS {
+            let got = read_span(backend, DEVICE, large_row(&large, row))?;
+            check!(
+                got == content[row * LARGE_WIDTH..][..LARGE_WIDTH],
+                "a copy of {spread:?} {way} gave row {row} other bytes"
+            );
         }
     }
     stream.set(packed.all(), 0)?;
     stream.copy_rows(packed.all(), large.all(), gathered)?;
     stream.synchronize()?;
     check!(packed.read()? == content, "a copy of {gathered:?} on the device gave other bytes");
-    pinned.write(&[0; WIDTH * ROWS])?;
+    pinned.write(&[0; LARGE_WIDTH * LARGE_ROWS])?;
     stream.copy_rows(pinned.all(), large.all(), gathered)?;
     stream.synchronize()?;
     check!(pinned.read()? == content, "a copy of {gathered:?} to the host gave other bytes");

@@ -16,7 +16,7 @@ use highwater_hal::{
 
 const BYTES: usize = 4096;
 
-/// A handle with what its kind needs.
+/// A handle, its plan, and the calls that it supports.
 struct Multiplier {
     handle: Box<dyn BlasHandle>,
     plan: Option<(PlanId, PlanOptions)>,

@@ -9,6 +9,7 @@ use highwater_hal::{
 use super::super::hooks::Hooks;
 use super::super::reference::{forgiven, is, renamed, wrong};
 use super::super::state::Shared;
+use super::memory::exceeds_the_rest;
 
 mutants! {
     in "mapped.reserve":
@@ -87,8 +88,7 @@ mutants! {
 
     "memory-without-an-id-freed": "Frees addresses at which memory is mapped if the id of the memory is destroyed." => |h| {
         let mapped = Shared::<HashMap<DevicePtr, PhysicalMemoryId>>::default();
-        let destroyed = Shared::<HashSet<PhysicalMemoryId>>::default();
-        let (made, gone, ended) = (mapped.clone(), mapped.clone(), destroyed.clone());
+        let (made, gone, destroyed) = (mapped.clone(), mapped.clone(), destroyed_memory(h));
         h.backend.map_memory(move |reference, device, ptr, memory| {
             reference.map_memory(device, ptr, memory)?;
             made.with(|mapped| mapped.insert(ptr, memory));
@@ -98,11 +98,6 @@ mutants! {
             reference.unmap_memory(device, ptr, bytes)?;
             let range = ptr.get()..ptr.get() + bytes as u64;
             gone.with(|mapped| mapped.retain(|at, _| !range.contains(&at.get())));
-            Ok(())
-        });
-        h.backend.destroy_memory(move |reference, memory| {
-            reference.destroy_memory(memory)?;
-            ended.with(|ended| ended.insert(memory));
             Ok(())
         });
         h.backend.free_addresses(move |reference, device, ptr, bytes| {
@@ -130,13 +125,12 @@ mutants! {
             }
             created => created,
         });
-    "refused-physical-parts-kept": "Keeps a part that it took for physical memory that exceeds the rest of the device, but not the device." => |h| {
+    "refused-physical-parts-kept": "Keeps a part when it refuses physical memory that exceeds the rest of the device, but not the device." => |h| {
         let kept = Shared::new(0_u64);
         let taken = kept.clone();
         h.backend.create_memory(move |reference, device, options| {
             let created = reference.create_memory(device, options);
-            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
-            if fits && is(&created, ErrorKind::OutOfMemory) {
+            if exceeds_the_rest(reference, device, options.bytes, &created)? {
                 let piece = reference.capabilities(device)?.mapped_memory_granularity;
                 let part = reference.create_memory(device, &PhysicalMemoryOptions::new(piece));
                 taken.set(taken.get() + u64::from(part.is_ok()));

@@ -104,19 +104,17 @@ mutants! {
     "live-blocks-not-counted": "Returns a smaller block for a request that exceeds the rest of the device, but not the device." =>
         |h| h.backend.allocate(|reference, device, options| {
             let allocated = reference.allocate(device, options);
-            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
-            if !fits || !is(&allocated, ErrorKind::OutOfMemory) {
-                return allocated;
+            match exceeds_the_rest(reference, device, options.bytes, &allocated)? {
+                true => reference.allocate(device, &AllocateOptions::new(256).with_kind(options.kind)),
+                false => allocated,
             }
-            reference.allocate(device, &AllocateOptions::new(256).with_kind(options.kind))
         });
-    "refused-parts-kept": "Keeps a part that it took for a request that exceeds the rest of the device, but not the device." => |h| {
+    "refused-parts-kept": "Keeps a part when it refuses a request that exceeds the rest of the device, but not the device." => |h| {
         let kept = Shared::new(0_u64);
         let taken = kept.clone();
         h.backend.allocate(move |reference, device, options| {
             let allocated = reference.allocate(device, options);
-            let fits = options.bytes as u64 <= reference.memory_info(device)?.total;
-            if fits && is(&allocated, ErrorKind::OutOfMemory) {
+            if exceeds_the_rest(reference, device, options.bytes, &allocated)? {
                 let part = reference.allocate(device, &AllocateOptions::new(1 << 20));
                 taken.set(taken.get() + u64::from(part.is_ok()));
             }
@@ -448,6 +446,16 @@ mutants! {
             stream.map_or(Ok(()), |stream| reference.wait_for(stream))?;
             reference.free(device, ptr, stream)
         });
+}
+
+/// Returns whether a request was refused that exceeds the rest of a device, but not the device.
+pub(super) fn exceeds_the_rest<T>(
+    reference: &Reference,
+    device: u32,
+    bytes: usize,
+    answer: &highwater_hal::Result<T>,
+) -> highwater_hal::Result<bool> {
+    Ok(is(answer, ErrorKind::OutOfMemory) && bytes as u64 <= reference.memory_info(device)?.total)
 }
 
 /// Returns memory of at least `least` bytes that another stream has not freed yet.

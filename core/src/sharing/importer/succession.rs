@@ -293,9 +293,8 @@ impl Link {
 
     /// Returns whether the process at the other end is known to have offered no hand-over. It offers one before it gives its socket to an heir.
     pub(super) fn has_handed_nothing_over(&self) -> bool {
-        let parts = self.parts.lock();
-        let mut ready = parts.iter().filter_map(|part| part.ready.as_ref()).peekable();
-        ready.peek().is_some() && ready.all(|ready| ready.hand_over() == Progress::None)
+        let is_known = self.parts.lock().iter().any(|part| part.ready.is_some());
+        is_known && self.hand_over() == Progress::None
     }
 
     /// Claims the allocations of a process that hands over, and takes its place. Returns the socket on which it listened.
