@@ -1,8 +1,11 @@
 //! Two devices.
 
+use std::os::unix::process::ExitStatusExt as _;
+
 use crate::blas::{handle_on, single};
 use crate::calls::ok;
 use crate::calls::{Handle, PeerRows, blas, cu};
+use crate::process::program_that_ends;
 use crate::rig::{Gate, NOT_READY, event, kinds_of, load, memory, start, store, stream, upload, warm};
 use highwater_simulated_harness::Answer;
 use highwater_simulated_harness::log::{Log, need};
@@ -10,6 +13,7 @@ use highwater_simulated_harness::rules;
 
 rules! {
     "devices.events" Devices Own events: "a stream waits for another device's event; recording on its stream and elapsed time across answer 400";
+    "devices.interprocess-events" Devices Own interprocess_events: "a stream's wait for another device's interprocess event ends the process by SIGSEGV";
     "devices.peers" Devices Own peers: "peer access is enabled once, and copies between devices work without it";
     "devices.peer-rows" Devices Own peer_rows: "one call copies rows between devices, in the order of its stream, and returns before the earlier work is done";
     "devices.peer-copy-captured" Devices Own peer_copy_captured: "a peer copy in a capture answers 900 and loses it";
@@ -47,6 +51,23 @@ fn events(log: &mut Log) -> Answer {
     ok!(cu cuStreamSynchronize(far));
     log.is("elapsed time across", cu!(cuEventElapsedTime(&mut 0.0, near_timed, far_timed)), 400);
     Ok(())
+}
+
+pub(crate) const INTERPROCESS: &str = "interprocess-event";
+
+fn interprocess_events(log: &mut Log) -> Answer {
+    let ended = program_that_ends(INTERPROCESS)?.output().map_err(|error| error.to_string())?.status;
+    log.is("the signal", ended.signal(), Some(libc::SIGSEGV));
+    Ok(())
+}
+
+/// The process whose end `interprocess_events` looks at.
+pub(crate) fn wait_for_interprocess_event() -> Answer {
+    let [_, second] = both()?;
+    let (near, near_event) = (stream()?, event(6)?);
+    ok!(cu cuEventRecord(near_event, near));
+    ok!(cu cuCtxSetCurrent(second));
+    Err(format!("the wait answers {}", cu!(cuStreamWaitEvent(stream()?, near_event, 0))))
 }
 
 fn peers(log: &mut Log) -> Answer {

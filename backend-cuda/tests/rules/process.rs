@@ -1,6 +1,7 @@
 //! The life of a process: before initialisation, threads and their contexts, forks, exit, and a lost context.
 
 use std::cell::RefCell;
+use std::process::Command;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::calls::ok;
@@ -303,6 +304,13 @@ fn fork_before(log: &mut Log) -> Answer {
 
 const ENDING: &str = "HIGHWATER_RULES_ENDING";
 
+/// This program, to be started again for a part that ends its process.
+pub(crate) fn program_that_ends(part: &str) -> Answer<Command> {
+    let mut program = own_program()?;
+    program.env(ENDING, part);
+    Ok(program)
+}
+
 /// What a process that shows an end was started for.
 pub(crate) fn ending_part() -> Option<String> {
     std::env::var(ENDING).ok()
@@ -356,11 +364,14 @@ thread_local! {
     static AT_THREAD_END: RefCell<Option<AtThreadEnd>> = const { RefCell::new(None) };
 }
 
-/// The process whose end `exit` looks at.
-pub(crate) fn end(_part: &str) -> Answer {
+/// The process whose end a rule looks at.
+pub(crate) fn end(part: &str) -> Answer {
     crate::calls::Lt::open()?;
     crate::calls::Blas::open()?;
     crate::calls::Driver::open()?;
+    if part == crate::devices::INTERPROCESS {
+        return crate::devices::wait_for_interprocess_event();
+    }
     // SAFETY: the handlers make calls that live as long as the process.
     unsafe { libc::atexit(registered_before) };
     CONTEXT.store(start(0)?, Ordering::SeqCst);
@@ -376,7 +387,7 @@ pub(crate) fn end(_part: &str) -> Answer {
 }
 
 fn exit(log: &mut Log) -> Answer {
-    let output = own_program()?.env(ENDING, "exit").output().map_err(|error| error.to_string())?;
+    let output = program_that_ends("exit")?.output().map_err(|error| error.to_string())?;
     let text = String::from_utf8_lossy(&output.stdout);
     let told = |stage: &str| {
         let lines = text.lines().filter_map(|line| line.split_once(": "));
