@@ -45,6 +45,37 @@ fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     assert!(highwater_cuda::open().is_ok());
 }
 
+/// The driver ends the process if a stream of another device waits for such an event itself.
+#[test]
+fn streams_wait_for_foreign_interprocess_events_of_another_device() {
+    let Some(backend) = open("streams_wait_for_foreign_interprocess_events_of_another_device") else { return };
+    if backend.device_count() < 2 {
+        return;
+    }
+    const BYTES: usize = 4 << 20;
+    let [near, far] = [0, 1].map(|device| backend.create_stream(device, &StreamOptions::new()).unwrap());
+    let event = backend.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
+    // SAFETY: the event outlives the id.
+    let foreign = unsafe { backend.event_from_raw(0, backend.raw_event(event).unwrap()) }.unwrap();
+    let block = backend.allocate(0, &AllocateOptions::new(BYTES)).unwrap();
+    let before = backend.live_objects();
+    for _ in 0..20 {
+        // SAFETY: the block is used by this stream only, and outlives the fill.
+        unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(1), BYTES), near) }.unwrap();
+    }
+    backend.record_event(foreign, near).unwrap();
+    backend.stream_wait_event(far, foreign).unwrap();
+    backend.synchronize_stream(far).unwrap();
+    assert!(backend.query_event(event).unwrap().is_complete(), "the stream did not wait for the record");
+    assert_eq!(backend.live_objects(), before);
+    backend.synchronize_stream(near).unwrap();
+    backend.destroy_event(foreign).unwrap();
+    backend.destroy_event(event).unwrap();
+    // SAFETY: no work uses the block any more.
+    unsafe { backend.free(0, block, None) }.unwrap();
+    [near, far].into_iter().for_each(|stream| backend.destroy_stream(stream).unwrap());
+}
+
 #[test]
 fn handles_whose_stream_was_destroyed_take_another_or_are_destroyed() {
     let Some(backend) = open("handles_whose_stream_was_destroyed_take_another_or_are_destroyed") else { return };
