@@ -247,9 +247,14 @@ impl Facts {
         };
         compare("the identity", "identity.stable", &self.identity, &now.identity);
         compare("the number of devices", "identity.stable", &self.devices.len(), &now.devices.len());
-        for (before, now) in self.devices.iter().zip(&now.devices) {
-            compare("the description of a device", "devices.uuid", &before.0, &now.0);
-            compare("the table of capabilities", "devices.capabilities-stable", &before.1, &now.1);
+        for (device, (before, now)) in self.devices.iter().zip(&now.devices).enumerate() {
+            compare(&format!("the description of device {device}"), "devices.uuid", &before.0, &now.0);
+            compare(
+                &format!("the table of capabilities of device {device}"),
+                "devices.capabilities-stable",
+                &before.1,
+                &now.1,
+            );
         }
         changes
     }

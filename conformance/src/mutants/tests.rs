@@ -115,7 +115,8 @@ fn a_fact_that_changes_for_good_fails_the_case_that_changed_it() {
     });
     let failed = failed.unwrap();
     assert!(
-        failed.contains("the table of capabilities changed during the case (`devices.capabilities-stable`)"),
+        failed
+            .contains("the table of capabilities of device 0 changed during the case (`devices.capabilities-stable`)"),
         "{failed}"
     );
 }
