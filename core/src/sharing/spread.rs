@@ -1,7 +1,8 @@
 //! Calls of the backend in several threads, where the vendor is slow.
 //!
 //! The export or the import of a descriptor takes up to a millisecond on some machines, and 20 us on others. A batch has many of
-//! them. So the calling thread makes one call after the other, and takes helpers once a call was slow.
+//! them. So the calling thread makes one call after the other, and takes helpers once two in a row were slow. A call that only waits for
+//! those of the helpers would look slow, too. So the first call of a batch is made alone, and decides whether they are needed again.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -13,35 +14,35 @@ const SLOW: Duration = Duration::from_micros(100);
 /// Maximum number of threads, the calling one included.
 const MOST_THREADS: usize = 4;
 
-/// Passes each item to `work` once, and returns the results in the order of the items. `slow` tells whether earlier calls were
-/// slow, so that the helpers start at once.
+/// Passes each item to `work` once, and returns the results in the order of the items. `slow` tells whether the last call that was made
+/// alone was slow.
 pub(super) fn spread<I: Send, O: Send>(items: Vec<I>, slow: &AtomicBool, work: impl Fn(I) -> O + Sync) -> Vec<O> {
     let mut results = Vec::with_capacity(items.len());
     let mut items = items.into_iter();
-    let timed = |item: I| {
-        let started = Instant::now();
-        let result = work(item);
-        (result, started.elapsed() >= SLOW)
-    };
     // Relaxed: the flag only chooses how the calls are made.
-    while !slow.load(Ordering::Relaxed) {
+    let mut was_slow = slow.load(Ordering::Relaxed);
+    loop {
         let Some(item) = items.next() else { return results };
-        let (result, was_slow) = timed(item);
-        results.push(result);
-        slow.store(was_slow, Ordering::Relaxed);
+        let started = Instant::now();
+        results.push(work(item));
+        let is_slow = started.elapsed() >= SLOW;
+        slow.store(is_slow, Ordering::Relaxed);
+        if is_slow && was_slow {
+            break;
+        }
+        was_slow = is_slow;
     }
     let rest: Vec<_> = items.map(|item| Mutex::new((Some(item), None))).collect();
     if rest.is_empty() {
         return results;
     }
-    let (next, any_slow) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let next = AtomicUsize::new(0);
     let help = || {
         // Relaxed: the locks order the items and the results.
         while let Some(place) = rest.get(next.fetch_add(1, Ordering::Relaxed)) {
             // The lock is not held during the call.
             let Some(item) = place.lock().0.take() else { continue };
-            let (result, was_slow) = timed(item);
-            any_slow.fetch_or(was_slow, Ordering::Relaxed);
+            let result = work(item);
             place.lock().1 = Some(result);
         }
     };
@@ -55,7 +56,6 @@ pub(super) fn spread<I: Send, O: Send>(items: Vec<I>, slow: &AtomicBool, work: i
         }
         help();
     });
-    slow.store(any_slow.into_inner(), Ordering::Relaxed);
     results.extend(rest.into_iter().filter_map(|place| place.into_inner().1));
     results
 }
@@ -96,6 +96,26 @@ mod tests {
             !slow.load(Ordering::Relaxed)
         });
         assert!(became_fast);
+    }
+
+    #[test]
+    fn calls_that_would_only_wait_for_each_other_are_made_by_one_thread() {
+        let (slow, driver) = (AtomicBool::new(true), Mutex::new(()));
+        let threads = Mutex::new(HashSet::new());
+        let work = |_: i32| {
+            threads.lock().insert(std::thread::current().id());
+            let _driver = driver.lock();
+            let end = Instant::now() + SLOW / 2;
+            while Instant::now() < end {
+                std::hint::spin_loop();
+            }
+        };
+        let one_thread = (0..100).any(|_| {
+            threads.lock().clear();
+            spread((0..20).collect(), &slow, work);
+            threads.lock().len() == 1 && !slow.load(Ordering::Relaxed)
+        });
+        assert!(one_thread);
     }
 
     #[test]
