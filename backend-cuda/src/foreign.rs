@@ -57,13 +57,17 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
     let lacks = || Error::lacks(OPERATION, "foreign_memory");
     let get = cuda.driver.own.pointer_get_attribute.ok_or_else(lacks)?;
     let attribute = |which| attribute_of(get, which, ptr);
-    let Some(memory_type) = attribute(attribute::MEMORY_TYPE) else {
-        return Err(no_device_memory(OPERATION, ptr, "in no memory that CUDA knows"));
-    };
-    let is_managed = attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0;
+    // Only plain memory of a device has a legacy handle. A driver that does not know the attribute leaves the answer to an attempt.
+    let legacy = attribute(attribute::IS_LEGACY_IPC_CAPABLE).map(|legacy| legacy & 1 != 0);
+    let is_legacy = legacy == Some(true);
+    let is_managed = !is_legacy && attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0;
     if !is_managed {
-        if memory_type != DEVICE_MEMORY {
-            return Err(no_device_memory(OPERATION, ptr, "not memory of a device"));
+        if !is_legacy {
+            match attribute(attribute::MEMORY_TYPE) {
+                Some(DEVICE_MEMORY) => {}
+                Some(_) => return Err(no_device_memory(OPERATION, ptr, "not memory of a device")),
+                None => return Err(no_device_memory(OPERATION, ptr, "in no memory that CUDA knows")),
+            }
         }
         let owner = attribute(attribute::DEVICE_ORDINAL).map_or(number, |owner| owner as u32 as i32);
         if owner != number {
@@ -75,6 +79,9 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
     // SAFETY: The call writes two numbers, which outlive it.
     codes::CUDA.check(OPERATION, unsafe { range(&mut base, &mut bytes, ptr) })?;
     let found = |kind| MemoryRange::new(kind, base, bytes);
+    if is_legacy {
+        return Ok(found(RangeKind::Plain).with_transports(Transports::NONE.with(Transport::Legacy)));
+    }
     if is_managed {
         return Ok(found(RangeKind::Managed));
     }
@@ -94,8 +101,7 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
         let transports = allowed.fold(Transports::NONE, |set, (_, transport)| set.with(transport));
         return Ok(found(RangeKind::Mapped).with_transports(transports));
     }
-    let legacy = attribute(attribute::IS_LEGACY_IPC_CAPABLE).unwrap_or(1) & 1 != 0;
-    let transports = if legacy { Transports::NONE.with(Transport::Legacy) } else { Transports::NONE };
+    let transports = if legacy.is_none() { Transports::NONE.with(Transport::Legacy) } else { Transports::NONE };
     Ok(found(RangeKind::Plain).with_transports(transports))
 }
 
