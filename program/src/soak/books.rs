@@ -84,6 +84,10 @@ impl Books {
         self.lives.get(&pid).is_some_and(|life| !life.is_dead && !life.is_cut)
     }
 
+    fn is_dead(&self, pid: u32) -> bool {
+        self.lives.get(&pid).is_some_and(|life| life.is_dead)
+    }
+
     /// Returns the times at which a process was stopped during a span.
     fn stops(&self, pid: u32, span: Span) -> impl Iterator<Item = Span> + '_ {
         let stops = self.lives.get(&pid).map(|life| &life.stops[..]).unwrap_or_default();
@@ -115,6 +119,7 @@ impl Books {
         let limit = slow.operation.limit(u32::try_from(stops).unwrap_or(u32::MAX));
         (took > limit).then(|| {
             let peer = slow.peer.map(|peer| match stops {
+                0 if self.is_dead(peer) => format!(" and {} was killed and not stopped meanwhile", self.name(peer)),
                 0 => format!(" and {} was not stopped meanwhile", self.name(peer)),
                 _ => format!(" and {} was stopped meanwhile", self.name(peer)),
             });
@@ -144,6 +149,8 @@ impl Books {
         (!is_justified).then(|| {
             let state = match kind.as_str() {
                 "Expired" => "lives and keeps the memory",
+                // The driver may take long to end it.
+                "InvalidState" if self.is_dead(*owner) => "was killed and not stopped meanwhile",
                 "InvalidState" => "was not stopped meanwhile",
                 _ => "shares it",
             };
@@ -233,8 +240,12 @@ mod tests {
         assert!(books.unjustified(30, &refusal("Expired", 0, 1)).is_some());
         books.note_drop(40, 7);
         assert_eq!(books.unjustified(30, &refusal("Expired", 0, 1)), None);
-        // Nothing explains another kind.
+        // Nothing explains another kind, and a kill explains no wait.
         books.note_kill(40);
+        let text = books.unjustified(30, &refusal("InvalidState", 5000, 6000)).unwrap();
+        assert!(text.ends_with("worker 4 (process 40) was killed and not stopped meanwhile"), "{text}");
+        let text = books.late(30, &call(Operation::Open, Some(40), 5000, 8000)).unwrap();
+        assert!(text.contains("worker 4 (process 40) was killed and not stopped meanwhile"), "{text}");
         assert!(books.unjustified(30, &refusal("OutOfMemory", 0, 1)).is_some());
     }
 }

@@ -48,7 +48,7 @@ impl Operation {
         (Self::Release, "release", 120),
         (Self::Drop, "drop", 90),
         (Self::Trim, "trim", 14),
-        (Self::HandOver, "hand_over", 4),
+        (Self::HandOver, "hand_over", 10),
         (Self::Cut, "cut", 3),
         (Self::Bequeath, "bequeath", 3),
     ];

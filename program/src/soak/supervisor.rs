@@ -62,12 +62,15 @@ pub(super) struct Soak<'a> {
 struct Pace {
     kill: Duration,
     stop: Duration,
+    /// Whether a kill waits until all workers run.
+    all_run: bool,
 }
 
 impl Pace {
-    const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60) };
-    /// A worker opens a real device in about a second, and several are opened one after the other.
-    const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300) };
+    const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60), all_run: false };
+    /// A worker opens a real device in about a second, and several are opened one after the other. A driver that opens a device
+    /// ends the contexts of dead processes later.
+    const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300), all_run: true };
 }
 
 /// Returns the number of shared files of this project, and of the files in memory that this process has open.
@@ -456,7 +459,8 @@ impl<'a> Supervisor<'a> {
         }
         // Few die before they are ready.
         let can_die = pid != self.spared && !self.workers[index].is_killed;
-        if !can_die || !(is_ready || self.random.percent(1)) {
+        let waits = self.pace.all_run && self.workers.iter().any(|worker| !worker.is_ready || worker.is_killed);
+        if waits || !can_die || !(is_ready || self.random.percent(1)) {
             return Ok(());
         }
         self.next_kill = Instant::now() + self.random.time(self.pace.kill * 2);

@@ -44,7 +44,7 @@ const MOST_OFFERS: usize = 8;
 const MOST_QUEUED: u64 = 16;
 /// The time in which the heir of a worker takes the memory.
 const TAKEN_WITHIN: Duration = Duration::from_secs(20);
-/// The percentage of workers that may cut their sockets, and of those that may start a child.
+/// The percentage of workers that may hand their memory over, of those that may cut their sockets, and of those that may start a child.
 const MAY: u64 = 40;
 /// How an error names an heir that the former owner could not name.
 const UNNAMED: &str = "the heir of process";
@@ -98,6 +98,7 @@ fn work(
     let runtime = Runtime::with_options(Arc::clone(&opened.backend), &options)?;
     let mut worker = Worker::new(socket, inbox, &runtime, opened, random)?;
     worker.options = options;
+    worker.may_hand_over = worker.random.percent(MAY);
     worker.may_cut = worker.random.percent(MAY) && !is_spared;
     worker.may_bequeath = worker.random.percent(MAY);
     worker.live()?;
@@ -190,7 +191,8 @@ struct Worker<'s> {
     bequeathed: bool,
     cut_off: bool,
     is_ending: bool,
-    /// Decided at its start: most workers do neither, however long they live.
+    /// Decided at its start: most workers do none of these, however long they live.
+    may_hand_over: bool,
     may_cut: bool,
     may_bequeath: bool,
 }
@@ -227,6 +229,7 @@ impl<'s> Worker<'s> {
             bequeathed: false,
             cut_off: false,
             is_ending: false,
+            may_hand_over: false,
             may_cut: false,
             may_bequeath: false,
         })
@@ -335,7 +338,7 @@ impl<'s> Worker<'s> {
                 self.timed(operation, None, || self.runtime.trim_shared())?.0?;
                 true
             }
-            Operation::HandOver if !self.cut_off && self.heir.is_none() => self.hand_over()?,
+            Operation::HandOver if self.may_hand_over && !self.cut_off && self.heir.is_none() => self.hand_over()?,
             Operation::Cut if self.may_cut && !self.cut_off && !self.held.is_empty() => self.cut()?,
             Operation::Bequeath if self.may_bequeath && !self.bequeathed && !self.held.is_empty() => self.bequeath()?,
             Operation::Check => self.check()?,
