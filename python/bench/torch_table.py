@@ -116,8 +116,11 @@ def settled(left: Callable[[], int]) -> tuple[int, float]:
 
 
 def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
-    """A tensor of 1 MiB: the time to pickle it, and the time to receive it, read a value and drop it."""
-    consumer = pool[0]
+    """A tensor of 1 MiB: the time to pickle it, and the time to receive it, read a value and drop it.
+
+    Each way has a consumer of its own. The end of PyTorch's mapping would delay the other one's reads in the same process.
+    """
+    consumers = dict(zip(WAYS, pool, strict=False))
     tensor = torch.full((MIB // 4,), 1.0, device="cuda")
     sends: dict[str, list[float]] = {way: [] for way in WAYS}
     receives: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -130,8 +133,8 @@ def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
             begin = time.perf_counter()
             message = bytes(ForkingPickler.dumps(tensor))
             end = time.perf_counter()
-            consumer.ask("time", None, message)
-            received, value = consumer.wait()
+            consumers[way].ask("time", None, message)
+            received, value = consumers[way].wait()
             assert value == 1.0
             if turn >= 10:
                 sends[way].append(end - begin)

@@ -200,6 +200,7 @@ class _State:
                 raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
         # The public function makes an object of Python for each call.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self.functions = _tensor_functions()
         self.pid = os.getpid()
         self.runtime = _highwater.standing_runtime(_backend())
         self.receipts = _highwater.Receipts(os.urandom(16))
@@ -376,46 +377,31 @@ class _State:
         return token
 
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
-        numbers: dict[int, int] = {}
-        storages: list[Any] = []
-        layouts: dict[_Seen, int] = {}
-        places = array.array("q")
-        kind = torch.Tensor
-        found = map(kind.untyped_storage, tensors), _all_seen(tensors), map(kind.storage_offset, tensors), map(kind.has_names, tensors)
-        requires_grad = 4  # The place in `_Seen`.
         try:
-            # Nothing is shared before all are checked.
-            for storage, seen, offset, has_names in zip(*found, strict=True):
-                number, layout = numbers.get(storage._cdata), layouts.get(seen)
-                # A checked storage and a checked layout determine the rest: the device, the class, and the type.
-                if number is None or layout is None or has_names or seen[requires_grad]:
-                    place = len(places) // 3
-                    _check_tensor("share_all", f"tensor {place}", tensors[place])
-                if number is None:
-                    if storage.nbytes() == 0 or self.forwarded(storage) is not None:
-                        message = f"tensor {len(places) // 3} is empty or came from another process"
-                        raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
-                    number = numbers[storage._cdata] = len(storages)
-                    storages.append(storage)
-                if layout is None:
-                    layout = layouts[seen] = len(layouts)
-                places.append(number)
-                places.append(layout)
-                places.append(offset)
+            stored = list(map(torch.Tensor.untyped_storage, tensors))
+            places, of_storages, of_layouts, is_plain = _places(tensors, stored, self.functions)
         except (AttributeError, TypeError, RuntimeError):
             # One of them has no storage, or no shape.
             for place, tensor in enumerate(tensors):
                 _check_tensor("share_all", f"tensor {place}", tensor)
             raise
+        # Nothing is shared before all are checked. A checked storage and a checked layout determine the rest: the device and the type.
+        firsts = set(of_storages)
+        for place in sorted(firsts.union(of_layouts)) if is_plain else range(len(tensors)):
+            _check_tensor("share_all", f"tensor {place}", tensors[place])
+            if place in firsts and (stored[place].nbytes() == 0 or self.forwarded(stored[place]) is not None):
+                message = f"tensor {place} is empty or came from another process"
+                raise InvalidArgument("InvalidArgument", "share_all", message, None, "send it by `share`")
+        storages = [stored[place] for place in of_storages]
         devices = [storage.device.index for storage in storages]
         exports = [self.export_of(storage, device) for storage, device in zip(storages, devices, strict=True)]
         for export, device in zip(exports, devices, strict=True):
             self.stream(device).note_device_use(export.buffer)
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
-        described = tuple(_layout(*seen) for seen in layouts)
+        described = tuple(_layout(*_seen(tensors[place])) for place in of_layouts)
         token = self.fly(exports, opens, _new_token())
-        return TensorBatch(described, places.tobytes(), batch, self.name, serials, token)
+        return TensorBatch(described, places, batch, self.name, serials, token)
 
     def open_batch(self, exporter: bytes, name: bytes, serials: Sequence[int], batch: TicketBatch) -> _Incoming:
         """Opens the storages of a message, all or none."""
@@ -518,6 +504,87 @@ def _all_seen(tensors: Sequence[Any]) -> Iterable[_Seen]:
     shapes = map(kind.size, tensors), map(kind.stride, tensors)
     dtypes, gradients = map(operator.attrgetter("dtype"), tensors), map(operator.attrgetter("requires_grad"), tensors)
     return zip(map(type, tensors), dtypes, *shapes, gradients, map(kind.is_conj, tensors), map(kind.is_neg, tensors), strict=True)
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers keys in the order in which they come."""
+
+    def __missing__(self, key: Any) -> int:
+        number = self[key] = len(self)
+        return number
+
+
+def _places(tensors: list[Any], storages: list[Any], functions: Any) -> tuple[bytes, list[int], list[int], bool]:
+    """The `places` of a batch, and the first tensor of each storage and of each layout.
+
+    Also returns whether all are plain: they have no names, and none requires a gradient.
+    """
+    kind, requires_grad = torch.Tensor, operator.attrgetter("requires_grad")
+    is_plain = not (any(map(kind.has_names, tensors)) or any(map(requires_grad, tensors)))
+    if functions is not None and is_plain and set(map(type, tensors)) == {kind} and not any(map(kind.is_neg, tensors)):
+        found = functions.places(_aoti().unsafe_alloc_void_ptrs_from_tensors(tensors), storages)
+        # Only complex numbers can be conjugated.
+        if found is not None and not any(tensors[place].is_complex() for place in found[2]):
+            return (*found, True)
+    numbers = array.array("q", map(_Numbers().__getitem__, map(operator.attrgetter("_cdata"), storages)))
+    layouts = array.array("q", map(_Numbers().__getitem__, _all_seen(tensors)))
+    places = array.array("q", bytes(24 * len(tensors)))
+    places[0::3], places[1::3], places[2::3] = numbers, layouts, array.array("q", map(kind.storage_offset, tensors))
+    return places.tobytes(), _firsts(numbers), _firsts(layouts), is_plain
+
+
+def _firsts(numbers: Sequence[int]) -> list[int]:
+    """The place at which each number comes first."""
+    places = range(len(numbers) - 1, -1, -1)
+    firsts = dict(zip(reversed(numbers), places, strict=True))
+    return [firsts[number] for number in range(len(firsts))]
+
+
+def _aoti() -> Any:
+    return torch._C._aoti
+
+
+def _tensor_functions() -> Any:
+    """The functions for many tensors at once. `None` if this PyTorch lacks one, or if they do something else."""
+    path = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    functions = _highwater.TensorFunctions.load(str(path))
+    if functions is None:
+        return None
+    try:
+        whole = torch.zeros(12)
+        part = whole.as_strided((2, 3), (5, 1), 1)
+        capsules = _aoti().unsafe_alloc_void_ptrs_from_tensors([whole, part, part])
+        storages = [whole.untyped_storage()] * 3
+        places = struct.pack("9q", 0, 0, 0, 0, 1, 1, 0, 1, 1)
+        if functions.places(capsules, storages) != (places, [0], [0, 1]):
+            return None
+        layouts = [_layout(*_seen(tensor)) for tensor in (whole, part)]
+        views = _views(functions, places, layouts, storages[:1], lambda storage, dtype: torch.empty(0, dtype=dtype).set_(storage, 0, (0,), (1,)))
+        same = zip(views or (), (whole, part, part), strict=True)
+        is_right = all(_seen(view) == _seen(tensor) and view.data_ptr() == tensor.data_ptr() for view, tensor in same)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    return functions if is_right else None
+
+
+def _views(functions: Any, places: bytes, layouts: Sequence[_Layout], storages: list[Any], empty: Callable[[Any, Any], Any]) -> list[Any] | None:
+    """Makes the tensors of a batch. `empty` makes a tensor of a type over a storage. Returns `None` if a range is not in its storage."""
+    types = _Numbers()
+    described = [(size, stride, dtype.itemsize, types[dtype]) for dtype, size, stride, _ in layouts]
+
+    def base(number: int, layout: int) -> Any:
+        return _aoti().unsafe_alloc_void_ptr_from_tensor(empty(storages[number], layouts[layout][0]))
+
+    capsules = functions.views(places, described, [storage.nbytes() for storage in storages], base)
+    if capsules is None:
+        return None
+    tensors: list[Any] = _aoti().alloc_tensors_by_stealing_from_void_ptrs(capsules)
+    if any(rest for _, _, _, rest in layouts):
+        for place, number in enumerate(array.array("q", places)[1::3]):
+            rest = layouts[number][3]
+            if rest is not None:
+                tensors[place] = _finished(tensors[place], *rest)
+    return tensors
 
 
 def _layout(
@@ -849,19 +916,35 @@ def open_all(batch: TensorBatch) -> list[Any]:
 
     Python's garbage collection is off while the tensors are made.
     """
-    incoming = _current().open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
-    makers, storages = [_maker(layout) for layout in batch.layouts], [incoming.storage(number) for number in range(len(batch.serials))]
-    places = array.array("q")
-    places.frombytes(batch.places)
-    rows = iter(places)
+    state = _current()
+    incoming = state.open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
+    storages = [incoming.storage(number) for number in range(len(batch.serials))]
     # Garbage collection would scan every object, and all of these are live.
     collects = gc.isenabled()
     gc.disable()
     try:
+        if state.functions is not None:
+            tensors = _views(state.functions, batch.places, batch.layouts, storages, lambda storage, dtype: _empty(dtype)(storage, 0))
+            if tensors is not None:
+                return tensors
+        makers = [_maker(layout) for layout in batch.layouts]
+        _check_places(batch.places, len(storages), len(makers))
+        rows = iter(array.array("q", batch.places))
         return [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
     finally:
         if collects:
             gc.enable()
+
+
+def _check_places(places: bytes, storages: int, layouts: int) -> None:
+    numbers = array.array("q", places[: len(places) // 8 * 8])
+    most = max(numbers[0::3], default=-1), max(numbers[1::3], default=-1)
+    if len(places) % 24 or min(numbers, default=0) < 0 or most[0] >= storages or most[1] >= layouts:
+        raise _wrong_layout(f"a place that is negative, or is none of {storages} storages and {layouts} layouts")
+
+
+def _empty(dtype: Any) -> Callable[[Any, int], Any]:
+    return _maker((dtype, (0,), (1,), None))
 
 
 _replaced: dict[type, Callable[[Any], Any]] = {}

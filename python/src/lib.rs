@@ -7,6 +7,7 @@
 //! - `dlpack`: tensors of other libraries, both ways
 //! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
+//! - `tensors`: many tensors of PyTorch at once
 //! - `torch`: parts of `highwater/torch.py`, and functions that PyTorch finds in this library by their names
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
@@ -25,6 +26,7 @@ mod rows;
 mod runtime;
 mod statistics;
 mod stream;
+mod tensors;
 mod ticket;
 mod torch;
 mod waits;
@@ -62,6 +64,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ticket::Ticket>()?;
     module.add_class::<ticket::TicketBatch>()?;
     module.add_class::<ticket::Owner>()?;
+    module.add_class::<tensors::TensorFunctions>()?;
     module.add_class::<torch::Receipts>()?;
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
     module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from random import Random
 from typing import Any
 
 import pytest
@@ -400,6 +402,67 @@ def test_a_batch_has_many_tensors_over_few_storages(workers: list[Worker]) -> No
         hwt.share_all([cuda([1]), torch.empty(2)])
     with pytest.raises(highwater.InvalidArgument, match="tensor 0 is empty"):
         hwt.share_all([torch.empty(2, 0, device="cuda")])
+
+
+def random_tensor(random: Random, flat: list[Any]) -> Any:
+    """A view over one of the tensors: of any shape, with gaps and overlaps, and a few with other properties."""
+    whole = random.choice(flat)
+    size = [random.randrange(4) for _ in range(random.randrange(4))]
+    stride = [random.randrange(6) for _ in size]
+    extent = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    view = whole.as_strided(size, stride, random.randrange(whole.size()[0] - extent + 1))
+    match random.randrange(40):
+        case 0:
+            return torch.nn.Parameter(view)
+        case 1:
+            return torch._neg_view(view)
+        case 2 if not IS_REAL or view.is_complex():
+            return view.conj()
+    return view
+
+
+def test_tensors_of_any_shape_arrive_as_they_were_by_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, random = hwt._current(), Random(20261128)
+    functions = state.functions
+    has_functions = IS_REAL or "HIGHWATER_STANDIN" in os.environ
+    assert (functions is not None) == has_functions
+    types = [torch.float32, torch.float64, torch.complex64] if IS_REAL else [torch.float32, torch.float64]
+    flat = [torch.empty(100 + 7 * place, dtype=kind, device="cuda") for place, kind in enumerate(types * 2)]
+
+    def found(tensors: list[Any]) -> list[Any]:
+        return [(*hwt._seen(tensor), tensor.storage_offset(), tensor.untyped_storage()._cdata) for tensor in tensors]
+
+    for _ in range(60):
+        tensors = [random_tensor(random, flat) for _ in range(random.randrange(1, 30))]
+        batches = []
+        for way in (functions, None):
+            monkeypatch.setattr(state, "functions", way)
+            batches.append(hwt.share_all(tensors))
+            for other in (functions, None):
+                monkeypatch.setattr(state, "functions", other)
+                assert found(hwt.open_all(batches[-1])) == found(tensors)
+        assert [batch[:2] for batch in batches] == [batches[0][:2]] * 2
+    if not IS_REAL and has_functions:
+        assert torch._C._aoti.live() == 0
+
+
+def test_a_wrong_place_in_a_batch_is_refused_and_leaves_nothing() -> None:
+    tensor = cuda([1, 2, 3, 4])
+    batch = hwt.share_all([tensor, tensor[0:2]])
+    for place, value in ((5, 3), (5, -1), (5, 1 << 62), (4, 2), (3, 1), (3, -1)):
+        places = array.array("q", batch.places)
+        places[place] = value
+        with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
+            hwt.open_all(batch._replace(places=places.tobytes()))
+    with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
+        hwt.open_all(batch._replace(places=batch.places[:-8]))
+    for wrong in ((-1,), (1 << 62,), (2, 1), ("2",)):
+        layouts = (batch.layouts[0], (batch.layouts[1][0], wrong, *batch.layouts[1][2:]))
+        with pytest.raises((highwater.InvalidArgument, TypeError)):
+            hwt.open_all(batch._replace(layouts=layouts))
+    assert [view.tolist() for view in hwt.open_all(batch)] == [[1, 2, 3, 4], [1, 2]]
+    if not IS_REAL and hwt._current().functions is not None:
+        assert torch._C._aoti.live() == 0
 
 
 def test_each_tensor_of_a_batch_is_checked_before_any_is_shared() -> None:

@@ -5,8 +5,10 @@ It has no arithmetic. Tests use it where PyTorch or a CUDA device is missing, ov
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import os
 import sys
 import types
 import weakref
@@ -129,6 +131,10 @@ class Tensor:
     def is_conj(self) -> bool:
         return self._is_conj
 
+    def is_complex(self) -> bool:
+        """Its types are real. Nothing else can be conjugated in PyTorch."""
+        return self._is_conj
+
     def is_neg(self) -> bool:
         return self._is_neg
 
@@ -235,6 +241,66 @@ def _construct(metadata: dict[str, Any], storage: UntypedStorage) -> Tensor:
 
 
 _C = types.SimpleNamespace(_storage_Use_Count=_use_count, _construct_CUDA_Tensor_From_Storage_And_Metadata=_construct)
+
+
+class _Shim:
+    """Tensors of `shim.c`, in capsules."""
+
+    def __init__(self, path: str) -> None:
+        self.functions = ctypes.CDLL(path)
+        self.functions.standin_new.restype = ctypes.c_void_p
+        self.functions.standin_new.argtypes = [
+            ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+        ]  # fmt: skip
+        for name in ("standin_storage", "standin_live"):
+            getattr(self.functions, name).restype = ctypes.c_int64
+        self.types = [float32, float64, int32, int64, uint8]
+        python = ctypes.pythonapi
+        self.capsule, self.pointer = python.PyCapsule_New, python.PyCapsule_GetPointer
+        self.capsule.restype, self.capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.pointer.restype, self.pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def live(self) -> int:
+        return int(self.functions.standin_live())
+
+    def unsafe_alloc_void_ptr_from_tensor(self, tensor: Tensor) -> Any:
+        size, stride = tensor.size(), tensor.stride()
+        number = self.types.index(tensor.dtype) + (100 if tensor.is_conj() else 0)
+        sizes, strides = ((ctypes.c_int64 * max(len(shape), 1))(*shape) for shape in (size, stride))
+        storage = tensor.untyped_storage()._cdata
+        made = self.functions.standin_new(storage, number, len(size), sizes, strides, tensor.storage_offset())
+        return self.capsule(made, None, None)
+
+    def unsafe_alloc_void_ptrs_from_tensors(self, tensors: list[Tensor]) -> list[Any]:
+        return [self.unsafe_alloc_void_ptr_from_tensor(tensor) for tensor in tensors]
+
+    def steal(self, capsule: Any) -> Tensor:
+        handle = ctypes.c_void_p(self.pointer(capsule, None))
+        number, shapes = ctypes.c_int64(), [ctypes.POINTER(ctypes.c_int64)() for _ in range(2)]
+        self.functions.aoti_torch_get_dim(handle, ctypes.byref(number))
+        for name, shape in zip(("sizes", "strides"), shapes, strict=True):
+            getattr(self.functions, f"aoti_torch_get_{name}")(handle, ctypes.byref(shape))
+        size, stride = (shape[: number.value] for shape in shapes)
+        self.functions.aoti_torch_get_storage_offset(handle, ctypes.byref(number))
+        kind = ctypes.c_int32()
+        self.functions.aoti_torch_get_dtype(handle, ctypes.byref(kind))
+        storage = _storages[self.functions.standin_storage(handle)]
+        tensor = Tensor(storage, self.types[kind.value], size, stride, number.value)
+        self.functions.aoti_torch_delete_tensor_object(handle)
+        return tensor
+
+    def alloc_tensors_by_stealing_from_void_ptrs(self, capsules: list[Any]) -> list[Tensor]:
+        return [self.steal(capsule) for capsule in capsules]
+
+
+# The tests compile `shim.c` where they find a compiler of C.
+if "HIGHWATER_STANDIN" in os.environ:
+    __file__ = os.path.join(os.environ["HIGHWATER_STANDIN"], "__init__.py")
+    _C._aoti = _Shim(os.path.join(os.environ["HIGHWATER_STANDIN"], "lib", "libtorch_cpu.so"))
+
+
+def zeros(length: int) -> Tensor:
+    return Tensor(UntypedStorage(length * float32.itemsize), float32, (length,), (1,), 0)
 
 
 def _from_dlpack(buffer: Any) -> Tensor:

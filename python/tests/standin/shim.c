@@ -1,0 +1,72 @@
+// The functions of PyTorch for C that `highwater.torch` uses, for the tensors of the stand-in.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_DIMENSIONS = 8 };
+
+typedef struct {
+    int64_t storage;
+    int64_t dimensions;
+    int64_t offset;
+    int64_t sizes[MOST_DIMENSIONS];
+    int64_t strides[MOST_DIMENSIONS];
+    int32_t dtype;
+} Tensor;
+
+static int64_t live;
+
+// The number of tensors that nothing has deleted.
+int64_t standin_live(void) { return live; }
+
+Tensor *standin_new(int64_t storage, int32_t dtype, int64_t dimensions, const int64_t *sizes, const int64_t *strides, int64_t offset) {
+    Tensor *tensor = calloc(1, sizeof *tensor);
+    if (tensor == NULL || dimensions > MOST_DIMENSIONS) abort();
+    tensor->storage = storage;
+    tensor->dtype = dtype;
+    tensor->dimensions = dimensions;
+    tensor->offset = offset;
+    memcpy(tensor->sizes, sizes, dimensions * sizeof *sizes);
+    memcpy(tensor->strides, strides, dimensions * sizeof *strides);
+    live++;
+    return tensor;
+}
+
+int64_t standin_storage(const Tensor *tensor) { return tensor->storage; }
+
+int32_t aoti_torch_get_dim(const Tensor *tensor, int64_t *dimensions) {
+    *dimensions = tensor->dimensions;
+    return 0;
+}
+
+int32_t aoti_torch_get_dtype(const Tensor *tensor, int32_t *dtype) {
+    *dtype = tensor->dtype;
+    return 0;
+}
+
+int32_t aoti_torch_get_sizes(Tensor *tensor, int64_t **sizes) {
+    *sizes = tensor->sizes;
+    return 0;
+}
+
+int32_t aoti_torch_get_strides(Tensor *tensor, int64_t **strides) {
+    *strides = tensor->strides;
+    return 0;
+}
+
+int32_t aoti_torch_get_storage_offset(const Tensor *tensor, int64_t *offset) {
+    *offset = tensor->offset;
+    return 0;
+}
+
+int32_t aoti_torch__reinterpret_tensor(const Tensor *base, int64_t dimensions, const int64_t *sizes, const int64_t *strides, int64_t offset, Tensor **made) {
+    *made = standin_new(base->storage, base->dtype, dimensions, sizes, strides, base->offset + offset);
+    return 0;
+}
+
+int32_t aoti_torch_delete_tensor_object(Tensor *tensor) {
+    live--;
+    free(tensor);
+    return 0;
+}
