@@ -43,6 +43,8 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 const HEIR_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// Time in which an heir listens on the socket of an owner that has ended.
 const HEIR_LISTENS_WITHIN: Duration = Duration::from_millis(500);
+/// Number of ended exporters that are remembered. An open of another one waits again.
+const MOST_ENDED: usize = 256;
 /// Maximum number of connections for one request, if the exporter hands over meanwhile.
 const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
@@ -117,6 +119,8 @@ struct State {
     former_imports: Vec<Arc<Import>>,
     /// Exporters that did not answer the last request: when the request failed, and why.
     silent: HashMap<[u8; 16], (Instant, Error)>,
+    /// Exporters that have ended and whose socket another process has without accepting connections, at most [`MOST_ENDED`].
+    ended: VecDeque<[u8; 16]>,
     lost_links: u64,
 }
 
@@ -150,6 +154,17 @@ impl State {
         ended.filter_map(|link| link.process.pid()).collect()
     }
 
+    /// Notes whether an exporter has ended and left its socket to a process that does not accept connections.
+    fn note_ended(&mut self, incarnation: [u8; 16], has_ended: bool) {
+        self.ended.retain(|ended| *ended != incarnation);
+        if has_ended {
+            self.ended.push_back(incarnation);
+            if self.ended.len() > MOST_ENDED {
+                self.ended.pop_front();
+            }
+        }
+    }
+
     fn is_current(&self, link: &Arc<Link>) -> bool {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
@@ -173,6 +188,8 @@ enum Fault {
     Cut,
     /// The process that listened on the socket has ended, and the socket is still there. The value is its id, if it is known.
     OwnerEnded(Option<i32>),
+    /// The queue of connections had no space.
+    Full,
     Other,
 }
 
@@ -489,24 +506,36 @@ impl Link {
 
     /// Connects to the exporter of a ticket. If the exporter has ended and its socket has not, another process has the socket. It is an heir
     /// that does not listen yet, or a child of the exporter. The call then tries again for the time of `heir`, unless
-    /// `without_heir` has the id of the exporter.
+    /// `without_heir` has the id of the exporter. It sets `has_ended` if no heir came. Each attempt leaves a connection in the socket's queue.
+    /// If `has_ended` is set before, a full queue is the one of such a socket.
     pub(super) fn connect_or_wait(
         ticket: &Ticket,
         mapper: &dyn Mapper,
         patience: Patience,
         heir: Patience,
         without_heir: &[i32],
+        has_ended: &mut bool,
     ) -> Result<Self> {
+        let queue = if *has_ended { patience.at_most(Duration::ZERO) } else { patience };
         let (mut first_error, mut connections, mut pause) = (None, 0, Pause::new());
         while connections < CONNECTIONS {
             let mut fault = Fault::Other;
-            match Self::connect_once(ticket, mapper, patience, &mut fault) {
+            match Self::connect_once(ticket, mapper, patience, queue, &mut fault) {
                 Ok(link) if link.names_another() => connections += 1,
                 Ok(link) => return Ok(link),
                 Err(error) => match fault {
                     Fault::OwnerEnded(pid) if !heir.is_over() && pid.is_none_or(|pid| !without_heir.contains(&pid)) => {
                         mapper.check()?;
                         std::thread::sleep(pause.next().min(heir.left()));
+                    }
+                    Fault::OwnerEnded(_) => {
+                        *has_ended = true;
+                        return Err(first_error.unwrap_or(error));
+                    }
+                    Fault::Full if *has_ended => {
+                        let pid = ticket.pid;
+                        let what = "has ended, and the process that has its socket accepts no connections";
+                        return Err(expired(format!("the exporter (process {pid}) {what}")));
                     }
                     // The exporter may have handed over while the connection waited for it. An heir sends valid messages.
                     Fault::Cut if error.kind() != ErrorKind::InvalidArgument => {
@@ -524,7 +553,7 @@ impl Link {
 
     /// As [`connect_or_wait`](Self::connect_or_wait), without a wait for an heir.
     pub(super) fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
-        Self::connect_or_wait(ticket, mapper, patience, Patience::new(Duration::ZERO), &[])
+        Self::connect_or_wait(ticket, mapper, patience, Patience::new(Duration::ZERO), &[], &mut false)
     }
 
     /// Returns whether the kernel names another process than the one that answers. The connection is then older than a hand-over.
@@ -534,9 +563,22 @@ impl Link {
     }
 
     /// An error sets `fault` if another attempt may succeed.
-    fn connect_once(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience, fault: &mut Fault) -> Result<Self> {
+    ///
+    /// `queue` is for the queue of connections, and `patience` for the answer.
+    fn connect_once(
+        ticket: &Ticket,
+        mapper: &dyn Mapper,
+        patience: Patience,
+        queue: Patience,
+        fault: &mut Fault,
+    ) -> Result<Self> {
         let (meeting, who) = (mapper.meeting(), format!("process {}", ticket.pid));
-        let socket = meeting.reach(ticket.method, ticket.exporter(), &who, patience, &|| mapper.check())?;
+        let reached = meeting.reach(ticket.method, ticket.exporter(), &who, queue, &|| mapper.check());
+        let socket = reached.inspect_err(|error| {
+            if error.kind() == ErrorKind::InvalidState {
+                *fault = Fault::Full;
+            }
+        })?;
         let process = Process::of_peer(OPERATION, socket.as_fd(), meeting.openers).inspect_err(|error| {
             if error.kind() == ErrorKind::Expired {
                 *fault = Fault::OwnerEnded(Process::pid_of_peer(socket.as_fd()));
@@ -1111,10 +1153,16 @@ impl Importer {
                 Found::There(link) if link.is_dead() => self.state.lock().retire(&link),
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
-                    let heir = patience.at_most(HEIR_LISTENS_WITHIN);
-                    let without_heir = self.state.lock().ended_without_heir(&ticket.incarnation);
-                    let link = Link::connect_or_wait(ticket, mapper, patience, heir, &without_heir);
+                    let incarnation = ticket.incarnation;
+                    let (without_heir, mut has_ended) = {
+                        let state = self.state.lock();
+                        (state.ended_without_heir(&incarnation), state.ended.contains(&incarnation))
+                    };
+                    let heir = if has_ended { Duration::ZERO } else { HEIR_LISTENS_WITHIN };
+                    let heir = patience.at_most(heir);
+                    let link = Link::connect_or_wait(ticket, mapper, patience, heir, &without_heir, &mut has_ended);
                     self.note_answer(ticket, &link);
+                    self.state.lock().note_ended(incarnation, has_ended && link.is_err());
                     let link = Arc::new(link?);
                     place.fill(Arc::clone(&link));
                     // From here on, the service listens to the exporter's end.

@@ -67,6 +67,35 @@ fn an_open_does_not_wait_for_an_heir_of_an_owner_that_has_handed_nothing_over() 
     until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
 }
 
+/// Found by the soak on an H200: opens waited 10 seconds for a dead owner, because its child had the socket, and the queue of the
+/// socket was full of connections that no process accepts.
+#[test]
+fn opens_of_a_dead_owner_whose_child_has_its_socket_are_refused_however_often_they_come() {
+    let importer = Exporter::new();
+    let mut owner = Peer::start();
+    let batch: TicketBatch = owner.tell("make-batch a 2 100 7").parse().unwrap();
+    let ticket = batch.ticket(1).unwrap();
+    let first = importer.runtime.open_shared::<u32>(&batch.ticket(0).unwrap()).unwrap();
+    let child = owner.tell("spawn-heir");
+    owner.kill();
+    let _child = Ended(child);
+    until("the death is noticed", || importer.runtime.statistics().sharing.lost_exporters == 1);
+    // It has never been connected to the owner, so it waits for an heir once.
+    let other = Exporter::new();
+    // The queue has room for 1,024 connections.
+    for round in 0..1100 {
+        for runtime in [&other.runtime, &importer.runtime] {
+            let begun = Instant::now();
+            let error = runtime.open_shared::<u32>(&ticket).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+            let limit = Duration::from_millis(if round == 0 { 900 } else { 250 });
+            assert!(begun.elapsed() < limit, "open {round} took {:?}", begun.elapsed());
+        }
+    }
+    drop(first);
+    until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
+}
+
 #[test]
 fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     let exporter = Exporter::new();
