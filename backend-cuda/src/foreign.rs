@@ -57,7 +57,7 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
     let lacks = || Error::lacks(OPERATION, "foreign_memory");
     let get = cuda.driver.own.pointer_get_attribute.ok_or_else(lacks)?;
     let attribute = |which| attribute_of(get, which, ptr);
-    // Only plain memory of a device has a legacy handle. A driver that does not know the attribute leaves the answer to an attempt.
+    // Only plain memory of a device has a legacy handle. If the driver does not know the attribute, an attempt to export decides.
     let legacy = attribute(attribute::IS_LEGACY_IPC_CAPABLE).map(|legacy| legacy & 1 != 0);
     let is_legacy = legacy == Some(true);
     let is_managed = !is_legacy && attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0;
@@ -92,7 +92,7 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
         && let Some(retained) = memory.retain(ptr)
     {
         memory.release_retained(retained);
-        // A driver that does not know the attribute leaves the answer to an attempt.
+        // If the driver does not know the attribute, an attempt to export decides.
         let types = attribute(attribute::ALLOWED_HANDLE_TYPES).unwrap_or(u64::MAX);
         let descriptor = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
         let fabric = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0;

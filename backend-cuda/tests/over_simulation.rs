@@ -45,7 +45,7 @@ fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     assert!(highwater_cuda::open().is_ok());
 }
 
-/// The driver ends the process if a stream of another device waits for such an event itself.
+/// The driver ends the process if a stream waits directly for an interprocess event of another device.
 #[test]
 fn streams_wait_for_foreign_interprocess_events_of_another_device() {
     let Some(backend) = open("streams_wait_for_foreign_interprocess_events_of_another_device") else { return };

@@ -118,7 +118,7 @@ def settled(left: Callable[[], int]) -> tuple[int, float]:
 def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
     """A tensor of 1 MiB: the time to pickle it, and the time to receive it, read a value and drop it.
 
-    Each way has a consumer of its own. The end of PyTorch's mapping would delay the other one's reads in the same process.
+    Each way has a consumer of its own. In one process, PyTorch's unmapping would delay Highwater's reads.
     """
     consumers = dict(zip(WAYS, pool, strict=False))
     tensor = torch.full((MIB // 4,), 1.0, device="cuda")

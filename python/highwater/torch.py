@@ -507,7 +507,7 @@ def _all_seen(tensors: Sequence[Any]) -> Iterable[_Seen]:
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers keys in the order in which they come."""
+    """Assigns 0, 1, 2 and so on to keys in the order of their first lookup."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -515,9 +515,9 @@ class _Numbers(dict[Any, int]):
 
 
 def _places(tensors: list[Any], storages: list[Any], functions: Any) -> tuple[bytes, list[int], list[int], bool]:
-    """The `places` of a batch, and the first tensor of each storage and of each layout.
+    """Returns the `places` of a batch, the first tensor of each storage and of each layout, and whether all tensors are plain.
 
-    Also returns whether all are plain: they have no names, and none requires a gradient.
+    Plain tensors have no names and require no gradient.
     """
     kind, requires_grad = torch.Tensor, operator.attrgetter("requires_grad")
     is_plain = not (any(map(kind.has_names, tensors)) or any(map(requires_grad, tensors)))
@@ -534,7 +534,7 @@ def _places(tensors: list[Any], storages: list[Any], functions: Any) -> tuple[by
 
 
 def _firsts(numbers: Sequence[int]) -> list[int]:
-    """The place at which each number comes first."""
+    """Returns the index of the first occurrence of each number."""
     places = range(len(numbers) - 1, -1, -1)
     firsts = dict(zip(reversed(numbers), places, strict=True))
     return [firsts[number] for number in range(len(firsts))]
@@ -545,7 +545,7 @@ def _aoti() -> Any:
 
 
 def _tensor_functions() -> Any:
-    """The functions for many tensors at once. `None` if this PyTorch lacks one, or if they do something else."""
+    """Returns PyTorch's C functions for batches. Returns `None` if this PyTorch lacks one, or if a trial gives another result."""
     path = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     functions = _highwater.TensorFunctions.load(str(path))
     if functions is None:
@@ -568,7 +568,8 @@ def _tensor_functions() -> Any:
 
 
 def _views(functions: Any, places: bytes, layouts: Sequence[_Layout], storages: list[Any], empty: Callable[[Any, Any], Any]) -> list[Any] | None:
-    """Makes the tensors of a batch. `empty` makes a tensor of a type over a storage. Returns `None` if a range is not in its storage."""
+    """Makes the tensors of a batch. `empty` makes a tensor of a type over a storage. Returns `None` if a place, a layout or a range
+    is invalid, or if PyTorch refuses."""
     types = _Numbers()
     described = [(size, stride, dtype.itemsize, types[dtype]) for dtype, size, stride, _ in layouts]
 
@@ -764,7 +765,7 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
 
     def make(storage: Any, offset: int) -> Any:
-        # PyTorch does not check the range. A tensor without elements may have any offset.
+        # PyTorch does not check the range. A tensor without elements may have any offset that is not negative.
         if offset < 0 or (extent > 0 and (offset + extent) * itemsize > storage.nbytes()):
             raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
         metadata["storage_offset"] = offset
@@ -940,7 +941,7 @@ def _check_places(places: bytes, storages: int, layouts: int) -> None:
     numbers = array.array("q", places[: len(places) // 8 * 8])
     most = max(numbers[0::3], default=-1), max(numbers[1::3], default=-1)
     if len(places) % 24 or min(numbers, default=0) < 0 or most[0] >= storages or most[1] >= layouts:
-        raise _wrong_layout(f"a place that is negative, or is none of {storages} storages and {layouts} layouts")
+        raise _wrong_layout(f"its places are cut, or a number in them is negative or exceeds the {storages} storages or the {layouts} layouts")
 
 
 def _empty(dtype: Any) -> Callable[[Any, int], Any]:

@@ -1,6 +1,6 @@
-//! Many tensors over few storages, by the C functions of PyTorch: where they are, and new ones.
+//! Batches of PyTorch tensors over few storages: reads their layouts, and makes views.
 //!
-//! PyTorch's own functions of Python take about 2 us for each tensor. These are of its stable interface for C
+//! PyTorch's Python functions take about 2 us per tensor, so this module calls its stable C interface
 //! (`torch/csrc/inductor/aoti_torch/c/shim.h`).
 
 use std::collections::HashMap;
@@ -48,7 +48,8 @@ impl Drop for Tensor<'_> {
 pub(crate) struct Layout(Vec<i64>, Vec<i64>, i64, usize);
 
 impl Layout {
-    /// Returns the number of elements from the first to the last one; `None` if it is not possible.
+    /// Returns the number of elements from the first to the last one; `None` if the layout is invalid or the number
+    /// overflows.
     fn extent(&self) -> Option<i64> {
         let Self(size, stride, ..) = self;
         let is_possible = size.len() == stride.len() && size.iter().chain(stride).all(|number| *number >= 0);
@@ -72,7 +73,7 @@ impl TensorFunctions {
         Tensor { handle, functions: self }
     }
 
-    /// Takes the tensors of capsules.
+    /// Takes ownership of the tensors in the capsules, which have no destructor.
     fn take(&self, capsules: &Bound<'_, PyList>) -> PyResult<Vec<Tensor<'_>>> {
         capsules.iter().map(|capsule| Ok(self.tensor(pointer(&capsule)?))).collect()
     }
@@ -108,7 +109,7 @@ impl TensorFunctions {
     }
 }
 
-/// The numbers of storages and layouts of tensors, as `TensorBatch.places` has them, and the first tensor of each storage and layout.
+/// The `TensorBatch.places` of tensors (storage, layout, offset), and the first tensor of each storage and layout.
 type Places<'py> = (Bound<'py, PyBytes>, Vec<usize>, Vec<usize>);
 
 #[pymethods]
@@ -117,7 +118,7 @@ impl TensorFunctions {
     #[staticmethod]
     fn load(path: &str) -> Option<Self> {
         let path = CString::new(path).ok()?;
-        // SAFETY: The library is loaded already, so that no code of it runs.
+        // SAFETY: `RTLD_NOLOAD` loads nothing, so no initializer runs.
         let library = NonNull::new(unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) })?;
         let find = |name: &str| {
             let name = CString::new(format!("aoti_torch_{name}")).ok()?;
@@ -173,7 +174,8 @@ impl TensorFunctions {
 
     /// Makes tensors over storages, from the `places` of a `TensorBatch`. A layout has the sizes, the strides, the bytes of an
     /// element, and the number of its type. `base` gets the numbers of a storage and of a layout, and returns a capsule with an
-    /// empty tensor of that type over the storage. Returns capsules for PyTorch; `None` if a place or a range does not exist.
+    /// empty tensor of that type over the storage. Returns capsules for PyTorch; `None` if a place, a layout or a range is invalid, or if
+    /// PyTorch refuses.
     fn views<'py>(
         &self,
         places: &[u8],
@@ -195,7 +197,7 @@ impl TensorFunctions {
                 return Ok(None);
             };
             let end = offset.checked_add(*extent).and_then(|end| end.checked_mul(layout.2));
-            // A tensor without elements may have any offset.
+            // A tensor without elements may have any offset that is not negative.
             if offset < 0 || (*extent > 0 && end.is_none_or(|end| end > *bytes)) {
                 return Ok(None);
             }
@@ -211,7 +213,7 @@ impl TensorFunctions {
             // SAFETY: This thread holds the interpreter's lock. The result is a new object or null.
             let capsule = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(view.handle, null(), None)) }?;
             capsules.append(capsule)?;
-            // PyTorch takes it.
+            // The capsule owns the tensor from here on.
             std::mem::forget(view);
         }
         Ok(Some(capsules))

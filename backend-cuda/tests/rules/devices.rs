@@ -61,7 +61,7 @@ fn interprocess_events(log: &mut Log) -> Answer {
     Ok(())
 }
 
-/// The process whose end `interprocess_events` looks at.
+/// Runs in the process whose end the rule `devices.interprocess-events` observes.
 pub(crate) fn wait_for_interprocess_event() -> Answer {
     let [_, second] = both()?;
     let (near, near_event) = (stream()?, event(6)?);

@@ -304,7 +304,7 @@ fn fork_before(log: &mut Log) -> Answer {
 
 const ENDING: &str = "HIGHWATER_RULES_ENDING";
 
-/// This program, to be started again for a part that ends its process.
+/// Returns a command that runs this program again for a part that ends its process.
 pub(crate) fn program_that_ends(part: &str) -> Answer<Command> {
     let mut program = own_program()?;
     program.env(ENDING, part);
@@ -364,7 +364,7 @@ thread_local! {
     static AT_THREAD_END: RefCell<Option<AtThreadEnd>> = const { RefCell::new(None) };
 }
 
-/// The process whose end a rule looks at.
+/// Runs in the process whose end a rule observes.
 pub(crate) fn end(part: &str) -> Answer {
     crate::calls::Lt::open()?;
     crate::calls::Blas::open()?;

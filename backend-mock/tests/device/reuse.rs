@@ -87,7 +87,7 @@ fn memory_of_a_destroyed_stream_is_not_reused_by_the_stream_with_its_raw_handle(
 fn page_locked_memory_comes_again_at_its_address() {
     let bytes = 256 << 10;
     const TRIES: usize = 50;
-    // Another test may map something at a freed address meanwhile, which is seldom.
+    // Another test rarely maps something at a freed address meanwhile.
     let comes_again = || {
         let rig = Rig::new(small());
         let blocks = [(); 4].map(|()| rig.pinned(bytes));

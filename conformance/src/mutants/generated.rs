@@ -202,7 +202,7 @@ const OPERATIONS: &[Generated] = &[
     },
     Generated { operation: "destroy_stream", mistakes: &[Drop, Neighbor], conditions: ON_OBJECTS, clauses: LEAK },
     Generated { operation: "destroy_event", mistakes: &[Drop, Neighbor], conditions: ON_OBJECTS, clauses: LEAK },
-    // Not `Repeat`: whether another thread gets the address between the two releases is a matter of chance.
+    // `Repeat` is left out: by chance, another thread may get the address between the two frees.
     Generated { operation: "free", mistakes: &[Drop], conditions: EVERYWHERE, clauses: LEAK },
     Generated { operation: "begin_capture", mistakes: &[Drop, Repeat], conditions: ON_OBJECTS, clauses: RECORDS },
     Generated { operation: "destroy_graph", mistakes: &[Drop], conditions: ON_OBJECTS, clauses: LEAK },

@@ -1,8 +1,8 @@
 //! Calls of the backend in several threads, where the vendor is slow.
 //!
-//! The export or the import of a descriptor takes up to a millisecond on some machines, and 20 us on others. A batch has many of
-//! them. So the calling thread makes one call after the other, and takes helpers once two in a row were slow. A call that only waits for
-//! those of the helpers would look slow, too. So the first call of a batch is made alone, and decides whether they are needed again.
+//! The export or the import of a handle takes up to a millisecond on some machines, and 20 us on others. A batch has many of
+//! them. The calling thread makes one call at a time. It starts helpers after two slow calls in a row; the first may be of an earlier
+//! batch. Calls beside helpers are not timed, because they may only wait for each other.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ const SLOW: Duration = Duration::from_micros(100);
 /// Maximum number of threads, the calling one included.
 const MOST_THREADS: usize = 4;
 
-/// Passes each item to `work` once, and returns the results in the order of the items. `slow` tells whether the last call that was made
+/// Passes each item to `work` once, and returns the results in the order of the items. `slow` reports whether the last call that was made
 /// alone was slow.
 pub(super) fn spread<I: Send, O: Send>(items: Vec<I>, slow: &AtomicBool, work: impl Fn(I) -> O + Sync) -> Vec<O> {
     let mut results = Vec::with_capacity(items.len());

@@ -15,7 +15,7 @@ struct Life {
     number: u64,
     /// The times at which it was stopped.
     stops: Vec<Span>,
-    is_dead: bool,
+    was_killed: bool,
     /// Its sockets are cut, so it looks dead to others.
     is_cut: bool,
     /// It is releasing everything.
@@ -59,7 +59,7 @@ impl Books {
     }
 
     pub(super) fn note_kill(&mut self, pid: u32) {
-        self.life(pid).is_dead = true;
+        self.life(pid).was_killed = true;
     }
 
     pub(super) fn note_cut(&mut self, pid: u32) {
@@ -81,11 +81,11 @@ impl Books {
 
     /// Returns whether a process answers requests: it is alive, and its sockets are not cut.
     pub(super) fn answers(&self, pid: u32) -> bool {
-        self.lives.get(&pid).is_some_and(|life| !life.is_dead && !life.is_cut)
+        self.lives.get(&pid).is_some_and(|life| !life.was_killed && !life.is_cut)
     }
 
-    fn is_dead(&self, pid: u32) -> bool {
-        self.lives.get(&pid).is_some_and(|life| life.is_dead)
+    fn was_killed(&self, pid: u32) -> bool {
+        self.lives.get(&pid).is_some_and(|life| life.was_killed)
     }
 
     /// Returns the times at which a process was stopped during a span.
@@ -119,7 +119,9 @@ impl Books {
         let limit = slow.operation.limit(u32::try_from(stops).unwrap_or(u32::MAX));
         (took > limit).then(|| {
             let peer = slow.peer.map(|peer| match stops {
-                0 if self.is_dead(peer) => format!(" and {} was killed and not stopped meanwhile", self.name(peer)),
+                0 if self.was_killed(peer) => {
+                    format!(" and {} was not stopped meanwhile, and was killed before or after", self.name(peer))
+                }
                 0 => format!(" and {} was not stopped meanwhile", self.name(peer)),
                 _ => format!(" and {} was stopped meanwhile", self.name(peer)),
             });
@@ -140,17 +142,16 @@ impl Books {
         let Refusal { owner, number, span, kind, message } = refusal;
         let life = self.lives.get(owner);
         let is_justified = match kind.as_str() {
-            "Expired" => {
-                life.is_none_or(|life| life.is_dead || life.is_cut || life.is_ending || life.dropped.contains(number))
-            }
+            "Expired" => life
+                .is_none_or(|life| life.was_killed || life.is_cut || life.is_ending || life.dropped.contains(number)),
             "InvalidState" => self.was_stopped(*owner, *span),
             _ => false,
         };
         (!is_justified).then(|| {
             let state = match kind.as_str() {
                 "Expired" => "lives and keeps the memory",
-                // The driver may take long to end it.
-                "InvalidState" if self.is_dead(*owner) => "was killed and not stopped meanwhile",
+                // The driver may end a killed process late.
+                "InvalidState" if self.was_killed(*owner) => "was not stopped meanwhile, and was killed before or after",
                 "InvalidState" => "was not stopped meanwhile",
                 _ => "shares it",
             };
@@ -243,9 +244,15 @@ mod tests {
         // Nothing explains another kind, and a kill explains no wait.
         books.note_kill(40);
         let text = books.unjustified(30, &refusal("InvalidState", 5000, 6000)).unwrap();
-        assert!(text.ends_with("worker 4 (process 40) was killed and not stopped meanwhile"), "{text}");
+        assert!(
+            text.ends_with("worker 4 (process 40) was not stopped meanwhile, and was killed before or after"),
+            "{text}"
+        );
         let text = books.late(30, &call(Operation::Open, Some(40), 5000, 8000)).unwrap();
-        assert!(text.contains("worker 4 (process 40) was killed and not stopped meanwhile"), "{text}");
+        assert!(
+            text.contains("worker 4 (process 40) was not stopped meanwhile, and was killed before or after"),
+            "{text}"
+        );
         assert!(books.unjustified(30, &refusal("OutOfMemory", 0, 1)).is_some());
     }
 }

@@ -62,14 +62,14 @@ pub(super) struct Soak<'a> {
 struct Pace {
     kill: Duration,
     stop: Duration,
-    /// Whether a kill waits until all workers run.
+    /// Whether a kill waits until all workers are ready and no killed one still dies.
     all_run: bool,
 }
 
 impl Pace {
     const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60), all_run: false };
-    /// A worker opens a real device in about a second, and several are opened one after the other. A driver that opens a device
-    /// ends the contexts of dead processes later.
+    /// A worker opens a real device in about a second, and several are opened one after the other. The driver ends the
+    /// contexts of dead processes more slowly while it opens a device.
     const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300), all_run: true };
 }
 
@@ -457,7 +457,7 @@ impl<'a> Supervisor<'a> {
             let what = format!("{worker} has not opened its device for {} seconds", START.as_secs());
             return Err(Failure::new(ErrorKind::InvalidState, what, "use fewer `--processes`").into());
         }
-        // Few die before they are ready.
+        // On the mock, a few die before they are ready. On a real device, none does.
         let can_die = pid != self.spared && !self.workers[index].is_killed;
         let waits = self.pace.all_run && self.workers.iter().any(|worker| !worker.is_ready || worker.is_killed);
         if waits || !can_die || !(is_ready || self.random.percent(1)) {

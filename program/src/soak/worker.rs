@@ -191,7 +191,7 @@ struct Worker<'s> {
     bequeathed: bool,
     cut_off: bool,
     is_ending: bool,
-    /// Decided at its start: most workers do none of these, however long they live.
+    /// Decided at the start of the worker. Each of the three flags is true for [`MAY`] percent of the workers.
     may_hand_over: bool,
     may_cut: bool,
     may_bequeath: bool,

@@ -132,7 +132,7 @@ class Tensor:
         return self._is_conj
 
     def is_complex(self) -> bool:
-        """Its types are real. Nothing else can be conjugated in PyTorch."""
+        """Reports a conjugate view as complex. The stand-in has real types only, and PyTorch conjugates complex tensors only."""
         return self._is_conj
 
     def is_neg(self) -> bool:
@@ -293,7 +293,7 @@ class _Shim:
         return [self.steal(capsule) for capsule in capsules]
 
 
-# The tests compile `shim.c` where they find a compiler of C.
+# The tests compile `shim.c` if they find a C compiler.
 if "HIGHWATER_STANDIN" in os.environ:
     __file__ = os.path.join(os.environ["HIGHWATER_STANDIN"], "__init__.py")
     _C._aoti = _Shim(os.path.join(os.environ["HIGHWATER_STANDIN"], "lib", "libtorch_cpu.so"))
