@@ -59,8 +59,8 @@ pub(crate) fn describe(cuda: &Cuda, number: i32, ptr: DevicePtr) -> Result<Memor
     let attribute = |which| attribute_of(get, which, ptr);
     // Only plain memory of a device has a legacy handle. If the driver does not know the attribute, an attempt to export decides.
     let legacy = attribute(attribute::IS_LEGACY_IPC_CAPABLE).map(|legacy| legacy & 1 != 0);
-    let is_legacy = legacy == Some(true);
-    let is_managed = !is_legacy && attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0;
+    let is_managed = attribute(attribute::IS_MANAGED).unwrap_or(0) & 1 != 0;
+    let is_legacy = legacy == Some(true) && !is_managed;
     if !is_managed {
         if !is_legacy {
             match attribute(attribute::MEMORY_TYPE) {

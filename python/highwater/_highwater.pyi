@@ -32,9 +32,12 @@ def processes(timeout: float = 1.0) -> list[dict[str, Any]]: ...
 class TensorFunctions:
     @staticmethod
     def load(path: str) -> TensorFunctions | None: ...
-    def places(self, capsules: list[Any], storages: list[Any]) -> tuple[bytes, list[int], list[int]] | None: ...
+    def places(
+        self, to_capsules: Callable[[list[Any]], list[Any]], tensors: list[Any], storages: list[Any]
+    ) -> tuple[bytes, list[int], list[int]] | None: ...
     def views(
         self,
+        calls: tuple[Callable[[list[Any]], list[Any]], Callable[[list[Any]], list[Any]]],
         places: bytes,
         layouts: list[tuple[tuple[int, ...], tuple[int, ...], int, int]],
         nbytes: list[int],

@@ -19,6 +19,7 @@ import importlib
 import io
 import itertools
 import logging
+import math
 import operator
 import os
 import pathlib
@@ -338,7 +339,15 @@ class _State:
                 self.drop(known)
             self.exports[key] = self.by_serial[made.serial] = made
             self.keeps.add(keep)
+        # A send that fails later leaves it to the thread.
+        self.start_to_look()
         return made
+
+    def start_to_look(self) -> None:
+        with self.lock:
+            is_looking, self.is_looking = self.is_looking, True
+        if not is_looking:
+            self.receipts.wake()
 
     def drop(self, export: _Export) -> None:
         """Forgets the share of a storage whose memory has changed."""
@@ -371,9 +380,7 @@ class _State:
             for export in exports:
                 export.flights.add(token)
             self.flights[token] = flight
-            is_looking, self.is_looking = self.is_looking, True
-        if not is_looking:
-            self.receipts.wake()
+        self.start_to_look()
         return token
 
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
@@ -403,17 +410,22 @@ class _State:
         token = self.fly(exports, opens, _new_token())
         return TensorBatch(described, places, batch, self.name, serials, token)
 
-    def open_batch(self, exporter: bytes, name: bytes, serials: Sequence[int], batch: TicketBatch) -> _Incoming:
+    def open_batch(self, exporter: bytes, serials: Sequence[int], batch: TicketBatch) -> _Incoming:
         """Opens the storages of a message, all or none."""
-        token = int.from_bytes(name, "little")
         if exporter == self.name:
-            storages = [self.original(serial) for serial in serials]
-            self.land([token])
-            return _Incoming(self, exporter, serials, batch, [], storages)
+            return _Incoming(self, exporter, serials, batch, [], [self.original(serial) for serial in serials])
         # The open waits for the work before the share, so it is needed even if a storage is open.
         buffers = self.runtime.open_shared_all(batch)
-        _highwater.acknowledge(exporter, token)
+        if len(buffers) != len(serials):
+            raise _wrong_layout(f"{len(serials)} storages, of which it opens {len(buffers)}")
         return _Incoming(self, exporter, serials, batch, buffers, [None] * len(buffers))
+
+    def acknowledge(self, exporter: bytes, token: int) -> None:
+        """Sends the receipt of a message."""
+        if exporter == self.name:
+            self.land([token])
+        elif token:
+            _highwater.acknowledge(exporter, token)
 
     def forwarded(self, storage: Any) -> tuple[tuple[bytes, int], bytes] | None:
         """The exporter, the number and the ticket of a storage that came from another process."""
@@ -428,15 +440,10 @@ class _State:
         """The storage of a ticket: the original, one that is open already, or a new one."""
         key = (ticket.exporter, ticket.serial)
         if ticket.exporter == self.name:
-            storage = self.original(ticket.serial)
-            self.land([ticket.token])
-            return storage
+            return self.original(ticket.serial)
         # The open waits for the work before the share, so it is needed even if the storage is open.
         buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
-        storage = self.received_as(key, buffer, lambda: ticket.ticket)
-        if ticket.token:
-            _highwater.acknowledge(ticket.exporter, ticket.token)
-        return storage
+        return self.received_as(key, buffer, lambda: ticket.ticket)
 
     def original(self, serial: int) -> Any:
         """A storage that this process shares."""
@@ -449,19 +456,20 @@ class _State:
     def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: Callable[[], bytes]) -> Any:
         """The storage over a buffer of another process. If one is open already, returns that one."""
         with self.lock:
-            storage = self.opened(key)
+            storage = self.opened(key, buffer)
         if storage is None:
             made = torch.utils.dlpack.from_dlpack(_capsule_of(buffer)).untyped_storage()
             with self.lock:
                 # Another thread may have opened it meanwhile.
-                storage = self.opened(key)
+                storage = self.opened(key, buffer)
                 if storage is None:
                     storage = made
                     self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
                     self.received_by_cdata[storage._cdata] = key
         return storage
 
-    def opened(self, key: tuple[bytes, int]) -> Any:
+    def opened(self, key: tuple[bytes, int], buffer: Buffer) -> Any:
+        """The storage over a buffer, if one is open. A wrong ticket may have put another one under its key."""
         received = self.received.get(key)
         if received is None:
             return None
@@ -469,6 +477,8 @@ class _State:
         if storage is None:
             del self.received[key]
             self.received_by_cdata.pop(received.reference.cdata, None)
+        elif (storage.data_ptr(), storage.nbytes()) != (buffer.ptr, buffer.nbytes):
+            return None
         return storage
 
 
@@ -522,7 +532,7 @@ def _places(tensors: list[Any], storages: list[Any], functions: Any) -> tuple[by
     kind, requires_grad = torch.Tensor, operator.attrgetter("requires_grad")
     is_plain = not (any(map(kind.has_names, tensors)) or any(map(requires_grad, tensors)))
     if functions is not None and is_plain and set(map(type, tensors)) == {kind} and not any(map(kind.is_neg, tensors)):
-        found = functions.places(_aoti().unsafe_alloc_void_ptrs_from_tensors(tensors), storages)
+        found = functions.places(_aoti().unsafe_alloc_void_ptrs_from_tensors, tensors, storages)
         # Only complex numbers can be conjugated.
         if found is not None and not any(tensors[place].is_complex() for place in found[2]):
             return (*found, True)
@@ -551,15 +561,14 @@ def _tensor_functions() -> Any:
     if functions is None:
         return None
     try:
-        whole = torch.zeros(12)
+        whole = torch.zeros(12, device="cpu")
         part = whole.as_strided((2, 3), (5, 1), 1)
-        capsules = _aoti().unsafe_alloc_void_ptrs_from_tensors([whole, part, part])
         storages = [whole.untyped_storage()] * 3
         places = struct.pack("9q", 0, 0, 0, 0, 1, 1, 0, 1, 1)
-        if functions.places(capsules, storages) != (places, [0], [0, 1]):
+        if functions.places(_aoti().unsafe_alloc_void_ptrs_from_tensors, [whole, part, part], storages) != (places, [0], [0, 1]):
             return None
         layouts = [_layout(*_seen(tensor)) for tensor in (whole, part)]
-        views = _views(functions, places, layouts, storages[:1], lambda storage, dtype: torch.empty(0, dtype=dtype).set_(storage, 0, (0,), (1,)))
+        views = _views(functions, places, layouts, storages[:1], _empty_of_cpu)
         same = zip(views or (), (whole, part, part), strict=True)
         is_right = all(_seen(view) == _seen(tensor) and view.data_ptr() == tensor.data_ptr() for view, tensor in same)
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -567,19 +576,24 @@ def _tensor_functions() -> Any:
     return functions if is_right else None
 
 
+def _empty_of_cpu(storage: Any, dtype: Any) -> Any:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (0,), (1,))
+
+
 def _views(functions: Any, places: bytes, layouts: Sequence[_Layout], storages: list[Any], empty: Callable[[Any, Any], Any]) -> list[Any] | None:
     """Makes the tensors of a batch. `empty` makes a tensor of a type over a storage. Returns `None` if a place, a layout or a range
     is invalid, or if PyTorch refuses."""
+    for layout in layouts:
+        _check_layout(layout)
     types = _Numbers()
     described = [(size, stride, dtype.itemsize, types[dtype]) for dtype, size, stride, _ in layouts]
-
-    def base(number: int, layout: int) -> Any:
-        return _aoti().unsafe_alloc_void_ptr_from_tensor(empty(storages[number], layouts[layout][0]))
-
-    capsules = functions.views(places, described, [storage.nbytes() for storage in storages], base)
-    if capsules is None:
+    calls = _aoti().unsafe_alloc_void_ptrs_from_tensors, _aoti().alloc_tensors_by_stealing_from_void_ptrs
+    nbytes = [storage.nbytes() for storage in storages]
+    tensors: list[Any] | None = functions.views(
+        calls, places, described, nbytes, lambda number, layout: empty(storages[number], layouts[layout][0])
+    )
+    if tensors is None:
         return None
-    tensors: list[Any] = _aoti().alloc_tensors_by_stealing_from_void_ptrs(capsules)
     if any(rest for _, _, _, rest in layouts):
         for place, number in enumerate(array.array("q", places)[1::3]):
             rest = layouts[number][3]
@@ -730,7 +744,9 @@ def _receive(fields: bytes) -> _Incoming:
     token, exporter, count = _FIELDS.unpack_from(fields)
     serials, end = array.array("Q"), _FIELDS.size + 8 * count
     serials.frombytes(fields[_FIELDS.size : end])
-    incoming = _current().open_batch(exporter, token, serials, TicketBatch(fields[end:]))
+    state = _current()
+    incoming = state.open_batch(exporter, serials, TicketBatch(fields[end:]))
+    state.acknowledge(exporter, int.from_bytes(token, "little"))
     _threads.incoming[token] = incoming
     return incoming
 
@@ -751,15 +767,10 @@ def _view(storage: Any, layout: _Layout, offset: int) -> Any:
 
 def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     """Returns a function that makes a tensor of a layout, from a storage and an offset."""
+    _check_layout(layout)
     dtype, size, stride, rest = layout
     # The elements from the first to the last one.
-    extent = 1
-    for length, step in itertools.zip_longest(size, stride, fillvalue=-1):
-        if length < 0 or step < 0:
-            raise _wrong_layout(f"the lengths {size} and the strides {stride}")
-        extent += (length - 1) * step
-    if 0 in size:
-        extent = 0
+    extent = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     itemsize = dtype.itemsize
     metadata = {"dtype": dtype, "size": size, "stride": stride, "storage_offset": 0}
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
@@ -775,6 +786,30 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     return make
 
 
+# PyTorch has no more.
+MOST_DIMENSIONS = 64
+
+
+def _check_layout(layout: _Layout) -> None:
+    """Refuses a layout of a ticket that no tensor can have."""
+    if not (type(layout) is tuple and len(layout) == 4):
+        raise _wrong_layout(f"a layout of the type {type(layout).__name__}")
+    dtype, size, stride, rest = layout
+    if type(dtype) is not torch.dtype:
+        raise _wrong_layout(f"a dtype of the type {type(dtype).__name__}")
+    for shape in (size, stride):
+        is_shape = type(shape) is tuple and len(shape) <= MOST_DIMENSIONS and all(type(number) is int for number in shape)
+        if not is_shape or any(not 0 <= number < 1 << 63 for number in shape):
+            raise _wrong_layout("lengths or strides that are no tuple of at most 64 numbers from 0 to 2^63 - 1")
+    if len(size) != len(stride) or math.prod(size) >= 1 << 63:
+        raise _wrong_layout(f"the lengths {size} and the strides {stride}")
+    if rest is not None:
+        is_rest = type(rest) is tuple and len(rest) == 3 and rest[0] in ("Tensor", "Parameter") and type(rest[1]) is bool
+        signs = rest[2] if is_rest else None
+        if not (type(signs) is tuple and len(signs) == 2 and all(type(sign) is bool for sign in signs)):
+            raise _wrong_layout("other properties than a kind, a gradient flag and two signs")
+
+
 def _wrong_layout(found: str) -> InvalidArgument:
     message = f"the ticket describes no tensor: {found}"
     return InvalidArgument("InvalidArgument", "open", message, None, "pass a ticket as `share` returned it")
@@ -782,14 +817,17 @@ def _wrong_layout(found: str) -> InvalidArgument:
 
 def _finished(tensor: Any, kind: str, requires_grad: bool, signs: tuple[bool, bool]) -> Any:
     is_conj, is_neg = signs
-    if is_conj:
-        tensor = tensor.conj()
-    if is_neg:
-        tensor = torch._neg_view(tensor)
-    if kind == "Parameter":
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    if requires_grad:
-        tensor.requires_grad_()
+    try:
+        if is_conj:
+            tensor = tensor.conj()
+        if is_neg:
+            tensor = torch._neg_view(tensor)
+        if kind == "Parameter":
+            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        if requires_grad:
+            tensor.requires_grad_()
+    except RuntimeError as error:
+        raise _wrong_layout(str(error)) from error
     return tensor
 
 
@@ -894,12 +932,16 @@ def open(ticket: TensorTicket) -> Any:
     Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, `InvalidArgument`
     if the shape of the ticket exceeds its storage, and `Forked` in a child of `fork`.
     """
+    kind, dtype, size, stride, offset, requires_grad, signs = ticket[:7]
+    make = _maker((dtype, size, stride, (kind, requires_grad, signs)))
     if ticket.nbytes == 0:
         storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
     else:
         storage = _current().storage_of(ticket)
-    kind, dtype, size, stride, offset, requires_grad, signs = ticket[:7]
-    return _view(storage, (dtype, size, stride, (kind, requires_grad, signs)), offset)
+    tensor = make(storage, offset)
+    if ticket.nbytes > 0:
+        _current().acknowledge(ticket.exporter, ticket.token)
+    return tensor
 
 
 def share_all(tensors: Sequence[Any], *, opens: int = 1) -> TensorBatch:
@@ -917,24 +959,71 @@ def open_all(batch: TensorBatch) -> list[Any]:
 
     Python's garbage collection is off while the tensors are made.
     """
+    _check_batch(batch)
     state = _current()
-    incoming = state.open_batch(batch.exporter, batch.token.to_bytes(8, "little"), batch.serials, batch.batch)
+    incoming = state.open_batch(batch.exporter, batch.serials, batch.batch)
     storages = [incoming.storage(number) for number in range(len(batch.serials))]
-    # Garbage collection would scan every object, and all of these are live.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    tensors = None
+    with _no_collection:
         if state.functions is not None:
             tensors = _views(state.functions, batch.places, batch.layouts, storages, lambda storage, dtype: _empty(dtype)(storage, 0))
-            if tensors is not None:
-                return tensors
-        makers = [_maker(layout) for layout in batch.layouts]
-        _check_places(batch.places, len(storages), len(makers))
-        rows = iter(array.array("q", batch.places))
-        return [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
-    finally:
-        if collects:
+        if tensors is None:
+            makers = [_maker(layout) for layout in batch.layouts]
+            _check_places(batch.places, len(storages), len(makers))
+            rows = iter(array.array("q", batch.places))
+            tensors = [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
+    state.acknowledge(batch.exporter, batch.token)
+    return tensors
+
+
+class _NoCollection:
+    """Stops Python's garbage collection, which would scan every tensor that is made, and all of them are live."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.collects = False
+        os.register_at_fork(after_in_child=self.end_in_child)
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.collects = gc.isenabled()
+                gc.disable()
+            self.users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and self.collects:
+                gc.enable()
+
+    def end_in_child(self) -> None:
+        """The threads that made tensors do not exist in a child."""
+        self.lock = threading.Lock()
+        if self.users > 0 and self.collects:
             gc.enable()
+        self.users = 0
+
+
+_no_collection = _NoCollection()
+
+
+def _check_batch(batch: TensorBatch) -> None:
+    """Refuses a batch with fields of wrong types."""
+    is_right = (
+        isinstance(batch, TensorBatch)
+        and type(batch.layouts) is tuple
+        and type(batch.places) is bytes
+        and isinstance(batch.batch, TicketBatch)
+        and type(batch.exporter) is bytes
+        and type(batch.serials) is tuple
+        and all(type(serial) is int for serial in batch.serials)
+        and type(batch.token) is int
+        and 0 <= batch.token < 1 << 64
+    )
+    if not is_right:
+        raise _wrong_layout("fields of other types than those of `share_all`")
 
 
 def _check_places(places: bytes, storages: int, layouts: int) -> None:

@@ -10,7 +10,7 @@ use std::ptr::{NonNull, null, null_mut};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 /// `at::Tensor*`.
 type Handle = *mut c_void;
@@ -43,21 +43,39 @@ impl Drop for Tensor<'_> {
     }
 }
 
+/// The most dimensions of a tensor.
+const MOST_DIMENSIONS: usize = 64;
+
+/// Sizes, strides, the bytes of an element, and the number of the type.
+type Described<'py> = (Bound<'py, PyTuple>, Bound<'py, PyTuple>, i64, usize);
+
 /// The type and the shape of the tensors of a layout.
-#[derive(FromPyObject)]
-pub(crate) struct Layout(Vec<i64>, Vec<i64>, i64, usize);
+struct Layout {
+    size: Vec<i64>,
+    stride: Vec<i64>,
+    itemsize: i64,
+    dtype: usize,
+    /// The number of elements from the first to the last one.
+    extent: i64,
+}
 
 impl Layout {
-    /// Returns the number of elements from the first to the last one; `None` if the layout is invalid or the number
-    /// overflows.
-    fn extent(&self) -> Option<i64> {
-        let Self(size, stride, ..) = self;
-        let is_possible = size.len() == stride.len() && size.iter().chain(stride).all(|number| *number >= 0);
+    /// Returns `None` if the layout is invalid, or a number overflows.
+    fn of((size, stride, itemsize, dtype): &Described<'_>) -> Option<Self> {
+        if size.len() != stride.len() || size.len() > MOST_DIMENSIONS || *itemsize <= 0 {
+            return None;
+        }
+        let (size, stride): (Vec<i64>, Vec<i64>) = (size.extract().ok()?, stride.extract().ok()?);
+        let elements = size.iter().try_fold(1_i64, |elements, length| elements.checked_mul(*length))?;
+        if size.iter().chain(&stride).any(|number| *number < 0) {
+            return None;
+        }
         let last = size
             .iter()
-            .zip(stride)
+            .zip(&stride)
             .try_fold(0_i64, |last, (length, step)| last.checked_add(length.saturating_sub(1).checked_mul(*step)?));
-        if size.contains(&0) { is_possible.then_some(0) } else { last?.checked_add(1).filter(|_| is_possible) }
+        let extent = if elements == 0 { 0 } else { last?.checked_add(1)? };
+        Some(Self { size, stride, itemsize: *itemsize, dtype: *dtype, extent })
     }
 }
 
@@ -99,7 +117,8 @@ impl TensorFunctions {
     }
 
     /// Makes a tensor over the storage of `base`. The caller has checked the range.
-    fn view_of(&self, base: &Tensor<'_>, Layout(size, stride, ..): &Layout, offset: i64) -> Option<Tensor<'_>> {
+    fn view_of(&self, base: &Tensor<'_>, layout: &Layout, offset: i64) -> Option<Tensor<'_>> {
+        let Layout { size, stride, .. } = layout;
         let mut made = null_mut();
         // SAFETY: The tensor is alive, and the call reads as many sizes and strides.
         let code = unsafe {
@@ -141,14 +160,16 @@ impl TensorFunctions {
         }
     }
 
-    /// Numbers the storages and the layouts of tensors in the order of their first tensors. Takes the tensors of the capsules.
-    /// Objects of `storages` that are the same object are one storage. Returns `None` if PyTorch refuses.
+    /// Numbers the storages and the layouts of tensors in the order of their first tensors. `to_capsules` is PyTorch's function that
+    /// makes capsules of tensors. It is called here, because a signal handler that ran after it would lose them. Objects of
+    /// `storages` that are the same object are one storage. Returns `None` if PyTorch refuses.
     fn places<'py>(
         &self,
-        capsules: &Bound<'py, PyList>,
+        to_capsules: &Bound<'py, PyAny>,
+        tensors: &Bound<'py, PyList>,
         storages: &Bound<'py, PyList>,
     ) -> PyResult<Option<Places<'py>>> {
-        let tensors = self.take(capsules)?;
+        let tensors = self.take(to_capsules.call1((tensors,))?.cast()?)?;
         let (mut places, mut shape) = (Vec::with_capacity(24 * tensors.len()), Vec::new());
         let (mut numbers, mut layouts) = (HashMap::new(), HashMap::<Vec<i64>, usize>::new());
         let (mut first_of_storages, mut first_of_layouts) = (Vec::new(), Vec::new());
@@ -169,22 +190,23 @@ impl TensorFunctions {
                 places.extend(number.to_ne_bytes());
             }
         }
-        Ok(Some((PyBytes::new(capsules.py(), &places), first_of_storages, first_of_layouts)))
+        Ok(Some((PyBytes::new(to_capsules.py(), &places), first_of_storages, first_of_layouts)))
     }
 
     /// Makes tensors over storages, from the `places` of a `TensorBatch`. A layout has the sizes, the strides, the bytes of an
-    /// element, and the number of its type. `base` gets the numbers of a storage and of a layout, and returns a capsule with an
-    /// empty tensor of that type over the storage. Returns capsules for PyTorch; `None` if a place, a layout or a range is invalid, or if
-    /// PyTorch refuses.
+    /// element, and the number of its type. `base` gets the numbers of a storage and of a layout, and returns an empty tensor of
+    /// that type over the storage. `calls` are PyTorch's functions that make capsules of tensors and tensors of capsules. Returns a list; `None` if a
+    /// place, a layout or a range is invalid, or if PyTorch refuses.
     fn views<'py>(
         &self,
+        calls: (Bound<'py, PyAny>, Bound<'py, PyAny>),
         places: &[u8],
-        layouts: Vec<Layout>,
+        layouts: Vec<Described<'py>>,
         nbytes: Vec<i64>,
         base: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyList>>> {
-        let py = base.py();
-        let Some(extents) = layouts.iter().map(Layout::extent).collect::<Option<Vec<_>>>() else { return Ok(None) };
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (py, (to_capsules, from_capsules)) = (base.py(), calls);
+        let Some(layouts) = layouts.iter().map(Layout::of).collect::<Option<Vec<_>>>() else { return Ok(None) };
         if !places.len().is_multiple_of(24) {
             return Ok(None);
         }
@@ -192,30 +214,32 @@ impl TensorFunctions {
         for row in places.chunks_exact(24) {
             let number = |place: usize| row[8 * place..][..8].try_into().map_or(-1, i64::from_ne_bytes);
             let (storage, of, offset) = (number(0) as usize, number(1) as usize, number(2));
-            let (Some(bytes), Some(layout), Some(extent)) = (nbytes.get(storage), layouts.get(of), extents.get(of))
-            else {
-                return Ok(None);
-            };
-            let end = offset.checked_add(*extent).and_then(|end| end.checked_mul(layout.2));
+            let (Some(bytes), Some(layout)) = (nbytes.get(storage), layouts.get(of)) else { return Ok(None) };
+            let end = offset.checked_add(layout.extent).and_then(|end| end.checked_mul(layout.itemsize));
             // A tensor without elements may have any offset that is not negative.
-            if offset < 0 || (*extent > 0 && end.is_none_or(|end| end > *bytes)) {
+            if offset < 0 || (layout.extent > 0 && end.is_none_or(|end| end > *bytes)) {
                 return Ok(None);
             }
-            let base = match bases.entry((storage, layout.3)) {
+            let base = match bases.entry((storage, layout.dtype)) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(place) => place.insert(self.tensor(pointer(&base.call1((storage, of))?)?)),
+                Entry::Vacant(place) => {
+                    let tensor = PyList::new(py, [base.call1((storage, of))?])?;
+                    let mut taken = self.take(to_capsules.call1((tensor,))?.cast()?)?;
+                    let Some(taken) = taken.pop() else { return Ok(None) };
+                    place.insert(taken)
+                }
             };
             let Some(view) = self.view_of(base, layout, offset) else { return Ok(None) };
             made.push(view);
         }
         let capsules = PyList::empty(py);
-        for view in made {
-            // SAFETY: This thread holds the interpreter's lock. The result is a new object or null.
+        for view in &made {
+            // SAFETY: This thread holds the interpreter's lock. The result is a new object or null. It has no destructor.
             let capsule = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(view.handle, null(), None)) }?;
             capsules.append(capsule)?;
-            // The capsule owns the tensor from here on.
-            std::mem::forget(view);
         }
-        Ok(Some(capsules))
+        // PyTorch owns them from here on.
+        made.into_iter().for_each(std::mem::forget);
+        from_capsules.call1((capsules,)).map(Some)
     }
 }

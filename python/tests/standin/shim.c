@@ -16,6 +16,16 @@ typedef struct {
 } Tensor;
 
 static int64_t live;
+static int64_t calls_left = -1;
+
+// Lets the call after so many calls fail. Negative: none.
+void standin_fail_after(int64_t calls) { calls_left = calls; }
+
+static int fails(void) {
+    if (calls_left == 0) return 1;
+    if (calls_left > 0) calls_left--;
+    return 0;
+}
 
 // The number of tensors that nothing has deleted.
 int64_t standin_live(void) { return live; }
@@ -35,7 +45,12 @@ Tensor *standin_new(int64_t storage, int32_t dtype, int64_t dimensions, const in
 
 int64_t standin_storage(const Tensor *tensor) { return tensor->storage; }
 
+int64_t standin_dimensions(const Tensor *tensor) { return tensor->dimensions; }
+
+int64_t standin_offset(const Tensor *tensor) { return tensor->offset; }
+
 int32_t aoti_torch_get_dim(const Tensor *tensor, int64_t *dimensions) {
+    if (fails()) return 1;
     *dimensions = tensor->dimensions;
     return 0;
 }
@@ -56,11 +71,13 @@ int32_t aoti_torch_get_strides(Tensor *tensor, int64_t **strides) {
 }
 
 int32_t aoti_torch_get_storage_offset(const Tensor *tensor, int64_t *offset) {
+    if (fails()) return 1;
     *offset = tensor->offset;
     return 0;
 }
 
 int32_t aoti_torch__reinterpret_tensor(const Tensor *base, int64_t dimensions, const int64_t *sizes, const int64_t *strides, int64_t offset, Tensor **made) {
+    if (fails()) return 1;
     *made = standin_new(base->storage, base->dtype, dimensions, sizes, strides, base->offset + offset);
     return 0;
 }

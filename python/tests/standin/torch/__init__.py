@@ -33,7 +33,9 @@ class dtype:
         return f"torch.{self.name}"
 
 
-float32, float64, int32, int64, uint8 = (dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
+float32, float64, int32, int64, uint8, complex64 = (
+    dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8", "complex64")
+)
 
 
 class device:
@@ -132,8 +134,7 @@ class Tensor:
         return self._is_conj
 
     def is_complex(self) -> bool:
-        """Reports a conjugate view as complex. The stand-in has real types only, and PyTorch conjugates complex tensors only."""
-        return self._is_conj
+        return self.dtype is complex64
 
     def is_neg(self) -> bool:
         return self._is_neg
@@ -247,25 +248,30 @@ class _Shim:
     """Tensors of `shim.c`, in capsules."""
 
     def __init__(self, path: str) -> None:
-        self.functions = ctypes.CDLL(path)
+        # Its counters need the interpreter's lock.
+        self.functions = ctypes.PyDLL(path)
         self.functions.standin_new.restype = ctypes.c_void_p
         self.functions.standin_new.argtypes = [
             ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
         ]  # fmt: skip
-        for name in ("standin_storage", "standin_live"):
+        for name in ("standin_storage", "standin_dimensions", "standin_offset", "standin_live"):
             getattr(self.functions, name).restype = ctypes.c_int64
-        self.types = [float32, float64, int32, int64, uint8]
+        self.types = [float32, float64, int32, int64, uint8, complex64]
         python = ctypes.pythonapi
         self.capsule, self.pointer = python.PyCapsule_New, python.PyCapsule_GetPointer
         self.capsule.restype, self.capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         self.pointer.restype, self.pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def fail_after(self, calls: int) -> None:
+        """Lets the call after so many calls fail. Negative: none."""
+        self.functions.standin_fail_after(ctypes.c_int64(calls))
 
     def live(self) -> int:
         return int(self.functions.standin_live())
 
     def unsafe_alloc_void_ptr_from_tensor(self, tensor: Tensor) -> Any:
         size, stride = tensor.size(), tensor.stride()
-        number = self.types.index(tensor.dtype) + (100 if tensor.is_conj() else 0)
+        number = self.types.index(tensor.dtype)
         sizes, strides = ((ctypes.c_int64 * max(len(shape), 1))(*shape) for shape in (size, stride))
         storage = tensor.untyped_storage()._cdata
         made = self.functions.standin_new(storage, number, len(size), sizes, strides, tensor.storage_offset())
@@ -276,16 +282,14 @@ class _Shim:
 
     def steal(self, capsule: Any) -> Tensor:
         handle = ctypes.c_void_p(self.pointer(capsule, None))
-        number, shapes = ctypes.c_int64(), [ctypes.POINTER(ctypes.c_int64)() for _ in range(2)]
-        self.functions.aoti_torch_get_dim(handle, ctypes.byref(number))
+        dimensions, shapes = self.functions.standin_dimensions(handle), [ctypes.POINTER(ctypes.c_int64)() for _ in range(2)]
         for name, shape in zip(("sizes", "strides"), shapes, strict=True):
             getattr(self.functions, f"aoti_torch_get_{name}")(handle, ctypes.byref(shape))
-        size, stride = (shape[: number.value] for shape in shapes)
-        self.functions.aoti_torch_get_storage_offset(handle, ctypes.byref(number))
+        size, stride = (shape[:dimensions] for shape in shapes)
         kind = ctypes.c_int32()
         self.functions.aoti_torch_get_dtype(handle, ctypes.byref(kind))
         storage = _storages[self.functions.standin_storage(handle)]
-        tensor = Tensor(storage, self.types[kind.value], size, stride, number.value)
+        tensor = Tensor(storage, self.types[kind.value], size, stride, self.functions.standin_offset(handle))
         self.functions.aoti_torch_delete_tensor_object(handle)
         return tensor
 
@@ -299,7 +303,7 @@ if "HIGHWATER_STANDIN" in os.environ:
     _C._aoti = _Shim(os.path.join(os.environ["HIGHWATER_STANDIN"], "lib", "libtorch_cpu.so"))
 
 
-def zeros(length: int) -> Tensor:
+def zeros(length: int, device: Any = "cpu") -> Tensor:
     return Tensor(UntypedStorage(length * float32.itemsize), float32, (length,), (1,), 0)
 
 
