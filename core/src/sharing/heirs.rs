@@ -145,7 +145,7 @@ impl Sharing {
         if !quest.answering.as_ref().is_some_and(|link| link.may_still_work()) && self.inherit(incarnation) {
             return true;
         }
-        match self.importer.register(&widowed, &mut quest.answering, &mapper, &self.bell) {
+        match self.importer.register(&widowed, &mut quest.answering, &mut quest.has_ended, &mapper, &self.bell) {
             Ok(()) => true,
             Err(_) if mapper.check().is_err() => true,
             // A process has the name and does not answer, or this process or that one lacks descriptors. Neither proves that no heir lives.
@@ -194,6 +194,8 @@ fn proves_nothing(kind: ErrorKind) -> bool {
 struct Quest {
     /// The connection to the last heir.
     answering: Option<Arc<Link>>,
+    /// True if the owner has ended, and the process that has its socket accepts no connections.
+    has_ended: bool,
     /// The living heir that the owner has named.
     named: Option<Arc<Process>>,
     /// The latest time at which an heir was known to live; initially the begin of the search.
@@ -210,7 +212,7 @@ impl Quest {
 /// Looks for the heir of an owner until the imports of this process are settled.
 fn look(sharing: &Weak<Sharing>, incarnation: [u8; 16], search: &Search) {
     let started = Instant::now();
-    let mut quest = Quest { answering: None, named: None, since: started };
+    let mut quest = Quest { answering: None, has_ended: false, named: None, since: started };
     let mut pause = Pause::new();
     while let Some(sharing) = sharing.upgrade() {
         if sharing.look_for_heir(&incarnation, &mut quest, search) {

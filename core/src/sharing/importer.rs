@@ -1878,6 +1878,31 @@ mod tests {
     }
 
     #[test]
+    fn a_full_queue_is_waited_for_unless_its_owner_has_ended() {
+        let incarnation = highwater_hal::random(OPERATION).unwrap();
+        let _listener = listen(&incarnation);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let name = SocketAddrUnix::new_abstract_name(&Name { boot: [0; 16], incarnation }.address()).unwrap();
+        let mut connections = Vec::new();
+        loop {
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            match rustix::net::connect(&socket, &name) {
+                Ok(()) => connections.push(socket),
+                Err(error) => break assert_eq!(error, Errno::AGAIN),
+            }
+        }
+        for (ended, expected) in [(false, ErrorKind::InvalidState), (true, ErrorKind::Expired)] {
+            let (started, limit, mut has_ended) = (Instant::now(), Duration::from_millis(300), ended);
+            let (patience, at_once) = (Patience::new(limit), Patience::new(Duration::ZERO));
+            let mapper = NoMapper::new();
+            let error = Link::connect_or_wait(&ticket(incarnation), &mapper, patience, at_once, &[], &mut has_ended)
+                .unwrap_err();
+            assert_eq!((error.kind(), has_ended), (expected, ended), "{error}");
+            assert_eq!(started.elapsed() >= limit, !ended, "{:?}", started.elapsed());
+        }
+    }
+
+    #[test]
     fn an_exporter_of_another_version_is_refused_by_name() {
         for (version, oldest, is_accepted) in [(2, 2, false), (5, 3, false), (6, 2, true), (8, 6, true), (8, 7, false)]
         {

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
@@ -178,7 +179,7 @@ impl Importer {
     }
 
     /// Registers imports at the heir of their exporter. Those that the heir does not have stay without one. `answering` becomes the
-    /// connection to the heir.
+    /// connection to the heir. `has_ended` is as for [`Link::connect_or_wait`].
     ///
     /// # Errors
     /// Of the connection: the heir may answer later.
@@ -186,13 +187,17 @@ impl Importer {
         &self,
         imports: &[Arc<Import>],
         answering: &mut Option<Arc<Link>>,
+        has_ended: &mut bool,
         mapper: &dyn Mapper,
         bell: &Bell,
     ) -> Result<()> {
         let Some(first) = imports.first() else { return Ok(()) };
         let mut patience = Patience::new(super::HEIR_ANSWERS_WITHIN);
-        let link = Arc::new(Link::connect(&first.ticket, mapper, patience)?);
+        let at_once = Patience::new(Duration::ZERO);
+        let link = Link::connect_or_wait(&first.ticket, mapper, patience, at_once, &[], has_ended)?;
+        let link = Arc::new(link);
         link.check_heir()?;
+        *has_ended = false;
         *answering = Some(Arc::clone(&link));
         let mut registered = Ok(());
         for import in imports {
