@@ -421,8 +421,9 @@ impl<'a> Supervisor<'a> {
         self.next_stop = Instant::now() + self.random.time(self.pace.stop * 2);
         let index = self.random.index(self.workers.len());
         let stopped = self.workers.iter().filter(|worker| worker.stopped.is_some()).count();
-        // Some must run, to be delayed.
-        if self.workers[index].stopped.is_some() || 2 * stopped + 2 > self.workers.len() {
+        // Some must run, to be delayed. A worker that is not ready may not have asked yet to die with this process.
+        let Worker { stopped: stop, is_ready, .. } = self.workers[index];
+        if stop.is_some() || !is_ready || 2 * stopped + 2 > self.workers.len() {
             return Ok(());
         }
         let milliseconds = match self.random.within(0..100) {
