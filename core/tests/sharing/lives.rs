@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use highwater_core::{ErrorKind, TicketBatch};
+use highwater_core::{DeviceBuffer, ErrorKind, TicketBatch};
 use highwater_mock::MockOptions;
 
 use crate::Exporter;
@@ -47,17 +47,23 @@ impl Drop for Ended {
     }
 }
 
-/// Found by the soak on an H200: a batch keeps what it has counted while it waits, here for an heir that cannot exist.
-#[test]
-fn an_open_does_not_wait_for_an_heir_of_an_owner_that_has_handed_nothing_over() {
-    let importer = Exporter::new();
+/// Opens a tensor of a batch of two. Then its owner dies, and the child of the owner keeps the socket.
+fn with_a_dead_owner(importer: &Exporter) -> (TicketBatch, DeviceBuffer<u32>, Ended) {
     let mut owner = Peer::start();
     let batch: TicketBatch = owner.tell("make-batch a 2 100 7").parse().unwrap();
     let first = importer.runtime.open_shared::<u32>(&batch.ticket(0).unwrap()).unwrap();
     let child = owner.tell("spawn-heir");
     owner.kill();
-    let _child = Ended(child);
+    let child = Ended(child);
     until("the death is noticed", || importer.runtime.statistics().sharing.lost_exporters == 1);
+    (batch, first, child)
+}
+
+/// Found by the soak on an H200: a batch keeps what it has counted while it waits, here for an heir that cannot exist.
+#[test]
+fn an_open_does_not_wait_for_an_heir_of_an_owner_that_has_handed_nothing_over() {
+    let importer = Exporter::new();
+    let (batch, first, _child) = with_a_dead_owner(&importer);
     let begun = Instant::now();
     let error = importer.runtime.open_shared_all::<u32>(&batch).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
@@ -72,14 +78,8 @@ fn an_open_does_not_wait_for_an_heir_of_an_owner_that_has_handed_nothing_over() 
 #[test]
 fn opens_of_a_dead_owner_whose_child_has_its_socket_are_refused_however_often_they_come() {
     let importer = Exporter::new();
-    let mut owner = Peer::start();
-    let batch: TicketBatch = owner.tell("make-batch a 2 100 7").parse().unwrap();
+    let (batch, first, _child) = with_a_dead_owner(&importer);
     let ticket = batch.ticket(1).unwrap();
-    let first = importer.runtime.open_shared::<u32>(&batch.ticket(0).unwrap()).unwrap();
-    let child = owner.tell("spawn-heir");
-    owner.kill();
-    let _child = Ended(child);
-    until("the death is noticed", || importer.runtime.statistics().sharing.lost_exporters == 1);
     // It has never been connected to the owner, so it waits for an heir once.
     let other = Exporter::new();
     // The queue has room for 1,024 connections.
