@@ -13,6 +13,7 @@ import array
 import atexit
 import ctypes
 import dataclasses
+import functools
 import gc
 import hashlib
 import importlib
@@ -767,20 +768,29 @@ def _view(storage: Any, layout: _Layout, offset: int) -> Any:
 
 def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
     """Returns a function that makes a tensor of a layout, from a storage and an offset."""
+    try:
+        return _new_maker(layout)
+    except TypeError:
+        # A part of the layout cannot be hashed, so its type is wrong.
+        _check_layout(layout)
+        raise
+
+
+# The tensors of a program have few layouts, and the check of one takes longer than the making of a tensor.
+@functools.lru_cache(maxsize=1024)
+def _new_maker(layout: _Layout) -> Callable[[Any, int], Any]:
     _check_layout(layout)
     dtype, size, stride, rest = layout
     # The elements from the first to the last one.
     extent = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     itemsize = dtype.itemsize
-    metadata = {"dtype": dtype, "size": size, "stride": stride, "storage_offset": 0}
     construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
 
     def make(storage: Any, offset: int) -> Any:
         # PyTorch does not check the range. A tensor without elements may have any offset that is not negative.
         if offset < 0 or (extent > 0 and (offset + extent) * itemsize > storage.nbytes()):
             raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
-        metadata["storage_offset"] = offset
-        tensor = construct(metadata, storage)
+        tensor = construct({"dtype": dtype, "size": size, "stride": stride, "storage_offset": offset}, storage)
         return tensor if rest is None else _finished(tensor, *rest)
 
     return make

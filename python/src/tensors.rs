@@ -195,8 +195,8 @@ impl TensorFunctions {
 
     /// Makes tensors over storages, from the `places` of a `TensorBatch`. A layout has the sizes, the strides, the bytes of an
     /// element, and the number of its type. `base` gets the numbers of a storage and of a layout, and returns an empty tensor of
-    /// that type over the storage. `calls` are PyTorch's functions that make capsules of tensors and tensors of capsules. Returns a list; `None` if a
-    /// place, a layout or a range is invalid, or if PyTorch refuses.
+    /// that type over the storage. `calls` are PyTorch's functions that make capsules of tensors and tensors of capsules. Returns a
+    /// list; `None` if a place, a layout or a range is invalid, or if PyTorch refuses.
     fn views<'py>(
         &self,
         calls: (Bound<'py, PyAny>, Bound<'py, PyAny>),

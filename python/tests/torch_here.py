@@ -21,7 +21,7 @@ STAND_IN = str(pathlib.Path(__file__).with_name("standin"))
 
 
 def compile_shim() -> None:
-    """Compiles the functions for C of the stand-in. Child processes find them, too."""
+    """Compiles the C functions of the stand-in. Child processes find them, too."""
     compiler = shutil.which("cc")
     if compiler is not None and "HIGHWATER_STANDIN" not in os.environ:
         folder = tempfile.mkdtemp(prefix="highwater-standin-")

@@ -1,4 +1,4 @@
-// The functions of PyTorch for C that `highwater.torch` uses, for the tensors of the stand-in.
+// The C functions of PyTorch that `highwater.torch` uses, for the tensors of the stand-in.
 
 #include <stdint.h>
 #include <stdlib.h>
