@@ -45,6 +45,8 @@ const HEIR_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 const HEIR_LISTENS_WITHIN: Duration = Duration::from_millis(500);
 /// Number of ended exporters that are remembered. An open of another one waits again.
 const MOST_ENDED: usize = 256;
+/// The first and the longest time between two connections to the socket of such an exporter. Each connection stays in the socket's queue.
+const CONNECTS_AGAIN_AFTER: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(2)];
 /// Maximum number of connections for one request, if the exporter hands over meanwhile.
 const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
@@ -120,7 +122,7 @@ struct State {
     /// Exporters that did not answer the last request: when the request failed, and why.
     silent: HashMap<[u8; 16], (Instant, Error)>,
     /// Exporters that have ended and whose socket another process has without accepting connections, at most [`MOST_ENDED`].
-    ended: VecDeque<[u8; 16]>,
+    ended: VecDeque<Ended>,
     lost_links: u64,
 }
 
@@ -156,9 +158,12 @@ impl State {
 
     /// Notes whether an exporter has ended and left its socket to a process that does not accept connections.
     fn note_ended(&mut self, incarnation: [u8; 16], has_ended: bool) {
-        self.ended.retain(|ended| *ended != incarnation);
+        let [first, longest] = CONNECTS_AGAIN_AFTER;
+        let before = self.ended.iter().position(|ended| ended.incarnation == incarnation);
+        let before = before.and_then(|place| self.ended.remove(place));
         if has_ended {
-            self.ended.push_back(incarnation);
+            let pause = before.map_or(first, |before| (before.pause * 2).min(longest));
+            self.ended.push_back(Ended { incarnation, pause, since: Instant::now() });
             if self.ended.len() > MOST_ENDED {
                 self.ended.pop_front();
             }
@@ -179,6 +184,22 @@ impl State {
             self.former.push(Arc::clone(link));
         }
     }
+}
+
+/// An exporter that has ended, and whose socket another process has without accepting connections.
+#[derive(Debug)]
+struct Ended {
+    incarnation: [u8; 16],
+    /// Time of the last connection.
+    since: Instant,
+    /// Time from then to the next one.
+    pause: Duration,
+}
+
+/// Returns the error for the ticket of an [`Ended`] exporter.
+fn left_to_another(ticket: &Ticket) -> Error {
+    let what = "has ended, and the process that has its socket accepts no connections";
+    expired(format!("the exporter (process {}) {what}", ticket.pid))
 }
 
 /// The cause of a failed connection.
@@ -532,11 +553,7 @@ impl Link {
                         *has_ended = true;
                         return Err(first_error.unwrap_or(error));
                     }
-                    Fault::Full if *has_ended => {
-                        let pid = ticket.pid;
-                        let what = "has ended, and the process that has its socket accepts no connections";
-                        return Err(expired(format!("the exporter (process {pid}) {what}")));
-                    }
+                    Fault::Full if *has_ended => return Err(left_to_another(ticket)),
                     // The exporter may have handed over while the connection waited for it. An heir sends valid messages.
                     Fault::Cut if error.kind() != ErrorKind::InvalidArgument => {
                         first_error.get_or_insert(error);
@@ -1156,7 +1173,12 @@ impl Importer {
                     let incarnation = ticket.incarnation;
                     let (without_heir, mut has_ended) = {
                         let state = self.state.lock();
-                        (state.ended_without_heir(&incarnation), state.ended.contains(&incarnation))
+                        let ended = state.ended.iter().find(|ended| ended.incarnation == incarnation);
+                        // Otherwise this process would fill the queue, and others could not learn that the exporter has ended.
+                        if ended.is_some_and(|ended| ended.since.elapsed() < ended.pause) {
+                            return Err(left_to_another(ticket));
+                        }
+                        (state.ended_without_heir(&incarnation), ended.is_some())
                     };
                     let heir = if has_ended { Duration::ZERO } else { HEIR_LISTENS_WITHIN };
                     let heir = patience.at_most(heir);

@@ -92,6 +92,12 @@ fn opens_of_a_dead_owner_whose_child_has_its_socket_are_refused_however_often_th
             assert!(begun.elapsed() < limit, "open {round} took {:?}", begun.elapsed());
         }
     }
+    // They have left the queue room for importers that come later.
+    let late = Exporter::new();
+    let begun = Instant::now();
+    let error = late.runtime.open_shared::<u32>(&ticket).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    assert!(begun.elapsed() < Duration::from_millis(900), "the late open took {:?}", begun.elapsed());
     drop(first);
     until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
 }
