@@ -31,20 +31,28 @@ use crate::pool::deferred::DeferredFree;
 use highwater_hal::{Error, MemoryHandle, Result};
 
 /// The time between two looks for an heir, which doubles.
-pub(super) struct Pause(Duration);
+#[derive(Debug)]
+pub(super) struct Pause {
+    next: Duration,
+    longest: Duration,
+}
 
 impl Pause {
     const SHORTEST: Duration = Duration::from_micros(500);
     pub(super) const LONGEST: Duration = Duration::from_millis(100);
 
     pub(super) fn new() -> Self {
-        Self(Self::SHORTEST)
+        Self::between(Self::SHORTEST, Self::LONGEST)
+    }
+
+    pub(super) fn between(shortest: Duration, longest: Duration) -> Self {
+        Self { next: shortest, longest }
     }
 
     /// Returns the time before the next attempt.
     pub(super) fn next(&mut self) -> Duration {
-        let longer = (self.0 * 2).min(Self::LONGEST);
-        std::mem::replace(&mut self.0, longer)
+        let longer = (self.next * 2).min(self.longest);
+        std::mem::replace(&mut self.next, longer)
     }
 }
 

@@ -158,12 +158,13 @@ impl State {
 
     /// Notes whether an exporter has ended and left its socket to a process that does not accept connections.
     fn note_ended(&mut self, incarnation: [u8; 16], has_ended: bool) {
-        let [first, longest] = CONNECTS_AGAIN_AFTER;
         let before = self.ended.iter().position(|ended| ended.incarnation == incarnation);
         let before = before.and_then(|place| self.ended.remove(place));
         if has_ended {
-            let pause = before.map_or(first, |before| (before.pause * 2).min(longest));
-            self.ended.push_back(Ended { incarnation, pause, since: Instant::now() });
+            let [shortest, longest] = CONNECTS_AGAIN_AFTER;
+            let mut pause = before.map_or_else(|| Pause::between(shortest, longest), |before| before.pause);
+            let until = Instant::now() + pause.next();
+            self.ended.push_back(Ended { incarnation, pause, until });
             if self.ended.len() > MOST_ENDED {
                 self.ended.pop_front();
             }
@@ -190,10 +191,10 @@ impl State {
 #[derive(Debug)]
 struct Ended {
     incarnation: [u8; 16],
-    /// Time of the last connection.
-    since: Instant,
-    /// Time from then to the next one.
-    pause: Duration,
+    /// Between two connections to the socket.
+    pause: Pause,
+    /// The time of the next connection.
+    until: Instant,
 }
 
 /// Returns the error for the ticket of an [`Ended`] exporter.
@@ -1171,15 +1172,16 @@ impl Importer {
                 Found::There(link) => return Ok(link),
                 Found::Mine(place) => {
                     let incarnation = ticket.incarnation;
-                    let (without_heir, mut has_ended) = {
+                    let (without_heir, next) = {
                         let state = self.state.lock();
                         let ended = state.ended.iter().find(|ended| ended.incarnation == incarnation);
-                        // Otherwise this process would fill the queue, and others could not learn that the exporter has ended.
-                        if ended.is_some_and(|ended| ended.since.elapsed() < ended.pause) {
-                            return Err(left_to_another(ticket));
-                        }
-                        (state.ended_without_heir(&incarnation), ended.is_some())
+                        (state.ended_without_heir(&incarnation), ended.map(|ended| ended.until))
                     };
+                    // Otherwise this process would fill the queue, and others could not learn that the exporter has ended.
+                    if next.is_some_and(|next| Instant::now() < next) {
+                        return Err(left_to_another(ticket));
+                    }
+                    let mut has_ended = next.is_some();
                     let heir = if has_ended { Duration::ZERO } else { HEIR_LISTENS_WITHIN };
                     let heir = patience.at_most(heir);
                     let link = Link::connect_or_wait(ticket, mapper, patience, heir, &without_heir, &mut has_ended);
