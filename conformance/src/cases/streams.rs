@@ -196,9 +196,15 @@ enum Way {
 
 /// Checks that a call on an idle stream leaves its work to the device.
 fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
-    for device in 0..backend.device_count().min(2) {
+    let devices = backend.device_count().min(2);
+    // MiB of a block, of which each device has space for two.
+    let mut most = 64;
+    for device in 0..devices {
+        most = most.min((backend.memory_info(device)?.free >> 21).saturating_sub(1)).max(1);
+    }
+    for device in 0..devices {
         until_conclusive(&format!("{way:?}: a call on an idle stream of device {device} executes its work"), |load| {
-            let bytes = load.min(64) << 20;
+            let bytes = load.min(most as usize) << 20;
             let stream = Stream::on(backend, device)?;
             let (block, small) = (Block::on(backend, device, bytes)?, Block::on(backend, device, 256)?);
             let (other, pinned) = match way {
