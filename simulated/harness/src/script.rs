@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 
 use libloading::Library;
 
@@ -35,8 +36,26 @@ pub fn clean(mut command: Command, environment: &[(&str, &str)]) -> Command {
 /// If the script does not start.
 #[must_use]
 pub fn under(vendor: &str, command: &[&OsStr], environment: &[(&str, &str)]) -> Output {
-    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../scripts/simulated.sh");
-    clean(Command::new(script), environment).arg(vendor).args(command).output().expect("the script starts")
+    let mut script = clean(Command::new(script()), environment);
+    script.env(BUILT, built(vendor)).arg(vendor).args(command).output().expect("the script starts")
+}
+
+fn script() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../scripts/simulated.sh")
+}
+
+/// The variable in which the script says that the libraries of a vendor are built.
+const BUILT: &str = "HIGHWATER_SIMULATED_BUILT";
+
+/// Builds the libraries of a vendor once, and returns the value of the variable. It is empty if the script fails. The next run of
+/// the script then fails too, and says why.
+fn built(vendor: &str) -> &'static str {
+    static VALUES: [OnceLock<String>; 2] = [const { OnceLock::new() }; 2];
+    let vendor = if vendor.starts_with("rocm") { "rocm" } else { "cuda" };
+    VALUES[usize::from(vendor == "rocm")].get_or_init(|| {
+        let output = Command::new(script()).args([vendor, "printenv", BUILT]).output().expect("the script starts");
+        String::from_utf8(output.stdout).expect("the path is text").trim().to_owned()
+    })
 }
 
 /// Lays out the folder of a variant and returns its path.
