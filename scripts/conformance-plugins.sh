@@ -14,14 +14,13 @@ conforms() { # vendor, most skipped
   local report
   report=$(scripts/simulated.sh "$1" "$target/release/highwater" conformance --json --allow-insecure-plugins \
     --plugin "$target/debug/libhighwater_$1.so") || { printf '%s\n' "$report"; return 1; }
-  python3 - "$1" "$2" "$report" <<'END'
+  python3 -c '
 import json, sys
 
-vendor, most, report = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-said = f"{vendor}: {report['passed']} cases passed, {report['failed']} failed, {report['skipped']} were skipped, and at most {most} may be"
-print(said)
-sys.exit(0 if report["failed"] == 0 and report["passed"] > 200 and report["skipped"] <= most else said)
-END
+vendor, most, report = sys.argv[1], int(sys.argv[2]), json.load(sys.stdin)
+passed, failed, skipped = (report[key] for key in ("passed", "failed", "skipped"))
+print(f"{vendor}: {passed} cases passed, {failed} failed, {skipped} were skipped, of at most {most}")
+sys.exit(failed != 0 or passed <= 200 or skipped > most)' "$1" "$2" <<<"$report"
 }
 conforms cuda 63
 conforms rocm 134

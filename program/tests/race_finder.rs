@@ -61,7 +61,7 @@ fn no_example_has_a_race() {
 #[test]
 fn the_main_job_has_no_race() {
     let program = Path::new(env!("CARGO_BIN_EXE_highwater"));
-    for mock in ["race_detector=on,devices=2", "race_detector=on,schedule=9"] {
+    for mock in ["race_detector=on", "race_detector=on,devices=2", "race_detector=on,schedule=9"] {
         let told = told(program, &["--backend", "mock", "--json", "--workers", "2"], mock);
         // The owner and its workers.
         assert!(told.len() >= 3, "{mock}: {told:?}");

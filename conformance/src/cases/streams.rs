@@ -200,11 +200,12 @@ fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
     // MiB of a block, of which each device has space for two.
     let mut most = 64;
     for device in 0..devices {
-        most = most.min((backend.memory_info(device)?.free >> 21).saturating_sub(1)).max(1);
+        most = most.min((backend.memory_info(device)?.free >> 21).saturating_sub(1));
     }
+    let most = most.max(1) as usize;
     for device in 0..devices {
         until_conclusive(&format!("{way:?}: a call on an idle stream of device {device} executes its work"), |load| {
-            let bytes = load.min(most as usize) << 20;
+            let bytes = load.min(most) << 20;
             let stream = Stream::on(backend, device)?;
             let (block, small) = (Block::on(backend, device, bytes)?, Block::on(backend, device, 256)?);
             let (other, pinned) = match way {

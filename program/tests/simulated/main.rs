@@ -12,10 +12,10 @@ mod rocm;
 #[path = "../started/mod.rs"]
 mod started;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
 
+use highwater_simulated_harness::script::script;
 use serde_json::Value;
 
 use started::Run;
@@ -50,35 +50,18 @@ struct Simulated {
     backend: &'static str,
 }
 
-/// The variable in which the script says that the libraries of a vendor are built.
-const BUILT: &str = "HIGHWATER_SIMULATED_BUILT";
-
-fn script() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh")
-}
-
 impl Simulated {
     /// The program over a variant of the libraries. The process is the program's own once they are built.
     fn command(self, variant: &str, settings: &[(&str, &str)], arguments: &[&str]) -> Command {
         let libraries = self.libraries;
         let chosen = if variant.is_empty() { libraries.to_owned() } else { format!("{libraries}:{variant}") };
-        let mut command = Command::new(script());
-        command.env(BUILT, self.built()).arg(chosen).arg(env!("CARGO_BIN_EXE_highwater")).args(arguments);
+        let mut command = script(&chosen);
+        command.arg(env!("CARGO_BIN_EXE_highwater")).args(arguments);
         for variable in VARIABLES {
             command.env_remove(variable);
         }
         command.envs(settings.iter().copied());
         command
-    }
-
-    /// Builds the libraries at the first call, and returns the script's word that they are built.
-    fn built(self) -> &'static str {
-        static VALUES: [OnceLock<String>; 2] = [const { OnceLock::new() }; 2];
-        VALUES[usize::from(self.backend == "rocm")].get_or_init(|| {
-            let output = Command::new(script()).args([self.backend, "printenv", BUILT]).output().unwrap();
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            String::from_utf8(output.stdout).unwrap().trim().to_owned()
-        })
     }
 
     /// Runs the program over a variant of the libraries.

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::{Command, Output};
-use std::sync::OnceLock;
+use std::sync::Once;
 
 use libloading::Library;
 
@@ -30,32 +30,33 @@ pub fn clean(mut command: Command, environment: &[(&str, &str)]) -> Command {
     command
 }
 
+/// Returns the script for simulated libraries, to which the command is added. The first call for a vendor builds its libraries, so that
+/// the script itself does not ask cargo whether they are current.
+///
+/// # Panics
+/// If the libraries cannot be built.
+#[must_use]
+pub fn script(libraries: &str) -> Command {
+    static BUILT: [Once; 2] = [const { Once::new() }; 2];
+    let script = || Command::new(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../scripts/simulated.sh"));
+    let is_rocm = libraries.starts_with("rocm");
+    BUILT[usize::from(is_rocm)].call_once_force(|_| {
+        let vendor = if is_rocm { "rocm" } else { "cuda" };
+        let output = script().args([vendor, "true"]).output().expect("the script starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    });
+    let mut script = script();
+    script.env("HIGHWATER_SIMULATED_BUILT", "1").arg(libraries);
+    script
+}
+
 /// Runs a command under the script.
 ///
 /// # Panics
 /// If the script does not start.
 #[must_use]
 pub fn under(vendor: &str, command: &[&OsStr], environment: &[(&str, &str)]) -> Output {
-    let mut script = clean(Command::new(script()), environment);
-    script.env(BUILT, built(vendor)).arg(vendor).args(command).output().expect("the script starts")
-}
-
-fn script() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../scripts/simulated.sh")
-}
-
-/// The variable in which the script says that the libraries of a vendor are built.
-const BUILT: &str = "HIGHWATER_SIMULATED_BUILT";
-
-/// Builds the libraries of a vendor once, and returns the value of the variable. It is empty if the script fails. The next run of
-/// the script then fails too, and says why.
-fn built(vendor: &str) -> &'static str {
-    static VALUES: [OnceLock<String>; 2] = [const { OnceLock::new() }; 2];
-    let vendor = if vendor.starts_with("rocm") { "rocm" } else { "cuda" };
-    VALUES[usize::from(vendor == "rocm")].get_or_init(|| {
-        let output = Command::new(script()).args([vendor, "printenv", BUILT]).output().expect("the script starts");
-        String::from_utf8(output.stdout).expect("the path is text").trim().to_owned()
-    })
+    clean(script(vendor), environment).args(command).output().expect("the script starts")
 }
 
 /// Lays out the folder of a variant and returns its path.
