@@ -72,6 +72,14 @@ impl<'b> StreamLoad<'b> {
         Ok((busy, (Self::TIME.as_nanos() * MEASURED as u128).div_ceil(taken)))
     }
 
+    /// Returns whether a call that took this long waited for the work that was enqueued before, `load` times the load or more.
+    ///
+    /// The load may have been measured while the machine was busy, and so take less time than was measured. So the least time of
+    /// a wait does not grow with the work. It stays above the time of a preemption.
+    pub(crate) fn was_waited_for(load: usize, taken: Duration) -> bool {
+        taken >= Self::TIME * load.min(2) as u32
+    }
+
     fn run_once(&self, stream: &Stream<'_>) -> Result<Duration> {
         let started = Instant::now();
         self.enqueue(stream, 1)?;
@@ -172,4 +180,19 @@ pub(crate) fn completes_early(backend: &dyn Backend) -> Result<Option<String>> {
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_shows_although_the_load_was_measured_too_long() {
+        // 128 times the load was enqueued, and took a third of the time that was measured.
+        assert!(StreamLoad::was_waited_for(64, StreamLoad::TIME * 128 / 3));
+        assert!(StreamLoad::was_waited_for(1, StreamLoad::TIME));
+        // A preempted call.
+        assert!(!StreamLoad::was_waited_for(64, StreamLoad::TIME * 3 / 2));
+        assert!(!StreamLoad::was_waited_for(1, StreamLoad::TIME / 2));
+    }
 }

@@ -584,7 +584,7 @@ fn events_answer_after_their_stream(backend: &dyn Backend) -> CaseResult {
             let start = Instant::now();
             producer.destroy()?;
             // On some vendors, the destruction waits for the work.
-            let waited = start.elapsed() >= StreamLoad::TIME * load as u32;
+            let waited = StreamLoad::was_waited_for(load, start.elapsed());
             // SAFETY: this is called once the backend has said that the copy is complete.
             let shows = || unsafe { target.read_now() } == [NEW; BYTES];
             let outstanding = event.is_pending()?;

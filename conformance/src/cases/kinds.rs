@@ -1008,7 +1008,7 @@ fn events_order_devices_after_their_stream(backend: &dyn Backend) -> CaseResult 
             let begun = Instant::now();
             let stale = stream.destroy()?;
             // On some vendors, the destruction waits for the work.
-            let waited = begun.elapsed() >= StreamLoad::TIME * load as u32;
+            let waited = StreamLoad::was_waited_for(load, begun.elapsed());
             waiting.wait(&event)?;
             waiting.set(block.all(), 1)?;
             let is_ahead = waiting.query()?.is_complete();

@@ -1,7 +1,7 @@
 //! The vendors' backends over simulated libraries: what the program says of installations that are whole, old or broken, the
-//! main job in three processes, and the conformance suite.
+//! main job in three processes, and samples of the checks of a backend.
 //!
-//! `scripts/simulated.sh` builds the libraries at the first run.
+//! `scripts/simulated.sh` builds the libraries at the first run. CI runs the whole suite over them: `scripts/conformance-simulated.sh`.
 
 #![forbid(unsafe_code)]
 
@@ -126,23 +126,14 @@ impl Simulated {
         self.run("unknown-code", &[], &["--backend", self.backend, "--json"]).assert_error(&["921"]);
     }
 
-    /// Runs the suite and checks that no case fails, and that no more are skipped than `most_skipped`.
-    #[track_caller]
-    fn conforms(self, variant: &str, settings: &[(&str, &str)], most_skipped: u64) {
-        let object = self.conformance(variant, settings, &["--backend", self.backend]);
-        let count = |key: &str| object[key].as_u64().unwrap();
-        assert!(count("passed") > 200 && count("skipped") <= most_skipped, "{object}");
-    }
-
-    /// Checks that the backend's plugin says of itself what the built-in backend says. (CI runs the whole suite on the plugin:
-    /// scripts/conformance-plugins.sh.)
+    /// Checks that the backend's plugin says of itself what the built-in backend says.
     #[track_caller]
     fn says_the_same_as_plugin(self) {
         let plugin = built::plugin(self.backend);
         // Some users build with files that are writable by a group, by their umask, and have such plugins too.
         let through = ["--plugin", plugin.to_str().unwrap(), "--allow-insecure-plugins"];
         for group in ["identity.", "lacking.", "limits."] {
-            let results = |which: &[&str]| self.conformance("", &[], &[which, &["--filter", group]].concat());
+            let results = |which: &[&str]| self.conformance(&[which, &["--filter", group]].concat());
             let (built_in, through) = (results(&["--backend", self.backend]), results(&through));
             for count in ["backend", "cases", "passed", "skips", "expected_failures"] {
                 assert_eq!(through[count], built_in[count], "{group} {count}");
@@ -150,10 +141,10 @@ impl Simulated {
         }
     }
 
-    /// Runs the suite, of which no case may fail.
+    /// Runs cases, of which none may fail.
     #[track_caller]
-    fn conformance(self, variant: &str, settings: &[(&str, &str)], which: &[&str]) -> Value {
-        let object = self.run(variant, settings, &[&["conformance", "--json"], which].concat()).ended(0).object();
+    fn conformance(self, which: &[&str]) -> Value {
+        let object = self.run("", &[], &[&["conformance", "--json"], which].concat()).ended(0).object();
         assert_eq!(object["failed"], 0, "{object}");
         object
     }

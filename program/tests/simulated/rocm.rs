@@ -76,8 +76,3 @@ fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
 fn the_plugin_says_what_the_built_in_backend_says() {
     ROCM_7.says_the_same_as_plugin();
 }
-
-#[test]
-fn every_conformance_case_passes_on_two_devices_of_rocm_6() {
-    ROCM_6.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 117);
-}
