@@ -30,7 +30,7 @@ def use(way: str) -> None:
     (hwt.install_reducers if way == "Highwater" else hwt.uninstall_reducers)()
 
 
-def serve(connection: Any) -> None:
+def serve(connection: Any, queue: Any) -> None:
     """A consumer, or a producer that sends tensors of its own."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
@@ -49,6 +49,13 @@ def serve(connection: Any) -> None:
             del tensor
             end = time.perf_counter()
             connection.send((end - begin, value))
+        elif step == "queue":
+            total = 0.0
+            for _ in range(argument):
+                tensor = queue.get()
+                total += tensor[0].item()
+                del tensor
+            connection.send(total)
         elif step == "hold":
             kept = ForkingPickler.loads(connection.recv_bytes())
             if isinstance(kept, hwt.TensorBatch):
@@ -74,7 +81,8 @@ class Process:
     def __init__(self) -> None:
         context: Any = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.queue = context.Queue()
+        self.process = context.Process(target=serve, args=(other, self.queue), daemon=True)
         self.process.start()
         other.close()
 
@@ -146,6 +154,46 @@ def one_tensor(rounds: int, is_new: bool) -> dict[str, str]:
         return f"send {send:.0f} us, receive {receive:.0f} us (99 %: {slow:.0f} us)"
 
     return {way: shown(way) for way in WAYS}
+
+
+def separate(number: int) -> list[Any]:
+    return [torch.full((MIB // 4,), 1.0, device="cuda") for _ in range(number)]
+
+
+def of_one_segment(number: int) -> list[Any]:
+    """Storages of their own in one allocation of PyTorch's."""
+    torch.cuda.empty_cache()
+    segment = torch.empty((MIB + 512) * number + 64 * MIB, dtype=torch.uint8, device="cuda")
+    del segment
+    return [torch.full((MIB // 4 + 128,), 1.0, device="cuda") for _ in range(number)]
+
+
+def views(number: int) -> list[Any]:
+    storage = torch.full((number, MIB // 4), 1.0, device="cuda")
+    return [storage[place] for place in range(number)]
+
+
+def queued(number: int, make: Callable[[int], list[Any]]) -> dict[str, str]:
+    """`number` tensors of 1 MiB through a queue, whose consumer reads one value of each and drops it: the time for one, from the first
+    `put` to the last drop."""
+    consumers = dict(zip(WAYS, pool, strict=False))
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(3):
+        for way in WAYS:
+            use(way)
+            tensors = make(number)
+            torch.cuda.synchronize()
+            consumer = consumers[way]
+            consumer.ask("queue", number)
+            time.sleep(0.05)
+            begin = time.perf_counter()
+            for tensor in tensors:
+                consumer.queue.put(tensor)
+            assert consumer.wait() == number
+            found[way].append((time.perf_counter() - begin) / number)
+            del tensors, tensor
+            collect()
+    return {way: f"{statistics.median(times) * 1e6:.0f} us" for way, times in found.items()}
 
 
 def many_tensors(number: int, consumers: int) -> dict[str, str]:
@@ -261,6 +309,8 @@ def main() -> None:
         ("one tensor of 1 MiB, sent again and again", lambda: one_tensor(options.rounds, False)),
         ("a new tensor of 1 MiB each time", lambda: one_tensor(options.rounds, True)),
     ]
+    for make, name in ((separate, "allocations"), (of_one_segment, "storages of one allocation"), (views, "views of one storage")):
+        scenarios.append((f"{2 * options.tensors} {name} through a queue, each", lambda make=make: queued(2 * options.tensors, make)))  # type: ignore[misc]
     for consumers in counts:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"
         scenarios.append((name, lambda consumers=consumers: many_tensors(options.tensors, consumers)))  # type: ignore[misc]
@@ -279,6 +329,7 @@ def main() -> None:
             found = dict.fromkeys(WAYS, f"failed: {type(error).__name__}: {error}")
         print(f"| {name} | {found['PyTorch']} | {found['Highwater']} |", flush=True)
     for process in pool:
+        process.queue.cancel_join_thread()
         process.kill()
 
 
