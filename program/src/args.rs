@@ -71,7 +71,7 @@ pub(super) enum Command {
     Doctor,
     /// Run the conformance suite against a backend
     Conformance(ConformanceArguments),
-    /// Show the memory that processes share
+    /// Show or keep the memory that processes share
     Ipc(IpcArguments),
     /// Run under random faults, and check that nothing is lost
     Soak(SoakArguments),
@@ -283,11 +283,11 @@ pub(super) struct SoakIpcArguments {
     #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = processes)]
     pub(super) processes: usize,
 
-    /// Kill N processes whose memory this one has open instead, and measure the time until it is free
+    /// Instead, kill N processes whose memory this one has open, and measure the time until it is free
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
     pub(super) owner_kills: Option<u64>,
 
-    /// Kill N processes whose memory has heirs instead, and measure the time until an old ticket opens again
+    /// Instead, kill N processes whose memory has heirs, and measure the time until an old ticket opens again
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = kills)]
     pub(super) heir_kills: Option<u64>,
 

@@ -68,7 +68,7 @@ _log = logging.getLogger("highwater")
 
 # The first seven fields of a `TensorTicket`.
 _Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
-# What tensors of one kind and shape have in common: dtype, size and stride, then kind, requires_grad and views. Most tensors have the defaults
+# The common properties of tensors of one kind and shape: dtype, size and stride, then kind, requires_grad and views. Most tensors have the defaults
 # of the last three, and `None` in their place.
 _Layout = tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, bool, tuple[bool, bool]] | None]
 
@@ -316,7 +316,7 @@ class _State:
         self.most_received = max(128, 2 * len(self.received))
 
     def stream(self, device: int) -> Stream:
-        """The stream on which this thread's work of PyTorch goes."""
+        """The stream to which PyTorch enqueues this thread's work."""
         key = (device, self.raw_stream(device))
         known = self.streams.get(key)
         if known is None:
@@ -489,7 +489,7 @@ def _capsule_of(buffer: Buffer) -> Any:
 
 
 def _raw_stream(device: int) -> int:
-    """The address of the stream on which this thread's work of PyTorch goes."""
+    """The address of the stream to which PyTorch enqueues this thread's work."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -500,7 +500,7 @@ def _described(tensor: Any) -> _Described:
     return (kind, tensor.dtype, *shape, tensor.requires_grad, (tensor.is_conj(), tensor.is_neg()))
 
 
-# What a layout is made of: the class, dtype, size, stride, whether a gradient is required, and the two signs.
+# The parts of a layout: the class, dtype, size, stride, whether a gradient is required, and the two signs.
 _Seen = tuple[type, Any, tuple[int, ...], tuple[int, ...], bool, bool, bool]
 
 
@@ -880,7 +880,7 @@ def _end() -> None:
 def runtime() -> Runtime:
     """Returns the runtime of this process for PyTorch's memory. The first call opens it.
 
-    The environment variable `HIGHWATER_BACKEND` names its backend. By default, it is that of PyTorch, CUDA or ROCm. The runtime
+    The environment variable `HIGHWATER_BACKEND` names its backend. By default, it is PyTorch's backend: CUDA or ROCm. The runtime
     lives as long as the process.
     """
     return _current().runtime
@@ -916,7 +916,7 @@ def _check_opens(operation: str, opens: int) -> None:
 
 
 def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
-    """Returns a ticket by which other processes `open` a CUDA tensor. Copies nothing and waits for nothing.
+    """Returns a ticket by which other processes `open` a CUDA tensor. Copies nothing. Waits only for a tensor that came from another process.
 
     Each open waits for the work that this thread's current stream has at the call. `opens` is the number of opens for which the
     ticket keeps the memory after this process has dropped the tensor. The ticket keeps it for at most 60 seconds, or the
@@ -987,7 +987,7 @@ def open_all(batch: TensorBatch) -> list[Any]:
 
 
 class _NoCollection:
-    """Stops Python's garbage collection, which would scan every tensor that is made, and all of them are live."""
+    """Pauses Python's garbage collection, which would scan every new tensor, although all of them are live."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -1101,7 +1101,7 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
     """Makes `torch.multiprocessing` send CUDA tensors by tickets from this process.
 
     A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A second call
-    only sets the time. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
+    only sets `unopened_seconds`. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
 
     Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
     """
@@ -1123,7 +1123,7 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
 
 
 def uninstall_reducers() -> None:
-    """Restores PyTorch's way of `torch.multiprocessing` to send CUDA tensors. Tickets that were sent stay valid."""
+    """Makes `torch.multiprocessing` send CUDA tensors in PyTorch's own way again. Tickets that were sent stay valid."""
     with _install_lock:
         for kind, reducer in _replaced.items():
             # Another library may have replaced the reducer meanwhile.
@@ -1195,7 +1195,7 @@ _host_library: Any = None
 def install_host_allocator() -> None:
     """Puts Highwater's pool of page-locked memory behind `torch.empty(.., pin_memory=True)`, `Tensor.pin_memory` and `DataLoader`.
 
-    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's. PyTorch's also allocates tensors of more
+    The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's allocator. It also allocates tensors of more
     than one registration of the device, which is 64 MiB with CUDA. The first call on a machine compiles a small C++ file for the installed
     PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17 compiler: `c++`, or the one that the
     variable `CXX` names. No other thread may allocate page-locked memory during the call.
@@ -1203,7 +1203,7 @@ def install_host_allocator() -> None:
     `torch.cuda.host_memory_stats` then has the pool's counts. Memory that a CUDA graph of PyTorch copies from or to is not reused before
     the process ends.
 
-    Raises `Unsupported` for another PyTorch than 2.11 and without a compiler, `OperatingSystem` if the compiler fails, and the
+    Raises `Unsupported` for a PyTorch other than 2.11 and without a compiler, `OperatingSystem` if the compiler fails, and the
     errors of `runtime`.
     """
     global _host_library

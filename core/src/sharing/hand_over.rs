@@ -17,8 +17,8 @@
 //! counts as the death of the owner.
 //!
 //! *An heir that does not answer.* It lives while its pidfd is not readable, and an importer waits until then. An importer without a
-//! connection to the former owner opens the pidfd by the mark in the file of readiness (`identity.rs`). Without a mark, it takes the heir
-//! for dead once no process has had the name for a few seconds.
+//! connection to the former owner opens the pidfd by the mark in the file of readiness (`identity.rs`). Without a mark, it considers
+//! the heir dead once no process has had the name for a few seconds.
 //!
 //! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
 
@@ -42,7 +42,7 @@ const OPERATION: &str = "hand_over";
 impl Runtime {
     /// Hands all shared memory of this runtime over to an heir: a process that has opened each of its tickets with
     /// [`OwnerDeath::Inherit`](crate::OwnerDeath::Inherit), or holds them with [`Holder::hold`](crate::ipc::Holder::hold). Nothing is
-    /// copied. The heir answers the tickets from then on, without a moment at which an open is refused. The memory that this runtime
+    /// copied. The heir answers the tickets from then on, and no open is refused meanwhile. The memory that this runtime
     /// inherited is handed over, too.
     ///
     /// The call first waits for the device work of this process, and then, for at most `limit`, for an heir. Once it has returned, this

@@ -198,7 +198,7 @@ struct Quest {
     has_ended: bool,
     /// The living heir that the owner has named.
     named: Option<Arc<Process>>,
-    /// The latest time at which an heir was known to live; initially the begin of the search.
+    /// The latest time at which an heir was known to live; initially the beginning of the search.
     since: Instant,
 }
 

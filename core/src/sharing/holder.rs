@@ -40,8 +40,8 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// Keeps shared memory beyond the death of its owner, without a device. It keeps descriptors and maps nothing.
 ///
 /// When the owner dies, the holder becomes its heir, as an importer with [`OwnerDeath::Inherit`](crate::OwnerDeath::Inherit) does: tickets
-/// that were issued before stay valid while the holder exists. If the owner lives and drops its buffer, the holder lets the memory go.
-/// The environment variable `HIGHWATER_SHARING` has effect as for a runtime.
+/// that were issued before stay valid while the holder exists. If the owner lives and drops its buffer, the holder releases the memory.
+/// The environment variable `HIGHWATER_SHARING` applies as for a runtime.
 ///
 /// ```
 /// use highwater_core::Runtime;
@@ -78,7 +78,7 @@ pub enum HeldState {
     Orphaned,
     /// The owner is dead or has handed over, and this holder answers.
     Inherited,
-    /// The owner has dropped the memory, or an heir has refused it. The holder keeps it no more.
+    /// The owner has dropped the memory, or an heir has refused it. The holder no longer keeps it.
     Released,
 }
 
@@ -327,7 +327,7 @@ impl Holder {
         Ok(())
     }
 
-    /// Returns what the holder holds or has held, in the order of the calls of [`Holder::hold`].
+    /// Returns the allocations that the holder holds or has held, in the order of the calls of [`Holder::hold`].
     #[must_use]
     pub fn held(&self) -> Vec<HeldAllocation> {
         let info = |held: &Held| HeldAllocation {

@@ -1,4 +1,4 @@
-//! The list of the memory that a runtime shares and has open. The runtime gives it to other processes of the user.
+//! The list of the memory that a runtime shares and has open. The runtime sends it to other processes of the user.
 //!
 //! Each runtime that shares or opens memory listens on a second abstract socket, `highwater-list-` and its incarnation. A connection
 //! is the whole request. The sharing thread answers with one message, which carries a sealed file, and closes the connection. It reads

@@ -157,11 +157,11 @@ pub(crate) struct Sharing {
 pub struct SharingStatistics {
     /// Allocations of this runtime that were shared and are not yet freed.
     pub exported_blocks: u64,
-    /// Bytes of those.
+    /// Bytes of `exported_blocks`.
     pub exported_bytes: u64,
-    /// Of those, allocations that this runtime has dropped and other processes still hold.
+    /// Of `exported_blocks`, allocations that this runtime has dropped and other processes still hold.
     pub limbo_blocks: u64,
-    /// Bytes of those.
+    /// Bytes of `limbo_blocks`.
     pub limbo_bytes: u64,
     /// Processes that have opened an allocation and may hold it.
     pub peers: u64,
@@ -173,25 +173,25 @@ pub struct SharingStatistics {
     pub imports: u64,
     /// Allocations of other processes that are mapped, open or kept for the next open.
     pub mappings: u64,
-    /// Bytes of those.
+    /// Bytes of `mappings`.
     pub mapped_bytes: u64,
     /// Blocks of page-locked memory of this runtime that can be shared, shared or not. The counts above contain those that were
     /// shared.
     pub pinned_blocks: u64,
-    /// Bytes of those, in whole pages. They count toward the cap of page-locked memory.
+    /// Bytes of `pinned_blocks`, in whole pages. They count toward the cap of page-locked memory.
     pub pinned_bytes: u64,
-    /// Of the mappings, those of page-locked memory.
+    /// Of `mappings`, those of page-locked memory.
     pub pinned_mappings: u64,
-    /// Bytes of those, in whole pages. They do not count toward the cap of page-locked memory here.
+    /// Bytes of `pinned_mappings`, in whole pages. They do not count toward the cap of page-locked memory here.
     pub pinned_mapped_bytes: u64,
     /// Opens of allocations of other processes so far: one for each ticket, and one for each allocation of a batch.
     pub opens: u64,
-    /// Of those, opens with an existing mapping.
+    /// Of `opens`, those with an existing mapping.
     pub kept_opens: u64,
     /// Number of searches for memory that other processes have released. `Runtime::trim_shared` (earlier `Runtime::collect`),
     /// [`Runtime::trim`](crate::Runtime::trim), the end of the runtime, and allocations that found no memory make them.
     pub trims: u64,
-    /// Bytes in limbo that those searches freed. The sharing thread frees most of the memory earlier, as soon as it is released.
+    /// Bytes in limbo that the searches of `trims` freed. The sharing thread frees most of the memory earlier, as soon as it is released.
     pub trimmed_bytes: u64,
 }
 

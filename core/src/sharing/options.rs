@@ -193,7 +193,7 @@ impl SharingOptions {
     /// rights than its caller ignores the variable.
     ///
     /// # Errors
-    /// `InvalidArgument` for an unknown or repeated key, or a value that is not of its form.
+    /// `InvalidArgument` for an unknown or repeated key, or a malformed value.
     pub fn from_environment() -> Result<Self> {
         Self::of_variable(variable())
     }

@@ -174,7 +174,7 @@ impl Owner {
     /// the call, unless it has begun. `let _ =` drops it at once.
     ///
     /// The sharing thread of the runtime makes the call. Until the closure returns, that thread answers no other process and
-    /// releases no memory. The closure should only signal another thread. It may drop buffers. The call does not take place if
+    /// releases no memory. The closure may drop buffers; otherwise it should only signal another thread. The call does not take place if
     /// the runtime ends before the process.
     ///
     /// # Errors
