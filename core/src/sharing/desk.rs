@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use super::exporter::{Exporter, Grant, Peer};
 use super::held::HeldMemory;
 use super::identity::Process;
+use super::listening::ListeningSocket;
 use super::message::{
     AT_ONCE, Entrusted, ExportKey, LONGEST, MOST_PARTS, Message, Opened, Part, Standing, Wants, check_version,
 };
@@ -78,7 +79,7 @@ impl Visit {
 /// A desk and its importers.
 struct DeskWithPeers {
     desk: Arc<dyn Desk>,
-    listener: Option<Arc<OwnedFd>>,
+    listener: Option<Arc<ListeningSocket>>,
     peers: Vec<Arc<Peer>>,
 }
 
@@ -384,7 +385,7 @@ fn hand_over(desk: &dyn Desk, peer: &Peer, question: u32) -> Result<()> {
         let unnamed = || Error::new(ErrorKind::InvalidState, "inherit", "the owner does not listen any more");
         let listener = desk.listener().ok_or_else(unnamed)?;
         let socket = listener.descriptor().ok_or_else(unnamed)?;
-        let give = || say(peer, &Message::HandedOver { question }, &[socket.as_fd()]);
+        let give = || say(peer, &Message::HandedOver { question }, &[(*socket).as_fd()]);
         desk.exporter().hand_over(peer.id, give, |other| name_heir(other, &peer.process))?;
         listener.give_up();
         Ok(())

@@ -22,6 +22,7 @@ use std::time::Duration;
 use super::desk::Desk;
 use super::exporter::{Exporter, Grant, Memory};
 use super::held::HeldMemory;
+use super::listening::ListeningSocket;
 use super::message::{ExportKey, Standing};
 use super::name::Name;
 use super::options::Openers;
@@ -91,7 +92,7 @@ impl Estate {
     }
 
     /// Returns the socket with the name. `None` once another process has it.
-    pub(super) fn socket(&self) -> Option<Arc<OwnedFd>> {
+    pub(super) fn socket(&self) -> Option<Arc<ListeningSocket>> {
         self.listener.descriptor()
     }
 

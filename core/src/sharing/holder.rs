@@ -560,9 +560,9 @@ impl State {
         let estates = self.estates.lock();
         for held in &*self.held.lock() {
             let estate = estates.iter().find(|estate| estate.incarnation() == held.ticket.incarnation);
-            let (owner, proof, openers) = match (&held.place, held.owner(), estate) {
+            let (owner, proof, openers): (_, Arc<dyn AsFd>, _) = match (&held.place, held.owner(), estate) {
                 (_, Some((process, openers)), _) => match process.shared_pidfd() {
-                    Some(pidfd) => (Some(process.key()), Arc::clone(pidfd), openers),
+                    Some(pidfd) => (Some(process.key()), Arc::<OwnedFd>::clone(pidfd), openers),
                     None => continue,
                 },
                 (Place::Here { .. }, None, Some(estate)) => match estate.socket() {

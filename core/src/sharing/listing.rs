@@ -272,11 +272,11 @@ pub(super) fn from_file(file: &OwnedFd, most: usize) -> Option<Vec<u8>> {
 }
 
 /// Gives the list to each connected process of this user. `lister` is the socket, and `list` makes the list.
-pub(super) fn answer(lister: &OwnedFd, list: impl Fn() -> Listing) {
+pub(super) fn answer(lister: impl AsFd, list: impl Fn() -> Listing) {
     let mut file: Option<OwnedFd> = None;
     for _ in 0..AT_ONCE {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = match rustix::net::accept_with(lister, flags) {
+        let socket = match rustix::net::accept_with(&lister, flags) {
             Ok(socket) => socket,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
             Err(_) => return,

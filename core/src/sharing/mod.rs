@@ -16,7 +16,7 @@
 //!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
-//!    close it, and a forked child may keep it open.
+//!    close it, and a forked child may keep it open. No child keeps the socket on which the process listens (`listening.rs`).
 //!
 //! One thread for each runtime (`service.rs`) answers requests and detects events. It starts with the first share or open.
 //!
@@ -46,6 +46,7 @@ mod holder;
 mod identity;
 mod importer;
 mod joined;
+mod listening;
 mod listing;
 mod message;
 mod name;
@@ -69,7 +70,7 @@ mod survey;
 mod system;
 mod ticket;
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -107,6 +108,7 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport
 use identity::Process;
 use importer::{Importer, Link, Mapper, Pieces};
 use joined::{Joined, unmap_joined};
+use listening::ListeningSocket;
 use message::Standing;
 use name::Name;
 use owner::{Deaths, NoticesDeaths};
@@ -140,7 +142,7 @@ pub(crate) struct Sharing {
     meeting: Arc<Meeting>,
     binding: Mutex<()>,
     /// The socket on which other processes request the list of shared memory. Bound when the service starts; `None` if that failed.
-    lister: OnceLock<Option<OwnedFd>>,
+    lister: OnceLock<Option<ListeningSocket>>,
     stopping: AtomicBool,
     trims: AtomicU64,
     trimmed_bytes: AtomicU64,
@@ -348,7 +350,7 @@ impl Sharing {
         self.lister.get_or_init(|| {
             // Sharing works without it.
             let unlisted = |error: &Error| tracing::debug!("this runtime cannot be listed: {error}");
-            listing::listen(&self.incarnation).inspect_err(unlisted).ok()
+            listing::listen(&self.incarnation).map(ListeningSocket::new).inspect_err(unlisted).ok()
         });
         let service = Service::new(Arc::clone(self));
         let started = spawn(("highwater-share", operation, ""), move || service.run())?;
@@ -409,7 +411,7 @@ impl Sharing {
             self.meeting.close(listener, self.name());
         }
         if let Some(lister) = self.lister() {
-            // A forked child may keep the socket open, so shut it down.
+            // Another process may have a copy of the socket, so shut it down.
             let _ = rustix::net::shutdown(lister, rustix::net::Shutdown::Both);
         }
         self.exporter.disconnect();
@@ -417,7 +419,7 @@ impl Sharing {
     }
 
     /// Returns the socket for requests of the list, if there is one.
-    fn lister(&self) -> Option<&OwnedFd> {
+    fn lister(&self) -> Option<&ListeningSocket> {
         self.lister.get()?.as_ref()
     }
 

@@ -33,6 +33,7 @@ use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::listening::ListeningSocket;
 use super::message::{LONGEST, Message};
 use super::name::Name;
 use super::options::{self, Method, Openers, Rendezvous, SharingOptions};
@@ -71,7 +72,7 @@ struct Directory {
 #[derive(Debug)]
 pub(crate) struct Listener {
     /// `None` once an heir has it.
-    socket: Mutex<Option<Arc<OwnedFd>>>,
+    socket: Mutex<Option<Arc<ListeningSocket>>>,
     /// True if the socket is the inherited one.
     is_inherited: bool,
     /// Set when no other process holds the other end of the inherited pair, or the socket was shut down.
@@ -190,8 +191,8 @@ impl Meeting {
         if let Place::Directory(directory) = &self.place {
             directory.remove(&name.file());
         }
-        // A forked child may keep the socket open, so shut it down.
-        let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
+        // Another process may have a copy of the socket, so shut it down.
+        let _ = rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both);
     }
 
     /// Connects to an exporter by the method of its ticket. `who` names the exporter in errors, and `check` fails if this
@@ -330,12 +331,12 @@ fn knock(end: &OwnedFd, name: Name, who: &str, patience: Patience, check: &dyn F
 
 impl Listener {
     fn new(socket: OwnedFd, is_inherited: bool) -> Self {
-        let socket = Mutex::new(Some(Arc::new(socket)));
+        let socket = Mutex::new(Some(Arc::new(ListeningSocket::new(socket))));
         Self { socket, is_inherited, has_ended: AtomicBool::new(false) }
     }
 
     /// Returns the descriptor that is readable when an importer has come. `None` once no importer can come.
-    pub(crate) fn descriptor(&self) -> Option<Arc<OwnedFd>> {
+    pub(super) fn descriptor(&self) -> Option<Arc<ListeningSocket>> {
         if self.has_ended.load(Ordering::Relaxed) { None } else { self.socket.lock().clone() }
     }
 
@@ -363,7 +364,7 @@ impl Listener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = self.socket.lock().clone().ok_or(Errno::AGAIN)?;
         if !self.is_inherited {
-            return rustix::net::accept_with(&socket, flags).map(Some);
+            return rustix::net::accept_with(&*socket, flags).map(Some);
         }
         let mut buffer = [0_u8; LONGEST + 1];
         match receive(socket.as_fd(), &mut buffer)? {

@@ -102,6 +102,29 @@ fn opens_of_a_dead_owner_whose_child_has_its_socket_are_refused_however_often_th
     until("nothing is mapped", || importer.runtime.statistics().sharing.mappings == 0);
 }
 
+/// Failed before: the child kept the name, so the open waited for half a second, and no heir could answer.
+#[test]
+fn a_child_of_fork_does_not_keep_the_name_of_its_dead_parent() {
+    let mut owner = Peer::start();
+    owner.tell("make a 100 7");
+    owner.tell("make b 100 8");
+    let (kept, lost) = (owner.tell("share a"), owner.tell("share b"));
+    let mut heir = Peer::start();
+    heir.tell(&format!("open-heir a {kept}"));
+    let _child = Ended(owner.tell("fork"));
+    owner.kill();
+    let stranger = Exporter::new();
+    let opens = |ticket: &str| stranger.runtime.open_shared::<u32>(&ticket.parse().unwrap());
+    until("the heir answers", || opens(&kept).is_ok());
+    assert_eq!(opens(&lost).unwrap_err().kind(), ErrorKind::Expired);
+    heir.kill();
+    until("nobody answers", || {
+        let begun = Instant::now();
+        let error = opens(&lost).unwrap_err();
+        error.kind() == ErrorKind::Expired && begun.elapsed() < Duration::from_millis(250)
+    });
+}
+
 #[test]
 fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     let exporter = Exporter::new();

@@ -418,6 +418,18 @@ impl Obedient {
                 self.children.push(heir);
                 Ok(pid.to_string())
             }
+            // A child that lives on and does nothing.
+            ["fork"] => {
+                // SAFETY: the child makes system calls only, and is killed.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    loop {
+                        // SAFETY: waits for a signal.
+                        unsafe { libc::pause() };
+                    }
+                }
+                Ok(child.to_string())
+            }
             // Cuts every socket of the process, as its end would.
             ["cut-sockets"] => {
                 let mut cut = 0;

@@ -1,0 +1,256 @@
+//! [`ListeningSocket`]: a socket of which a child of `fork` keeps no copy.
+//!
+//! A child has a copy of each descriptor of its parent. With the copy of an exporter's socket, the name of the exporter would stay
+//! taken after the exporter's death, and importers would connect to a socket that no process reads. So a handler of `fork`
+//! replaces these copies in the child. It closes none of them: the objects of the child close their numbers later.
+//!
+//! A raw `clone` call runs no handler, and a process can send its descriptors to others. So importers expect a dead exporter whose
+//! socket is left (`importer.rs`).
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+
+/// A socket that the children of this process do not keep.
+#[derive(Debug)]
+pub(super) struct ListeningSocket {
+    // Dropped first, so that the entry never has the number of another file.
+    _entry: Listed,
+    socket: OwnedFd,
+}
+
+impl ListeningSocket {
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self { _entry: Listed::new(&socket), socket }
+    }
+}
+
+impl AsFd for ListeningSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// The number of an entry without a socket, and of one that is being written.
+const FREE: i32 = -1;
+const TAKEN: i32 = -2;
+
+/// A socket to replace in children. In one cache line, and so in one page: a fork copies the memory page by page while other threads
+/// write.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Entry {
+    number: AtomicI32,
+    /// Tells the socket from another file with the number. A fork copies the descriptors before the memory, so a socket that another
+    /// thread makes meanwhile may be missing in the child.
+    inode: AtomicU64,
+    next: Option<&'static Entry>,
+}
+
+/// The first entry. Entries are used again and never freed, so the handler needs no lock.
+static FIRST: AtomicPtr<Entry> = AtomicPtr::new(null_mut());
+
+fn first() -> Option<&'static Entry> {
+    // SAFETY: null, or an entry that is never freed. `Acquire` makes its contents visible.
+    unsafe { FIRST.load(Ordering::Acquire).as_ref() }
+}
+
+fn entries() -> impl Iterator<Item = &'static Entry> {
+    std::iter::successors(first(), |entry| entry.next)
+}
+
+/// An entry of a socket, until it is dropped.
+#[derive(Debug)]
+struct Listed(&'static Entry);
+
+impl Listed {
+    fn new(socket: &OwnedFd) -> Self {
+        static HANDLER: Once = Once::new();
+        HANDLER.call_once(|| {
+            // SAFETY: the handler makes system calls and reads statics. The C library forgets it if this library is unloaded.
+            if unsafe { libc::pthread_atfork(None, None, Some(replace_copies)) } != 0 {
+                tracing::warn!(
+                    "there is no room for a handler of fork; forked children will keep the sockets of this process"
+                );
+            }
+        });
+        let entry = take();
+        entry.inode.store(inode(socket.as_raw_fd()).unwrap_or_default(), Ordering::Relaxed);
+        entry.number.store(socket.as_raw_fd(), Ordering::Release);
+        Self(entry)
+    }
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.0.number.store(FREE, Ordering::Release);
+    }
+}
+
+/// Returns an entry that no other socket has.
+fn take() -> &'static Entry {
+    let is_mine =
+        |entry: &&Entry| entry.number.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
+    if let Some(entry) = entries().find(is_mine) {
+        return entry;
+    }
+    let entry = Box::leak(Box::new(Entry { number: AtomicI32::new(TAKEN), inode: AtomicU64::new(0), next: first() }));
+    loop {
+        let next = entry.next.map_or(null_mut(), |next| std::ptr::from_ref(next).cast_mut());
+        match FIRST.compare_exchange(next, entry, Ordering::Release, Ordering::Relaxed) {
+            Ok(_) => return entry,
+            Err(_) => entry.next = first(),
+        }
+    }
+}
+
+/// Returns the inode of a socket. `None` for other files, and for a number without a file.
+fn inode(number: i32) -> Option<u64> {
+    // SAFETY: numbers, for which zeros are valid values.
+    let mut status: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: the call writes the state of a file to the structure.
+    let found = unsafe { libc::fstat(number, &raw mut status) } == 0;
+    (found && status.st_mode & libc::S_IFMT == libc::S_IFSOCK).then_some(status.st_ino)
+}
+
+/// Replaces the copies of the listed sockets. The C library calls this in a child of `fork`, in which other threads of the parent may
+/// have held any lock. So it takes none and allocates nothing.
+extern "C" fn replace_copies() {
+    // SAFETY: the place of this thread's error number.
+    let error = unsafe { *libc::__errno_location() };
+    let mut other = -1;
+    for entry in entries() {
+        let number = entry.number.load(Ordering::Acquire);
+        if number < 0 || inode(number) != Some(entry.inode.load(Ordering::Relaxed)) {
+            continue;
+        }
+        if other < 0 {
+            other = unrelated();
+        }
+        if other >= 0 {
+            // SAFETY: the number is of the copy of a socket that the child must not use. It refers to an open file afterward, so its
+            // object can close it.
+            unsafe { libc::dup3(other, number, libc::O_CLOEXEC) };
+        }
+    }
+    if other >= 0 {
+        // SAFETY: it was opened above, and nothing else has it.
+        unsafe { libc::close(other) };
+    }
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = error };
+}
+
+/// Opens a file that has nothing to do with sharing. Returns a negative number if none can be opened.
+fn unrelated() -> i32 {
+    // SAFETY: the call opens a file by a text that ends in 0.
+    let null = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+    // A sandbox may lack the device.
+    // SAFETY: the call makes a socket without a name.
+    if null >= 0 { null } else { unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
+
+    fn socket() -> OwnedFd {
+        socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    /// A socket that listens, and its address, which is of this process and this call.
+    fn listening() -> (OwnedFd, SocketAddrUnix) {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("highwater-listening-{}-{number}", std::process::id());
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        let socket = socket();
+        bind(&socket, &address).unwrap();
+        listen(&socket, 8).unwrap();
+        (socket, address)
+    }
+
+    /// A forked child that waits, and is killed on drop.
+    struct Child(i32);
+
+    impl Child {
+        /// Returns once `check` has run in the child, with its answer.
+        fn new(check: impl Fn() -> bool) -> (Self, bool) {
+            let (reader, writer) = std::io::pipe().unwrap();
+            // SAFETY: the child makes system calls only, and is killed.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                let byte = u8::from(check());
+                // SAFETY: writes one byte, and waits for the end.
+                unsafe {
+                    libc::write(writer.as_raw_fd(), (&raw const byte).cast(), 1);
+                    loop {
+                        libc::pause();
+                    }
+                }
+            }
+            let child = Self(pid);
+            let mut byte = [2];
+            assert_eq!(rustix::io::read(&reader, &mut byte).unwrap(), 1);
+            (child, byte == [1])
+        }
+    }
+
+    impl Drop for Child {
+        fn drop(&mut self) {
+            // SAFETY: ends the child that was made for this object, and waits for it.
+            unsafe {
+                libc::kill(self.0, libc::SIGKILL);
+                libc::waitpid(self.0, null_mut(), 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_forked_child_keeps_no_name_and_another_socket_it_keeps() {
+        let (listed, address) = listening();
+        let listed = ListeningSocket::new(listed);
+        let (other, other_address) = listening();
+        let number = listed.as_fd().as_raw_fd();
+        // The number is of an open file, which the child can close.
+        let (_child, is_replaced) = Child::new(|| {
+            // SAFETY: reads the flags of a descriptor.
+            inode(number).is_none() && unsafe { libc::fcntl(number, libc::F_GETFD) } == libc::FD_CLOEXEC
+        });
+        assert!(is_replaced);
+        // In this process, nothing has changed.
+        connect(socket(), &address).unwrap();
+        drop((listed, other));
+        // A program that another test starts has a copy for a moment.
+        let refused = (0..1000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            connect(socket(), &address) == Err(Errno::CONNREFUSED)
+        });
+        assert!(refused, "the child has the name");
+        connect(socket(), &other_address).unwrap();
+    }
+
+    #[test]
+    fn the_number_of_a_closed_socket_is_left_alone() {
+        // Entries are used again, in any order.
+        for _ in 0..3 {
+            let sockets: Vec<_> = (0..5).map(|_| ListeningSocket::new(listening().0)).collect();
+            let number = sockets[2].as_fd().as_raw_fd();
+            drop(sockets);
+            let reader = rustix::io::fcntl_dupfd_cloexec(&listening().0, number).unwrap();
+            let expected = inode(reader.as_raw_fd());
+            let (_child, is_kept) = Child::new(|| expected.is_some() && inode(reader.as_raw_fd()) == expected);
+            assert!(is_kept);
+        }
+        // An entry with the number of another file, as a fork in the middle of a change can show it.
+        let listed = ListeningSocket::new(listening().0);
+        let entry = listed._entry.0;
+        entry.inode.fetch_add(1, Ordering::Relaxed);
+        let number = listed.as_fd().as_raw_fd();
+        let (_child, is_kept) = Child::new(|| inode(number).is_some());
+        assert!(is_kept);
+    }
+}
