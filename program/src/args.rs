@@ -251,7 +251,7 @@ pub(super) struct IpcArguments {
 pub(super) enum Ipc {
     /// List the processes of this user that share memory: with whom, how much, on which device, and since when
     Ls,
-    /// Keep shared memory beyond the death of its owner and answer its tickets, until a signal ends this process; needs no device
+    /// Keep shared memory beyond the death of its owner and answer its tickets, until a signal ends this process or nothing is left to keep; needs no device
     Hold(IpcHoldArguments),
 }
 

@@ -20,7 +20,7 @@
 //! connection to the former owner opens the pidfd by the mark in the file of readiness (`identity.rs`). Without a mark, it considers
 //! the heir dead once no process has had the name for a few seconds.
 //!
-//! The former owner counts for nobody any more: descriptors keep the memory, so each process frees its own mapping.
+//! The former owner no longer counts the opens of others: descriptors keep the memory, so each process frees its own mapping.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
@@ -46,8 +46,8 @@ impl Runtime {
     /// inherited is handed over, too.
     ///
     /// The call first waits for the device work of this process, and then, for at most `limit`, for an heir. Once it has returned, this
-    /// process may end, and no memory waits in limbo. It may also continue to use its buffers, as an importer does. It cannot share memory
-    /// that it has not shared before.
+    /// process may end. It may also continue to use its buffers, as an importer does. A buffer that it drops afterward does not wait in
+    /// limbo. It cannot share memory that it has not shared before.
     ///
     /// The process may drop its buffers before it ends, because the descriptors keep the memory.
     ///
@@ -75,7 +75,7 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// After an error, this runtime still owns the memory, unless it also has inherited memory: then some of that may be handed over.
+    /// After an error, this runtime still owns its own memory. Some of the memory that it had inherited may be handed over.
     /// - `InvalidState`: no heir that keeps all of the memory took it in time; the runtime shares nothing, or another thread hands it
     ///   over; or the sharing thread calls.
     /// - `Unsupported`: some shared memory is adopted or has no descriptor, or the rendezvous is an inherited descriptor.
