@@ -197,7 +197,7 @@ fn closing_with_something_alive_says_so_and_closes_nothing() {
     refused(
         runtime.close(),
         ErrorKind::InvalidState,
-        "1 other object of the runtime is alive; the backend counts 1 stream",
+        "1 other object of the runtime is alive; with the pools, the backend counts 1 stream",
     );
     stream.synchronize().unwrap();
     drop(stream);

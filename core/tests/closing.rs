@@ -47,7 +47,9 @@ fn objects_that_are_alive_at_the_limit_are_named_and_keep_working() {
         assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidState, "close_within"));
         // The device, the stream, the runtime and the pinned buffer.
         assert!(
-            error.message().starts_with("4 other objects of the runtime are alive; the backend counts "),
+            error
+                .message()
+                .starts_with("4 other objects of the runtime are alive; with the pools, the backend counts "),
             "{error}"
         );
         assert!(error.message().contains("1 stream") && error.hint().contains("drop its devices"), "{error}");

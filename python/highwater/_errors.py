@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._words import in_python, of_buffers
+from ._words import in_python, of_buffers, operation_in_python
 
 
 class Error(Exception):
@@ -125,4 +125,4 @@ def make(kind: str, operation: str, message: str, code: int | None, hint: str, i
     subclass = found if isinstance(found, type) and issubclass(found, Error) else Error
     if operation in ("share_all", "open_shared_all"):
         message = of_buffers(message)
-    return subclass(kind, operation, in_python(message), code, in_python(hint), is_temporary)
+    return subclass(kind, operation_in_python(operation), in_python(message), code, in_python(hint), is_temporary)

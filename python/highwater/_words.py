@@ -13,6 +13,9 @@ _SPELLED = {
     ", or `SharingOptions::with_rendezvous`": "",
     ", or `HostMemoryOptions::with_idle_time`": "",
     "`Device::legacy_default_stream`": "`Device.default_stream`",
+    "call `legacy_default_stream` or `per_thread_default_stream`, whichever that code uses": "use `Device.default_stream`",
+    "drop its devices, streams, events, buffers and clones first": "drop its devices, streams, events and buffers first",
+    "allow the mock, or ask for it by name, to compute on the CPU": 'pass fallback="mock", or open "mock", to compute on the CPU',
     "open it with `Runtime::open_pinned`": "open it in a program in Rust, because the package has no shared page-locked memory",
     "use `fill_zero`, or upload the values": "fill with 0, or upload the values",
     "`device_count()`": "`Runtime.device_count`",
@@ -23,6 +26,8 @@ _SPELLED = {
         "start the child with exec, such as by the method `spawn` of `multiprocessing`, and open a runtime there"
     ),
 }
+# A text without one of these, and without a name of Rust, has none of the above.
+_PLAIN = ("fork", "exec", "clones", "mock")
 _SPELLED_PATTERN = re.compile("|".join(map(re.escape, _SPELLED)))
 _PATH = re.compile(r"`([^`\n]*::[^`\n]*)`")
 _SLICE = re.compile(r"\bslice (\d+)\b")
@@ -45,10 +50,19 @@ def _named(path: re.Match[str]) -> str:
 
 def in_python(text: str) -> str:
     """Returns a text of the Rust library with the names of this package. Names that only Rust has are marked."""
-    if "`" in text or "fork" in text or "exec" in text:
+    if "`" in text or any(word in text for word in _PLAIN):
         text = _SPELLED_PATTERN.sub(lambda found: _SPELLED[found[0]], text)
         text = _PATH.sub(_named, text)
     return text
+
+
+# The operations of the Rust library that have other names here. The others have the same name, or are of no function of the package.
+_OPERATIONS = {"gemm": "matmul", "gemm_mixed": "matmul", "scope": "download"}
+
+
+def operation_in_python(operation: str) -> str:
+    """Returns the name of the function of this package for an operation of the Rust library."""
+    return _OPERATIONS.get(operation, operation)
 
 
 def of_buffers(text: str) -> str:

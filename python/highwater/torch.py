@@ -59,7 +59,12 @@ __all__ = [
 ]
 
 # As `Any`: PyTorch may be missing where types are checked.
-torch: Any = importlib.import_module("torch")
+try:
+    torch: Any = importlib.import_module("torch")
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError("highwater.torch needs PyTorch: install it (`pip install torch`)", name="torch") from error
 # This registers the reducers that are replaced.
 reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
 

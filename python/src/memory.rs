@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use highwater::hal::fork::Generation;
 use highwater::half::{bf16, f16};
 use highwater::{DeviceBuffer, DeviceSlice, Error, PinnedBuffer};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -284,6 +285,18 @@ impl Buffer {
         Ok((dlpack::kind_of(py, &self.0)?, dlpack::ordinal_of(&self.0)?))
     }
 
+    /// Refuses NumPy, which would make an array of one object.
+    #[pyo3(signature = (*_arguments, **_named))]
+    fn __array__(&self, _arguments: &Bound<'_, PyTuple>, _named: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+        Err(PyTypeError::new_err("a Buffer is device memory: copy its values with `Stream.download(buffer)`"))
+    }
+
+    /// Refuses to be pickled or copied.
+    fn __reduce__(&self) -> PyResult<()> {
+        let message = "a Buffer cannot be pickled or copied: send `buffer.share()`, and open the ticket with `Runtime.open_shared`";
+        Err(PyTypeError::new_err(message))
+    }
+
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -460,6 +473,12 @@ impl Pinned {
 
     fn __dlpack_device__(&self) -> (i32, u32) {
         (dlpack::CPU, 0)
+    }
+
+    /// Refuses to be pickled or copied.
+    fn __reduce__(&self) -> PyResult<()> {
+        let message = "a Pinned cannot be pickled or copied: send `pinned.array`, which copies the values";
+        Err(PyTypeError::new_err(message))
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]

@@ -84,7 +84,8 @@ fn check_same(operation: &'static str, dst: (&[usize], DType), src: (&[usize], D
         dst.0,
         dst.1.name()
     );
-    Err(invalid(operation, message, "pass as many values of the same type"))
+    let hint = if dst.1 == src.1 { "pass as many values" } else { "pass as many values of the same type" };
+    Err(invalid(operation, message, hint))
 }
 
 /// A matrix, or matrices of one shape, before a transposition.
@@ -198,7 +199,8 @@ impl Stream {
         Ok(Buffer::new(memory))
     }
 
-    /// Copies an array to a buffer, which has as many values. The values are converted to its type, and may change after the call.
+    /// Copies an array to a buffer, which has as many values. The values are converted to its type as NumPy's `astype` does, also with a
+    /// loss, and may change after the call.
     ///
     /// Raises `InvalidArgument` for another number of values.
     fn write(&self, values: &Bound<'_, PyAny>, dst: &Buffer) -> PyResult<()> {

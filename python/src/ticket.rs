@@ -1,5 +1,8 @@
 //! [`Ticket`]: names memory of another process. [`Owner`]: that process.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+
 use highwater::hal::counted;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -24,6 +27,10 @@ pub(crate) struct Ticket {
 impl Ticket {
     pub(crate) fn with(ticket: highwater::Ticket, dtype: DType, shape: Vec<usize>) -> Self {
         Self { ticket, dtype, shape }
+    }
+
+    fn parts(&self) -> (Vec<u8>, &'static str, &[usize]) {
+        (self.ticket.to_bytes().to_vec(), self.dtype.name(), &self.shape)
     }
 }
 
@@ -52,7 +59,8 @@ impl Ticket {
         Ok(Self { ticket, dtype, shape })
     }
 
-    /// Returns the ticket as 136 bytes, without the shape and the type. Programs in Rust use the same bytes.
+    /// Returns the ticket as 136 bytes, without the shape and the type. Programs in Rust use the same bytes. The text of the C library is
+    /// `to_bytes().hex()`.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.ticket.to_bytes())
     }
@@ -92,6 +100,17 @@ impl Ticket {
         let (py, this) = (slf.py(), slf.get());
         let arguments = (this.to_bytes(py), this.shape(py)?, this.dtype());
         Ok((slf.get_type().into_any(), arguments.into_pyobject(py)?))
+    }
+
+    /// Whether both name the same memory, with the same shape and type.
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| self.parts() == other.get().parts())
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.parts().hash(&mut hasher);
+        hasher.finish()
     }
 
     fn __repr__(&self) -> String {
@@ -210,6 +229,12 @@ impl Owner {
     #[getter]
     fn is_alive(&self) -> bool {
         self.0.is_alive()
+    }
+
+    /// Returns a descriptor that becomes readable when the process dies, for `select` and for `add_reader` of an `asyncio` loop. It is
+    /// open while this object lives.
+    fn fileno(&self) -> i32 {
+        self.0.as_fd().as_raw_fd()
     }
 
     /// Waits for the death of the process, for at most `timeout` seconds. Returns whether it is dead.

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,6 +106,42 @@ def test_bad_input_raises_and_leaves_everything_usable(
     if isinstance(caught.value, highwater.Error):
         assert caught.value.message and caught.value.kind == type(caught.value).__name__
     assert np.array_equal(stream.download(buffer), np.ones((2, 2)))
+
+
+def test_memory_that_another_library_takes_for_a_value_says_what_to_do(
+    runtime: highwater.Runtime, device: highwater.Device, stream: highwater.Stream
+) -> None:
+    buffer, pinned = stream.upload(np.ones((2, 2), "float32")), runtime.pinned(4, "float32")
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: np.asarray(buffer), "Stream.download"),
+        (lambda: np.sum(buffer), "Stream.download"),
+        (lambda: stream.upload(buffer), "Stream.download"),
+        (lambda: pickle.dumps(buffer), "buffer.share()"),
+        (lambda: copy.copy(buffer), "buffer.share()"),
+        (lambda: pickle.dumps(pinned), "pinned.array"),
+    ]
+    for call, remedy in calls:
+        with pytest.raises(TypeError, match=re.escape(remedy)):
+            call()
+
+
+def test_messages_of_the_library_name_functions_of_the_package(device: highwater.Device, runtime: highwater.Runtime) -> None:
+    with pytest.raises(highwater.InvalidArgument, match=re.escape("`Device.default_stream`")):
+        device.stream_from_raw(0)
+    other = highwater.open(BACKEND)
+    kept = other.device(0)
+    with pytest.raises(highwater.InvalidState) as caught:
+        other.close()
+    assert "clones" not in caught.value.hint
+    with pytest.raises(highwater.InvalidHandle, match="another opened backend"):
+        runtime.device(0).create_stream().wait(kept.create_stream().record())
+
+
+def test_equal_tickets_are_equal(device: highwater.Device) -> None:
+    ticket = device.allocate_shared((2, 3), "float32").share()
+    again = pickle.loads(pickle.dumps(ticket))
+    assert again == ticket and hash(again) == hash(ticket) and len({again, ticket}) == 1
+    assert ticket != highwater.Ticket(ticket.to_bytes(), 6, "float32") and ticket != 3
 
 
 def test_random_tickets_are_refused(runtime: highwater.Runtime, device: highwater.Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import select
 import time
 import weakref
 from collections.abc import Callable
@@ -65,7 +66,9 @@ def test_a_killed_producer_is_noticed_and_its_memory_stays(
     buffer = runtime.open_shared(ticket)
     owner = buffer.owner
     assert owner is not None
+    assert select.select([owner], [], [], 0)[0] == []
     producer.kill()
+    assert select.select([owner], [], [], 20)[0] == [owner]
     assert owner.wait(20) and not owner.is_alive
     assert np.array_equal(stream.download(buffer), np.full((25, 40), 0.5))
     # This runtime may still have the mapping, and opens it again.

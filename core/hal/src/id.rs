@@ -300,9 +300,9 @@ impl<T> Slots<T> {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,
                 operation,
-                format!("the {id} was issued by another backend than backend {}", tag.get()),
+                format!("the {id} belongs to another opened backend than {}, which was called", tag.get()),
             )
-            .with_hint(format!("create the {} with this backend", I::NAME)));
+            .with_hint(format!("create the {} with the runtime or the backend that uses it", I::NAME)));
         }
         match self.entries.get(parts.slot as usize) {
             Some(Slot { generation, device, object: Some(object) })
@@ -345,7 +345,7 @@ mod tests {
         let id = table.insert("t", 1, Arc::new(1)).unwrap();
         let error = other.get("query", id).unwrap_err();
         assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidHandle, "query"));
-        assert_eq!(error.hint(), "create the event with this backend");
+        assert_eq!(error.hint(), "create the event with the runtime or the backend that uses it");
         // SAFETY: no runtime uses this table.
         let forged = unsafe { EventId::from_parts(IdParts { device: 0, ..id.parts() }) };
         assert_eq!(table.get("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);

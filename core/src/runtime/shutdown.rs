@@ -23,7 +23,7 @@ impl RuntimeInner {
             others => format!("{others} other objects of the runtime are alive"),
         };
         let live = self.backend.live_objects();
-        Error::new(ErrorKind::InvalidState, operation, format!("{others}; the backend counts {live}"))
+        Error::new(ErrorKind::InvalidState, operation, format!("{others}; with the pools, the backend counts {live}"))
             .with_hint("drop its devices, streams, events, buffers and clones first")
     }
 

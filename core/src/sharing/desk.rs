@@ -260,8 +260,15 @@ impl Reception {
         if !requests.is_empty() {
             check_answers(desk)?;
         }
+        let is_heir = desk.standing().is_heir;
         let grant = |request: Request| {
-            let granted = desk.exporter().grant(peer.id, request.key, request.secret);
+            let granted = desk.exporter().grant(peer.id, request.key, request.secret).map_err(|error| {
+                if is_heir && error.kind() == ErrorKind::Expired {
+                    Error::new(ErrorKind::Expired, "open_shared", "it does not keep the memory of this ticket")
+                } else {
+                    error
+                }
+            });
             (request, granted)
         };
         let granted: Vec<_> = requests.into_iter().map(grant).collect();

@@ -664,6 +664,11 @@ impl Link {
         Ok(link)
     }
 
+    /// Returns whether an heir of the exporter answers.
+    fn is_of_heir(&self) -> bool {
+        self.greeted.get().is_some_and(|(standing, _)| standing.is_heir)
+    }
+
     /// Returns the processes that may open the memory.
     pub(super) fn openers(&self) -> Openers {
         self.greeted.get().map_or(Openers::SameUser, |(standing, _)| standing.openers)
@@ -823,7 +828,12 @@ impl Link {
                 Message::Entrusted { question: to } if to == question => return Ok(Answer::Entrusted),
                 Message::HandedOver { question: to } if to == question => return Ok(Answer::HandedOver(descriptors)),
                 Message::Refused { question: to, kind, text } if to == question => {
-                    return Ok(Answer::Refused(refusal(kind, text)));
+                    let refused = if kind == ErrorKind::Expired && self.is_of_heir() {
+                        not_inherited(&self.process, &text)
+                    } else {
+                        refusal(kind, text)
+                    };
+                    return Ok(Answer::Refused(refused));
                 }
                 Message::Opened { .. }
                 | Message::PartsOpened { .. }
@@ -1015,6 +1025,14 @@ enum Answer {
 }
 
 /// Returns the error of an open that mapped nothing and reported nothing.
+/// Returns the error for memory that the heir of an exporter does not have.
+fn not_inherited(heir: &Process, reason: &str) -> Error {
+    let message = format!("the exporter has ended or handed over, and {heir}, which answers for it, refused: {reason}");
+    Error::new(ErrorKind::Expired, OPERATION, message).with_hint(
+        "open each ticket in the heir with `OwnerDeath::Inherit` while its exporter lives, and keep the buffers; now request a new ticket",
+    )
+}
+
 fn not_mapped() -> Error {
     Error::new(ErrorKind::InvalidState, OPERATION, "the allocation was not mapped").with_hint("open the ticket again")
 }

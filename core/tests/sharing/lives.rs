@@ -116,7 +116,11 @@ fn a_child_of_fork_does_not_keep_the_name_of_its_dead_parent() {
     let stranger = Exporter::new();
     let opens = |ticket: &str| stranger.runtime.open_shared::<u32>(&ticket.parse().unwrap());
     until("the heir answers", || opens(&kept).is_ok());
-    assert_eq!(opens(&lost).unwrap_err().kind(), ErrorKind::Expired);
+    let error = opens(&lost).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    // Failed before: it said that the exporter had freed the buffer.
+    let says = format!("process {}, which answers for it, refused: it does not keep the memory", heir.pid());
+    assert!(error.message().contains(&says) && error.hint().contains("`OwnerDeath::Inherit`"), "{error}");
     heir.kill();
     until("nobody answers", || {
         let begun = Instant::now();
