@@ -4,8 +4,8 @@ use std::ffi::c_char;
 
 use front::{Fallback, OpenOptions, Runtime, RuntimeOptions};
 
-use crate::failure::call;
-use crate::handle::{self, Options, get, place, put, release, take};
+use crate::failure::{call, invalid};
+use crate::handle::{self, get, place, put, release, take};
 use crate::numbers::highwater_status;
 use crate::{json, texts};
 
@@ -47,8 +47,9 @@ pub struct highwater_open_options {
     pub allow_nondeterminism: u32,
 }
 
-// SAFETY: It begins with its size, and zeros are null pointers and numbers.
-unsafe impl Options for highwater_open_options {}
+handle::options! {
+    highwater_open_options up to allow_nondeterminism: u32;
+}
 
 unsafe fn options(
     backend: *const c_char,
@@ -63,7 +64,7 @@ unsafe fn options(
         return Ok((open, runtime));
     }
     // SAFETY: The caller of the header's function passes such a struct.
-    let given = unsafe { handle::read(given, "highwater_open_options") }?;
+    let given = unsafe { handle::read(given) }?;
     if given.fallback_to_mock != 0 {
         open = open.with_fallback(Fallback::Mock);
     }

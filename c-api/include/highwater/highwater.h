@@ -16,7 +16,8 @@
  * highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
- * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field.
+ * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field. A size below that of the struct's first version
+ * returns HIGHWATER_ERROR_INVALID_ARGUMENT, for example the sizeof of a pointer to the struct.
  *
  * Fork. In a forked child, every call with a handle of the parent returns HIGHWATER_ERROR_FORKED, and a release does nothing. Open no
  * runtime in the child; call exec first.
@@ -417,15 +418,15 @@ typedef struct highwater_gemm {
      */
     struct highwater_buffer *c;
     /**
-     * The first byte of A in its memory.
+     * The first byte of A in its memory: a multiple of the size of an element.
      */
     size_t offset_a;
     /**
-     * The first byte of B in its memory.
+     * The same of B.
      */
     size_t offset_b;
     /**
-     * The first byte of C in its memory.
+     * The same of C.
      */
     size_t offset_c;
 } highwater_gemm;
