@@ -127,6 +127,15 @@ fn the_rules_hold_under_the_sanitizers_of_the_compiler() {
 }
 
 #[test]
+fn without_a_device_each_function_names_a_remedy_that_it_has() {
+    let rules = compile("c-api/tests/rules.c", &["-lhighwater"], "rules-without-device");
+    let mut rules = command(rules);
+    // Devices of this machine stay out.
+    rules.env("CUDA_VISIBLE_DEVICES", "").env("ROCR_VISIBLE_DEVICES", "").env("HIP_VISIBLE_DEVICES", "");
+    assert_eq!(run(rules.arg("without device")), "no device\n");
+}
+
+#[test]
 fn the_rules_hold_over_the_simulated_cuda() {
     let rules = compile("c-api/tests/rules.c", &["-lhighwater"], "rules");
     let mut script = command(format!("{ROOT}/scripts/simulated.sh"));

@@ -31,9 +31,10 @@
         EXPECT(!shows_rust());                                                  \
     } while (0)
 
-/* Whether the last error shows a value as Rust's debug form prints it, or counts one thing in the plural. */
+/* Whether the last error shows a value as Rust's debug form prints it, has a name or a word of Rust alone, or counts one thing in the plural. */
 static int shows_rust(void) {
-    static const char *const forms[] = {" { ", "{ ..", "Ptr(", "Id(", "Some(", "None", "DeviceSlice", "PinnedSlice", "GemmShape"};
+    static const char *const forms[] = {" { ", "{ ..", "Ptr(", "Id(", "Some(", "None", "DeviceSlice", "PinnedSlice", "GemmShape",
+                                       "::", "_stream`", "`share`", "`raw_", "drop ", "clones"};
     static const char *const plurals[] = {"bytes", "values", "buffers", "rows", "devices"};
     const char *error = highwater_last_error();
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
@@ -310,6 +311,14 @@ static void streams(void) {
     OK(highwater_stream_record(stream, &event));
     REFUSED(highwater_event_elapsed_ns(earlier, event, &nanoseconds), INVALID_ARGUMENT, "highwater_stream_record_timed");
     REFUSED(highwater_stream_wait_raw(stream, 0), INVALID_ARGUMENT, "0");
+    highwater_stream *none = NULL;
+    REFUSED(highwater_stream_wrap(device, 0, &none), INVALID_ARGUMENT, "call highwater_stream_legacy_default or highwater_stream_per_thread_default");
+    const char *backend = getenv("HIGHWATER_BACKEND");
+    if (backend && strcmp(backend, "mock") == 0) { /* Only the mock knows all its streams and events. */
+        highwater_event *none_either = NULL;
+        REFUSED(highwater_stream_wrap(device, 12345, &none), INVALID_HANDLE, "pass the result of highwater_stream_raw, and keep the stream until its handle is released");
+        REFUSED(highwater_event_wrap(device, 12345, &none_either), INVALID_HANDLE, "pass the vendor's event, and keep it until its handle is released");
+    }
     OK(highwater_event_release(&event));
     OK(highwater_event_release(&later));
     OK(highwater_event_release(&earlier));
@@ -498,7 +507,7 @@ static void shared_pinned(void) {
     REFUSED(highwater_pinned_share(made, false, NULL), INVALID_ARGUMENT, "the place for the ticket");
     OK(highwater_pinned_share(made, false, &ticket));
     REFUSED(highwater_pinned_wait(made, true), INVALID_STATE, "read-only");
-    REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "read-only");
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "fill the buffer before its first highwater_pinned_share");
     char *writable = NULL;
     REFUSED(highwater_pinned_share(made, true, &writable), INVALID_STATE, "");
     REFUSED(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer), INVALID_ARGUMENT, "open it with highwater_pinned_open");
@@ -568,6 +577,7 @@ static void hand_over(void) {
     OK(highwater_stream_release(&work));
     OK(highwater_buffer_share(made, &ticket));
     REFUSED(highwater_hand_over(old, 1), INVALID_STATE, "");
+    EXPECT(strcmp(highwater_last_hint(), "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT") == 0);
     OK(highwater_ticket_open(heir, ticket, HIGHWATER_OWNER_DEATH_INHERIT, &kept));
     OK(highwater_hand_over(old, 60000));
     OK(highwater_buffer_release(&made));
@@ -750,13 +760,24 @@ static void standing(void) {
     EXPECT(highwater_pinned_malloc(SIZE_MAX) == NULL);
 }
 
+/* Without a device, the functions without a runtime name the remedy that they have. */
+static int without_device(void) {
+    const char *remedy = "set HIGHWATER_BACKEND=mock, to compute on the CPU";
+    EXPECT(highwater_pinned_malloc(8) == NULL && strcmp(highwater_last_hint(), remedy) == 0);
+    EXPECT(highwater_torch_alloc(8, 0, NULL) == NULL && strcmp(highwater_last_hint(), remedy) == 0);
+    REFUSED(highwater_open(NULL, NULL, &runtime, NULL), DEVICE_MISSING, "set highwater_open_options.fallback_to_mock, or pass \"mock\"");
+    puts("no device");
+    return 0;
+}
+
 /* Every call of a forked child is refused, and releases do nothing. */
 static void forked(void) {
     pid_t child = fork();
     if (child == 0) {
         highwater_stream *copy = stream;
         highwater_buffer *buffer = NULL;
-        REFUSED(highwater_stream_synchronize(stream), FORKED, "fork");
+        REFUSED(highwater_stream_synchronize(stream), FORKED, "start the child with exec, and open a runtime in the new program");
+        EXPECT(strstr(highwater_last_error(), "in the child") == NULL);
         REFUSED(highwater_device_allocate(device, 8, &buffer), FORKED, "fork");
         highwater_pinned *pinned = NULL;
         REFUSED(highwater_pinned_allocate(runtime, 8, &pinned), FORKED, "fork");
@@ -778,7 +799,7 @@ static highwater_stream *of_main_thread;
 static void *other_thread(void *unused) {
     (void)unused;
     EXPECT(strlen(highwater_last_error()) == 0);
-    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "thread");
+    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "or share a stream of highwater_stream_create");
     for (int i = 0; i < 50; i++) {
         highwater_buffer *buffer = NULL;
         highwater_pinned *pinned = NULL;
@@ -816,6 +837,9 @@ int main(int count, char **arguments) {
     uint32_t devices = 0;
     uint64_t unused_bytes = 0, all_bytes = 0, live = 1;
     statuses();
+    if (count > 1 && strcmp(arguments[1], "without device") == 0) {
+        return without_device();
+    }
     OK(highwater_open(backend, NULL, &runtime, &text));
     EXPECT(strstr(text, "\"taken\":\"") != NULL);
     highwater_text_release(&text);
@@ -849,6 +873,7 @@ int main(int count, char **arguments) {
 
     /* A runtime with live objects does not close, and ends with the last of them. */
     REFUSED(highwater_close(&runtime, &live), INVALID_STATE, "alive");
+    EXPECT(strcmp(highwater_last_hint(), "release the handles of its devices, streams, events and buffers first") == 0);
     EXPECT(runtime == NULL && live == 1);
     OK(highwater_close(&runtime, &live));
 

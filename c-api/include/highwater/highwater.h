@@ -20,7 +20,7 @@
  * returns HIGHWATER_ERROR_INVALID_ARGUMENT, for example the sizeof of a pointer to the struct.
  *
  * Fork. In a forked child, every call with a handle of the parent returns HIGHWATER_ERROR_FORKED, and a release does nothing. Open no
- * runtime in the child; call exec first.
+ * runtime in the child: call exec, and open it in the new program.
  *
  * Callbacks. No exception and no longjmp may leave a callback. A callback runs in the thread of the call that has it as an argument, if its
  * comment names no other. A highwater_end_callback may run in any thread, and must call no function of this library.
