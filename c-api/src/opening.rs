@@ -1,6 +1,7 @@
 //! Opening and closing a runtime, its report and its statistics.
 
 use std::ffi::c_char;
+use std::path::Path;
 
 use front::{Fallback, OpenOptions, Runtime, RuntimeOptions};
 
@@ -29,7 +30,7 @@ pub struct highwater_open_options {
     pub no_plugins: u32,
     /// A plugin's library or manifest, which is opened and no other.
     pub plugin_path: *const c_char,
-    /// One more folder that is searched for plugins: an absolute path.
+    /// One more folder that is searched for plugins: an absolute path. A relative one is refused.
     pub plugin_folder: *const c_char,
     /// Most bytes of pinned memory that the runtime holds; 0 is unlimited.
     pub pinned_cap_bytes: u64,
@@ -77,6 +78,12 @@ unsafe fn options(
     }
     // SAFETY: As above.
     if let Some(folder) = unsafe { handle::text(given.plugin_folder, "plugin_folder") }? {
+        if !Path::new(folder).is_absolute() {
+            return Err(invalid(
+                format!("highwater_open_options.plugin_folder is `{folder}`, expected an absolute path"),
+                "pass a path that begins with a slash: a relative one would depend on the working directory",
+            ));
+        }
         open = open.with_search_folder(folder);
     }
     let limit = |bytes: u64| (bytes != 0).then_some(bytes);

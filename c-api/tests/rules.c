@@ -96,6 +96,13 @@ static void opening(void) {
     unsetenv("HIGHWATER_MOCK");
     highwater_open_options folder = {.size = sizeof folder, .plugin_path = "/"};
     REFUSED(highwater_open(NULL, &folder, &none, NULL), UNSUPPORTED, "not a regular file");
+    folder = (highwater_open_options){.size = sizeof folder, .plugin_folder = "relative"};
+    REFUSED(highwater_open("mock", &folder, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.plugin_folder is `relative`, expected an absolute path");
+    folder.plugin_folder = "";
+    REFUSED(highwater_open("mock", &folder, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.plugin_folder is ``, expected an absolute path");
+    folder.plugin_folder = "/nowhere";
+    OK(highwater_open("mock", &folder, &none, NULL));
+    OK(highwater_close(&none, NULL));
     REFUSED(highwater_open("m\xff", NULL, &none, NULL), INVALID_ARGUMENT, "UTF-8");
 
     highwater_open_options options = {0};
@@ -471,6 +478,8 @@ static void tickets(void) {
     OK(highwater_device_allocate_shared(device, 8, &buffer));
     OK(highwater_buffer_share(buffer, &ticket));
     REFUSED(highwater_ticket_open(runtime, NULL, 0, &opened), INVALID_ARGUMENT, "the ticket is null");
+    REFUSED(highwater_ticket_open(runtime, "", 0, &opened), INVALID_ARGUMENT, "the ticket is empty, expected the text of highwater_buffer_share");
+    REFUSED(highwater_ticket_open(runtime, "\n", 0, &opened), INVALID_ARGUMENT, "the ticket is empty");
     REFUSED(highwater_ticket_open(runtime, "nonsense", 0, &opened), INVALID_ARGUMENT, "");
     REFUSED(highwater_ticket_open(runtime, ticket, 3, &opened), INVALID_ARGUMENT, "owner_death is 3");
     OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &opened));

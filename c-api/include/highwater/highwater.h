@@ -268,7 +268,7 @@ typedef struct highwater_open_options {
      */
     const char *plugin_path;
     /**
-     * One more folder that is searched for plugins: an absolute path.
+     * One more folder that is searched for plugins: an absolute path. A relative one is refused.
      */
     const char *plugin_folder;
     /**
