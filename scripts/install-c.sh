@@ -4,11 +4,19 @@
 # `cargo cinstall -p highwater-c` of cargo-c does the same: scripts/check-cargo-c.sh compares the two. This script needs cargo alone.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ $# -ge 1 ] || { sed -n '2s/^# //p' "$0" >&2; exit 2; }
-mkdir -p "$1"
-prefix=$(cd "$1" && pwd)
+usage() { sed -n '2s/^# //p' "$0"; }
+case ${1:-} in
+  -h | --help) usage; exit 0 ;;
+  '' | -*) usage >&2; exit 2 ;;
+esac
 profile=debug options=()
-[ "${2:-}" != --release ] || { profile=release options=(--release); }
+case $#,${2:-} in
+  1,) ;;
+  2,--release) profile=release options=(--release) ;;
+  *) usage >&2; exit 2 ;;
+esac
+mkdir -p -- "$1"
+prefix=$(cd -- "$1" && pwd)
 
 cargo build --quiet --locked --manifest-path "$root/Cargo.toml" -p highwater-c "${options[@]}"
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
@@ -41,3 +49,5 @@ Libs: -L\${libdir} -lhighwater
 Libs.private: -lgcc_s -lutil -lrt -lpthread -lm -ldl -lc
 Cflags: -I\${includedir}
 PC
+# The line that makes pkg-config find it.
+echo "export PKG_CONFIG_PATH=\"$prefix/lib/pkgconfig:\$PKG_CONFIG_PATH\""

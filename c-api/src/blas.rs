@@ -8,7 +8,7 @@ use front::half::{bf16, f16};
 use front::{DataType, DeviceBuffer, DeviceSlice, Error, GemmShape, Result, Scalar, StridedBatch};
 
 use crate::failure::{call, invalid};
-use crate::handle::{Options, get, get_for_checked_call, read};
+use crate::handle::{self, get, get_field, get_for_checked_call, read};
 use crate::memory::highwater_buffer;
 use crate::numbers::highwater_status;
 use crate::stream::highwater_stream;
@@ -58,16 +58,17 @@ pub struct highwater_gemm {
     pub b: *mut highwater_buffer,
     /// The memory of C.
     pub c: *mut highwater_buffer,
-    /// The first byte of A in its memory.
+    /// The first byte of A in its memory: a multiple of the size of an element.
     pub offset_a: usize,
-    /// The first byte of B in its memory.
+    /// The same of B.
     pub offset_b: usize,
-    /// The first byte of C in its memory.
+    /// The same of C.
     pub offset_c: usize,
 }
 
-// SAFETY: It begins with its size, and zeros are null pointers and numbers.
-unsafe impl Options for highwater_gemm {}
+handle::options! {
+    highwater_gemm up to offset_c: usize;
+}
 
 fn data_type(code: u32, name: &str) -> Result<DataType> {
     DataType::of(code).ok_or_else(|| {
@@ -93,10 +94,29 @@ fn shape(given: &highwater_gemm) -> Result<GemmShape> {
     Ok(shape)
 }
 
-/// Returns the values of a buffer from an offset on. Bytes behind the last whole value stay out.
-fn values<T: Scalar>(buffer: &DeviceBuffer<u8>, offset: usize) -> Result<DeviceSlice<'_, T>> {
-    let rest = buffer.len().saturating_sub(offset);
-    buffer.slice(offset..offset.saturating_add(rest - rest % size_of::<T>()))?.reinterpret()
+/// Returns the values of a matrix: those of its memory from its offset on. `fields` names both fields. Bytes behind the last whole value
+/// stay out.
+///
+/// # Safety
+/// As for [`get`].
+unsafe fn values<'a, T: Scalar>(
+    fields: [&str; 2],
+    memory: *mut highwater_buffer,
+    offset: usize,
+) -> Result<DeviceSlice<'a, T>> {
+    let [name, offset_name] = fields;
+    // SAFETY: As the caller promises.
+    let buffer: &'a DeviceBuffer<u8> = unsafe { get_field(memory, name) }?;
+    let (bytes, value) = (buffer.len(), size_of::<T>());
+    if offset > bytes {
+        let message = format!("{offset_name} is {offset}, expected at most {bytes}, the bytes of {name}");
+        return Err(invalid(message, "pass an offset inside the memory, in bytes"));
+    }
+    if !offset.is_multiple_of(value) {
+        let message = format!("{offset_name} is {offset}, expected a multiple of {value}");
+        return Err(invalid(message, "pass the offset of an element, in bytes"));
+    }
+    buffer.slice(offset..bytes - (bytes - offset) % value)?.reinterpret()
 }
 
 /// Enqueues a product of one pair of types. `R` has the factors, converted from 64 bits.
@@ -106,9 +126,14 @@ unsafe fn product<T: Scalar, R: Scalar>(
     scale: impl Fn(f64) -> R,
 ) -> Result<()> {
     // SAFETY: The caller of the header's function passes handles.
-    let (stream, a, b, c) = unsafe { (get(stream)?, get(given.a)?, get(given.b)?, get(given.c)?) };
-    let (a, b) = (values::<T>(a, given.offset_a)?, values::<T>(b, given.offset_b)?);
-    let c = values::<R>(c, given.offset_c)?;
+    let (stream, a, b, c) = unsafe {
+        (
+            get(stream)?,
+            values::<T>(["highwater_gemm.a", "highwater_gemm.offset_a"], given.a, given.offset_a)?,
+            values::<T>(["highwater_gemm.b", "highwater_gemm.offset_b"], given.b, given.offset_b)?,
+            values::<R>(["highwater_gemm.c", "highwater_gemm.offset_c"], given.c, given.offset_c)?,
+        )
+    };
     stream.blas()?.gemm_mixed(&shape(given)?, scale(given.alpha), a, b, scale(given.beta), c)
 }
 
@@ -136,7 +161,7 @@ pub unsafe extern "C" fn highwater_gemm_run(
     gemm: *const highwater_gemm,
 ) -> highwater_status {
     call!(highwater_gemm_run, {
-        let given = read(gemm, "highwater_gemm")?;
+        let given = read(gemm)?;
         let types = (data_type(given.data_type, "data_type")?, data_type(given.output_type, "output_type")?);
         let narrow = |value: f64| value as f32;
         match types {

@@ -75,11 +75,54 @@ fn named(operation: &str, error: &Error) -> String {
     }
 }
 
-/// The names in the errors of the Rust crates that C has too, and those of C.
-const NAMES: [(&str, &str); 22] = [
-    ("allow the mock, or ask for it by name", "set highwater_open_options.fallback_to_mock, or pass \"mock\""),
+/// The remedy of an open without a device, in the Rust crates.
+pub(crate) const ALLOW_MOCK: &str = "allow the mock, or ask for it by name";
+
+/// The names and the remedies in the errors of the Rust crates, and those of C. An earlier row is replaced first.
+const NAMES: [(&str, &str); 43] = [
+    (", or by `Holder::hold`", ""),
+    (", or `HostMemoryOptions::with_idle_time`", ""),
+    (", or `SharingOptions::with_rendezvous`", ""),
+    ("use `read_with` or `write_with`, or drop the graph first", "release the graph first"),
+    (ALLOW_MOCK, "set highwater_open_options.fallback_to_mock, or pass \"mock\""),
+    ("`capabilities()`", "highwater_device_describe"),
+    ("`device_count`", "the number of highwater_device_count"),
+    ("`Device::warm` and `warm_lt` make handles and workspaces", "highwater_device_warm makes handles and workspaces"),
+    ("another `Runtime`", "another highwater_runtime"),
+    (
+        "call `legacy_default_stream` or `per_thread_default_stream`",
+        "call highwater_stream_legacy_default or highwater_stream_per_thread_default",
+    ),
+    (
+        "drop its devices, streams, events, buffers and clones first",
+        "release the handles of its devices, streams, events and buffers first",
+    ),
+    ("drop buffers", "release buffers"),
+    ("drop the buffer", "release the buffer"),
+    ("drop the graph", "release the graph"),
+    ("drop the memory", "release the memory"),
+    ("fill the buffer before its first `share`", "fill the buffer before its first highwater_pinned_share"),
     ("give no name", "pass NULL instead of a name"),
+    (
+        "open the backend in the child only, or start the child with exec (spawn)",
+        "start the child with exec, and open a runtime in the new program",
+    ),
+    ("mode `Relaxed`", "mode HIGHWATER_CAPTURE_RELAXED"),
+    ("share a stream of `create_stream`", "share a stream of highwater_stream_create"),
     ("the bytes of `Ticket::to_bytes`", "the text of highwater_buffer_share or highwater_pinned_share"),
+    (
+        "the result of `raw_event`, and keep the event until its wrapper is destroyed",
+        "the vendor's event, and keep it until its handle is released",
+    ),
+    (
+        "the result of `raw_stream`, and keep the stream until its wrapper is destroyed",
+        "the result of highwater_stream_raw, and keep the stream until its handle is released",
+    ),
+    ("use `StreamId::legacy_default`, or `Device::legacy_default_stream`", "use highwater_stream_legacy_default"),
+    (
+        "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`",
+        "use highwater_stream_per_thread_default",
+    ),
     ("`Device::allocate`", "highwater_device_allocate"),
     ("`Device::allocate_shared`", "highwater_device_allocate_shared"),
     ("`Device::legacy_default_stream`", "highwater_stream_legacy_default"),
@@ -98,7 +141,6 @@ const NAMES: [(&str, &str); 22] = [
     ("`SharedPinnedBuffer::share`", "highwater_pinned_share"),
     ("`Stream::capture`", "highwater_capture"),
     ("`Stream::note_device_use`", "highwater_buffer_used_on"),
-    ("ranges count values, not bytes", "offsets count bytes"),
 ];
 
 /// Returns a text of the Rust crates with the names of the header.
@@ -164,6 +206,7 @@ pub(crate) fn vendor_code() -> Option<i64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use front::hal::fork::Generation;
 
     fn last() -> String {
         // SAFETY: The text is that of this thread, and no call comes between.
@@ -204,6 +247,85 @@ mod tests {
         contained("highwater_open", no_device);
         let remedy = "set highwater_open_options.fallback_to_mock, or pass \"mock\", to compute on the CPU";
         assert!(last().ends_with(remedy), "{}", last());
+    }
+
+    /// Hints of the crates, and what C gets instead.
+    const HINTS: [(&str, &str); 12] = [
+        (
+            "call `legacy_default_stream` or `per_thread_default_stream`, whichever that code uses",
+            "call highwater_stream_legacy_default or highwater_stream_per_thread_default, whichever that code uses",
+        ),
+        (
+            "pass the result of `raw_stream`, and keep the stream until its wrapper is destroyed",
+            "pass the result of highwater_stream_raw, and keep the stream until its handle is released",
+        ),
+        ("use `StreamId::legacy_default`, or `Device::legacy_default_stream`", "use highwater_stream_legacy_default"),
+        (
+            "use it only in the thread that made it, or share a stream of `create_stream`",
+            "use it only in the thread that made it, or share a stream of highwater_stream_create",
+        ),
+        (
+            "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`",
+            "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT",
+        ),
+        ("fill the buffer before its first `share`", "fill the buffer before its first highwater_pinned_share"),
+        (
+            "drop its devices, streams, events, buffers and clones first",
+            "release the handles of its devices, streams, events and buffers first",
+        ),
+        ("first let those processes drop the buffers, or end", "first let those processes release the buffers, or end"),
+        (
+            "drop buffers, or raise `DeviceMemoryOptions::with_cap_bytes`",
+            "release buffers, or raise highwater_open_options.device_cap_bytes",
+        ),
+        (
+            "warm up before the capture: `Device::warm` and `warm_lt` make handles and workspaces, or run the same work once",
+            "warm up before the capture: highwater_device_warm makes handles and workspaces, or run the same work once",
+        ),
+        ("pass an ordinal below `device_count`", "pass an ordinal below the number of highwater_device_count"),
+        (
+            "end it on that thread, or capture in mode `Relaxed`",
+            "end it on that thread, or capture in mode HIGHWATER_CAPTURE_RELAXED",
+        ),
+    ];
+
+    #[test]
+    fn hints_have_the_names_of_the_header() {
+        for (rust, c) in HINTS {
+            assert_eq!(in_c(rust), c);
+        }
+        let forked = in_c(Generation::error("test").hint());
+        assert_eq!(forked, "start the child with exec, and open a runtime in the new program");
+    }
+
+    /// A row whose text the crates no longer have would translate nothing, and C would get the new text as it is.
+    #[test]
+    fn each_row_of_the_table_is_a_text_of_the_crates() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        // A package of the registry is alone.
+        if !root.join("core/src").is_dir() {
+            return;
+        }
+        let mut sources = String::new();
+        for folder in ["core", "core/hal", "backend-driver", "backend-mock", "."] {
+            read_all(&root.join(folder).join("src"), &mut sources);
+        }
+        // The mock puts the kind of object in.
+        let sources = sources.replace("{what}", "stream") + &sources.replace("{what}", "event");
+        for (rust, _) in NAMES {
+            assert!(sources.contains(rust), "no crate has `{rust}`");
+        }
+    }
+
+    fn read_all(folder: &std::path::Path, sources: &mut String) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                read_all(&path, sources);
+            } else {
+                sources.push_str(&std::fs::read_to_string(path).unwrap());
+            }
+        }
     }
 
     #[test]

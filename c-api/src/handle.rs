@@ -120,6 +120,23 @@ fn live<'a, K: Kind>(handle: *mut K) -> Result<&'a Handle<K::Object>> {
     if handle.generation.is_current() { Ok(handle) } else { Err(Generation::error(ARGUMENT)) }
 }
 
+/// As [`get`], for a handle in a field of a struct, which errors name.
+///
+/// # Safety
+/// As for [`get`].
+pub(crate) unsafe fn get_field<'a, K: Kind>(handle: *mut K, field: &str) -> Result<&'a K::Object> {
+    let name = K::NAME;
+    // SAFETY: As the caller promises.
+    unsafe { get(handle) }.map_err(|error| match error.kind() {
+        ErrorKind::InvalidArgument => invalid(format!("{field} is null, expected a live {name}"), error.hint()),
+        ErrorKind::InvalidHandle => {
+            Error::new(ErrorKind::InvalidHandle, ARGUMENT, format!("{field} is {}", error.message()))
+                .with_hint(error.hint())
+        }
+        _ => error,
+    })
+}
+
 /// Returns the object of a handle.
 ///
 /// # Safety
@@ -278,14 +295,45 @@ pub(crate) unsafe fn release<K: Kind>(slot: *mut *mut K) -> Result<()> {
 /// A struct that begins with its size, for which all zeros are a value.
 ///
 /// # Safety
-/// The struct must be `repr(C)`, begin with a `usize`, and accept zeros in all its fields.
-pub(crate) unsafe trait Options: Copy {}
+/// The struct must be `repr(C)`, begin with a `usize`, and accept zeros in all its fields. Every version must have the first one's bytes.
+pub(crate) unsafe trait Options: Copy {
+    /// The name in C.
+    const NAME: &'static str;
+    /// The size of the struct in its first version, which is the least that a program passes.
+    const FIRST_SIZE: usize;
+}
 
-/// Reads a struct of the caller. Missing fields are zero; fields beyond those that are known must be zero.
+/// Declares structs of options, each with the last field of its first version and that field's type. The pair stays as it is when a later
+/// version adds fields: programs that were compiled before pass the size up to there. A new field begins behind that size, and not in
+/// padding before it, because programs leave bytes of padding undefined.
+macro_rules! options {
+    ($($name:ident up to $last:ident: $type:ty;)+) => {
+        $(
+            // SAFETY: The struct is `repr(C)`, begins with its size, and has numbers and pointers alone.
+            unsafe impl crate::handle::Options for $name {
+                const NAME: &'static str = stringify!($name);
+                const FIRST_SIZE: usize = (std::mem::offset_of!($name, $last) + size_of::<$type>())
+                    .next_multiple_of(align_of::<$name>());
+            }
+        )+
+    };
+}
+pub(crate) use options;
+
+#[cold]
+fn wrong_size<T: Options>(size: usize) -> Error {
+    let (name, expected) = (T::NAME, size_of::<T>());
+    let hint = format!("set it to sizeof({name}), not to the sizeof of a pointer");
+    invalid(format!("{name}.size is {size}, expected {expected}"), &hint)
+}
+
+/// Reads a struct of the caller. Fields that later versions have added are zero if the caller's version is older. Fields beyond those that
+/// are known must be zero.
 ///
 /// # Safety
 /// The caller must pass null, or a struct that begins with its size.
-pub(crate) unsafe fn read<T: Options>(given: *const T, name: &str) -> Result<T> {
+pub(crate) unsafe fn read<T: Options>(given: *const T) -> Result<T> {
+    let name = T::NAME;
     if given.is_null() || !given.is_aligned() {
         return Err(null(
             name,
@@ -296,11 +344,8 @@ pub(crate) unsafe fn read<T: Options>(given: *const T, name: &str) -> Result<T> 
     // SAFETY: The caller passes a struct that begins with its size.
     let size = unsafe { given.cast::<usize>().read() };
     // The size of each version is a multiple of the alignment.
-    if !(size_of::<usize>()..=4096).contains(&size) || size % align_of::<T>() != 0 {
-        return Err(invalid(
-            format!("{name}.size is {size}, expected {}", size_of::<T>()),
-            "set it to the sizeof of the struct",
-        ));
+    if !(T::FIRST_SIZE..=4096).contains(&size) || size % align_of::<T>() != 0 {
+        return Err(wrong_size::<T>(size));
     }
     // SAFETY: As above: the struct has this many bytes.
     let bytes = unsafe { std::slice::from_raw_parts(given.cast::<u8>(), size) };
@@ -334,4 +379,56 @@ pub(crate) unsafe fn text<'a>(given: *const c_char, name: &str) -> Result<Option
         let message = format!("the {name} is not UTF-8: no character begins at byte {}", error.valid_up_to());
         invalid(message, "pass a text in UTF-8")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blas::highwater_gemm;
+    use crate::memory::highwater_copy_shape;
+    use crate::opening::highwater_open_options;
+
+    /// A struct that two versions have extended.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct grown {
+        size: usize,
+        first: u32,
+        second: u64,
+        third: u32,
+        fourth: u64,
+    }
+
+    options! {
+        grown up to first: u32;
+    }
+
+    fn of_size(size: usize) -> Result<grown> {
+        let given = grown { size, first: 1, second: 2, third: 3, fourth: 4 };
+        // SAFETY: It is such a struct, and has at least the bytes that this test names.
+        unsafe { read(&raw const given) }
+    }
+
+    #[test]
+    fn each_version_of_a_struct_is_read_and_no_shorter_one() {
+        assert_eq!((grown::FIRST_SIZE, size_of::<grown>()), (16, 40));
+        assert_eq!(of_size(16).unwrap(), grown { size: 16, first: 1, second: 0, third: 0, fourth: 0 });
+        assert_eq!(of_size(32).unwrap(), grown { size: 32, first: 1, second: 2, third: 3, fourth: 0 });
+        assert_eq!(of_size(40).unwrap(), grown { size: 40, first: 1, second: 2, third: 3, fourth: 4 });
+        for size in [0, 8, 12, 20, 39, 4104, usize::MAX] {
+            let error = of_size(size).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.message(), format!("grown.size is {size}, expected 40"));
+            assert!(error.hint().contains("sizeof(grown)"), "{error}");
+        }
+    }
+
+    /// The sizes of version 0.1, which programs that are compiled with it pass to every later version.
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn the_sizes_of_the_first_versions_stay() {
+        assert_eq!(highwater_open_options::FIRST_SIZE, 80);
+        assert_eq!(highwater_copy_shape::FIRST_SIZE, 40);
+        assert_eq!(highwater_gemm::FIRST_SIZE, 168);
+    }
 }

@@ -11,7 +11,7 @@ use front::{
 
 use crate::device::highwater_device;
 use crate::failure::{call, invalid};
-use crate::handle::{self, Handle, Options, WORDS, get, make_from, make_from_checked_call, place, put, read, release};
+use crate::handle::{self, Handle, WORDS, get, make_from, make_from_checked_call, place, put, read, release};
 use crate::numbers::highwater_status;
 use crate::opening::highwater_runtime;
 use crate::stream::highwater_stream;
@@ -397,8 +397,9 @@ pub struct highwater_copy_shape {
     pub destination_pitch: usize,
 }
 
-// SAFETY: It begins with its size, and zeros are numbers.
-unsafe impl Options for highwater_copy_shape {}
+handle::options! {
+    highwater_copy_shape up to destination_pitch: usize;
+}
 
 /// Reads the shape of a copy.
 ///
@@ -406,7 +407,7 @@ unsafe impl Options for highwater_copy_shape {}
 /// As for [`read`].
 unsafe fn copy_shape(given: *const highwater_copy_shape) -> Result<CopyShape> {
     // SAFETY: As the caller promises.
-    let given = unsafe { read(given, "highwater_copy_shape") }?;
+    let given = unsafe { read(given) }?;
     let or = |pitch: usize| if pitch == 0 { given.width } else { pitch };
     Ok(CopyShape::new(given.width, given.height)
         .with_src_pitch(or(given.source_pitch))

@@ -1,11 +1,12 @@
 //! Opening and closing a runtime, its report and its statistics.
 
 use std::ffi::c_char;
+use std::path::Path;
 
 use front::{Fallback, OpenOptions, Runtime, RuntimeOptions};
 
-use crate::failure::call;
-use crate::handle::{self, Options, get, place, put, release, take};
+use crate::failure::{call, invalid};
+use crate::handle::{self, get, place, put, release, take};
 use crate::numbers::highwater_status;
 use crate::{json, texts};
 
@@ -29,7 +30,7 @@ pub struct highwater_open_options {
     pub no_plugins: u32,
     /// A plugin's library or manifest, which is opened and no other.
     pub plugin_path: *const c_char,
-    /// One more folder that is searched for plugins: an absolute path.
+    /// One more folder that is searched for plugins: an absolute path. A relative one is refused.
     pub plugin_folder: *const c_char,
     /// Most bytes of pinned memory that the runtime holds; 0 is unlimited.
     pub pinned_cap_bytes: u64,
@@ -47,8 +48,9 @@ pub struct highwater_open_options {
     pub allow_nondeterminism: u32,
 }
 
-// SAFETY: It begins with its size, and zeros are null pointers and numbers.
-unsafe impl Options for highwater_open_options {}
+handle::options! {
+    highwater_open_options up to allow_nondeterminism: u32;
+}
 
 unsafe fn options(
     backend: *const c_char,
@@ -63,7 +65,7 @@ unsafe fn options(
         return Ok((open, runtime));
     }
     // SAFETY: The caller of the header's function passes such a struct.
-    let given = unsafe { handle::read(given, "highwater_open_options") }?;
+    let given = unsafe { handle::read(given) }?;
     if given.fallback_to_mock != 0 {
         open = open.with_fallback(Fallback::Mock);
     }
@@ -76,6 +78,12 @@ unsafe fn options(
     }
     // SAFETY: As above.
     if let Some(folder) = unsafe { handle::text(given.plugin_folder, "plugin_folder") }? {
+        if !Path::new(folder).is_absolute() {
+            return Err(invalid(
+                format!("highwater_open_options.plugin_folder is `{folder}`, expected an absolute path"),
+                "pass a path that begins with a slash: a relative one would depend on the working directory",
+            ));
+        }
         open = open.with_search_folder(folder);
     }
     let limit = |bytes: u64| (bytes != 0).then_some(bytes);

@@ -39,7 +39,13 @@ unsafe fn ticket_of(ticket: *const c_char, made_by: &str) -> Result<Ticket> {
     let Some(ticket) = (unsafe { handle::text(ticket, "ticket") })? else {
         return Err(invalid("the ticket is null, expected a text", &format!("pass the text of {made_by}")));
     };
-    ticket.trim().parse()
+    match ticket.trim() {
+        "" => Err(invalid(
+            format!("the ticket is empty, expected the text of {made_by}"),
+            "pass the whole text, and check the call that read it",
+        )),
+        ticket => ticket.parse(),
+    }
 }
 
 fn options_of(owner_death: u32) -> Result<ImportOptions> {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use front::hal::fork::Generation;
 use front::{Access, DeviceBuffer, Error, ErrorKind, Fallback, PinnedBuffer, Result, Runtime, Stream};
 
-use crate::failure::{ARGUMENT, contained, invalid};
+use crate::failure::{self, ARGUMENT, contained, invalid};
 
 /// The runtime of these functions. It lives as long as the process.
 struct Standing {
@@ -36,7 +36,7 @@ impl Standing {
                 // Two threads may open one each. The second is dropped, and no thread waits for another one.
                 let made = Self {
                     generation: Generation::current(),
-                    runtime: Runtime::open_best(Fallback::None)?,
+                    runtime: Runtime::open_best(Fallback::None).map_err(|error| without_arguments(error.into()))?,
                     streams: Mutex::default(),
                     on_devices: Mutex::default(),
                     pinned: Mutex::default(),
@@ -64,6 +64,12 @@ impl Standing {
         let stream = Arc::new(stream);
         Ok(Arc::clone(lock(&self.streams).entry((device, raw)).or_insert_with(|| Arc::clone(&stream))))
     }
+}
+
+/// Returns the error of an open with the remedy of these functions, which take neither options nor the name of a backend.
+fn without_arguments(error: Error) -> Error {
+    let hint = error.hint().replace(failure::ALLOW_MOCK, "set HIGHWATER_BACKEND=mock");
+    error.with_hint(hint)
 }
 
 fn unknown(address: *const c_void) -> Error {

@@ -38,13 +38,19 @@ fn scratch(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
 }
 
+/// The line that an installation prints: how pkg-config finds it.
+fn use_of(prefix: &Path) -> String {
+    format!("export PKG_CONFIG_PATH=\"{}/lib/pkgconfig:$PKG_CONFIG_PATH\"", prefix.display())
+}
+
 /// The library, installed once for all tests of this file.
 fn installed() -> &'static Path {
     static INSTALLED: LazyLock<PathBuf> = LazyLock::new(|| {
         let prefix = scratch("c");
         let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("it is a folder of the target's");
         let mut script = command(format!("{ROOT}/scripts/install-c.sh"));
-        run(script.arg(&prefix).env("CARGO_TARGET_DIR", target));
+        let printed = run(script.arg(&prefix).env("CARGO_TARGET_DIR", target));
+        assert_eq!(printed, format!("{}\n", use_of(&prefix)));
         prefix
     });
     &INSTALLED
@@ -127,6 +133,31 @@ fn the_rules_hold_under_the_sanitizers_of_the_compiler() {
 }
 
 #[test]
+fn the_installation_prints_its_use() {
+    let usage = "install-c.sh PREFIX [--release]";
+    let script = |arguments: &[&str]| command(format!("{ROOT}/scripts/install-c.sh")).args(arguments).output().unwrap();
+    for help in ["--help", "-h"] {
+        let output = script(&[help]);
+        assert!(output.status.success(), "{help}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains(usage), "{help}: {output:?}");
+    }
+    for wrong in [&[][..], &["--release"], &["prefix", "--debug"], &["prefix", "--release", "more"]] {
+        let output = script(wrong);
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {output:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(usage), "{wrong:?}: {output:?}");
+    }
+}
+
+#[test]
+fn without_a_device_each_function_names_a_remedy_that_it_has() {
+    let rules = compile("c-api/tests/rules.c", &["-lhighwater"], "rules-without-device");
+    let mut rules = command(rules);
+    // Devices of this machine stay out.
+    rules.env("CUDA_VISIBLE_DEVICES", "").env("ROCR_VISIBLE_DEVICES", "").env("HIP_VISIBLE_DEVICES", "");
+    assert_eq!(run(rules.arg("without device")), "no device\n");
+}
+
+#[test]
 fn the_rules_hold_over_the_simulated_cuda() {
     let rules = compile("c-api/tests/rules.c", &["-lhighwater"], "rules");
     let mut script = command(format!("{ROOT}/scripts/simulated.sh"));
@@ -153,6 +184,7 @@ fn the_examples_run_on_the_mock_and_over_the_simulated_cuda() {
     };
     let folder = format!("{ROOT}/examples/c");
     let mock = run(command("make").args(["-s", "-C", &folder]).args(arguments("check")));
+    assert_eq!(mock.lines().last(), Some(use_of(installed()).as_str()), "{mock}");
     let mut script = command(format!("{ROOT}/scripts/simulated.sh"));
     script.args(["cuda", "make", "-s", "-C", &folder]).args(arguments("run"));
     let cuda = run(script.env("HIGHWATER_BACKEND", "cuda"));

@@ -31,9 +31,10 @@
         EXPECT(!shows_rust());                                                  \
     } while (0)
 
-/* Whether the last error shows a value as Rust's debug form prints it, or counts one thing in the plural. */
+/* Whether the last error shows a value as Rust's debug form prints it, has a name or a word of Rust alone, or counts one thing in the plural. */
 static int shows_rust(void) {
-    static const char *const forms[] = {" { ", "{ ..", "Ptr(", "Id(", "Some(", "None", "DeviceSlice", "PinnedSlice", "GemmShape"};
+    static const char *const forms[] = {" { ", "{ ..", "Ptr(", "Id(", "Some(", "None", "DeviceSlice", "PinnedSlice", "GemmShape",
+                                       "::", "_stream`", "`share`", "`raw_", "drop ", "clones"};
     static const char *const plurals[] = {"bytes", "values", "buffers", "rows", "devices"};
     const char *error = highwater_last_error();
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
@@ -95,6 +96,13 @@ static void opening(void) {
     unsetenv("HIGHWATER_MOCK");
     highwater_open_options folder = {.size = sizeof folder, .plugin_path = "/"};
     REFUSED(highwater_open(NULL, &folder, &none, NULL), UNSUPPORTED, "not a regular file");
+    folder = (highwater_open_options){.size = sizeof folder, .plugin_folder = "relative"};
+    REFUSED(highwater_open("mock", &folder, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.plugin_folder is `relative`, expected an absolute path");
+    folder.plugin_folder = "";
+    REFUSED(highwater_open("mock", &folder, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.plugin_folder is ``, expected an absolute path");
+    folder.plugin_folder = "/nowhere";
+    OK(highwater_open("mock", &folder, &none, NULL));
+    OK(highwater_close(&none, NULL));
     REFUSED(highwater_open("m\xff", NULL, &none, NULL), INVALID_ARGUMENT, "UTF-8");
 
     highwater_open_options options = {0};
@@ -108,14 +116,17 @@ static void opening(void) {
     longer.unknown = 0;
     OK(highwater_open("mock", &longer.known, &none, NULL));
     OK(highwater_close(&none, NULL));
-    /* An older one passes a shorter struct: its missing fields are zero. */
-    options.size = offsetof(highwater_open_options, pinned_cap_bytes);
+    /* No version of the struct is shorter: the fields behind such a size would be ignored. */
     options.pinned_cap_bytes = 1;
-    OK(highwater_open("mock", &options, &none, NULL));
+    char expected[64];
+    snprintf(expected, sizeof expected, "highwater_open_options.size is %zu, expected %zu;", sizeof(void *), sizeof options);
+    options.size = sizeof(&options);
+    REFUSED(highwater_open("mock", &options, &none, NULL), INVALID_ARGUMENT, expected);
+    EXPECT(strstr(highwater_last_hint(), "sizeof(highwater_open_options)") != NULL);
+    options.size = offsetof(highwater_open_options, pinned_cap_bytes);
+    REFUSED(highwater_open("mock", &options, &none, NULL), INVALID_ARGUMENT, "highwater_open_options.size is 32, expected 80");
+    EXPECT(none == NULL);
     highwater_pinned *pinned = NULL;
-    OK(highwater_pinned_allocate(none, 4096, &pinned));
-    OK(highwater_pinned_release(&pinned));
-    OK(highwater_close(&none, NULL));
     options.size = sizeof options;
     OK(highwater_open("mock", &options, &none, NULL));
     REFUSED(highwater_pinned_allocate(none, 4096, &pinned), INVALID_ARGUMENT, "4096");
@@ -251,6 +262,9 @@ static void rows(void) {
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "leaves the source");
     shape.size = 12;
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 12");
+    shape.size = sizeof(&shape);
+    REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 8, expected 40;");
+    EXPECT(strstr(highwater_last_hint(), "sizeof(highwater_copy_shape)") != NULL);
     shape.size = 0;
     REFUSED(highwater_copy_2d(stream, matrix, 0, columns, 0, &shape), INVALID_ARGUMENT, "highwater_copy_shape.size is 0");
     REFUSED(highwater_copy_2d_to_host(stream, matrix, 0, pinned, 0, NULL), INVALID_ARGUMENT, "highwater_copy_2d_to_host: invalid argument: the highwater_copy_shape is null");
@@ -304,6 +318,14 @@ static void streams(void) {
     OK(highwater_stream_record(stream, &event));
     REFUSED(highwater_event_elapsed_ns(earlier, event, &nanoseconds), INVALID_ARGUMENT, "highwater_stream_record_timed");
     REFUSED(highwater_stream_wait_raw(stream, 0), INVALID_ARGUMENT, "0");
+    highwater_stream *none = NULL;
+    REFUSED(highwater_stream_wrap(device, 0, &none), INVALID_ARGUMENT, "call highwater_stream_legacy_default or highwater_stream_per_thread_default");
+    const char *backend = getenv("HIGHWATER_BACKEND");
+    if (backend && strcmp(backend, "mock") == 0) { /* Only the mock knows all its streams and events. */
+        highwater_event *none_either = NULL;
+        REFUSED(highwater_stream_wrap(device, 12345, &none), INVALID_HANDLE, "pass the result of highwater_stream_raw, and keep the stream until its handle is released");
+        REFUSED(highwater_event_wrap(device, 12345, &none_either), INVALID_HANDLE, "pass the vendor's event, and keep it until its handle is released");
+    }
     OK(highwater_event_release(&event));
     OK(highwater_event_release(&later));
     OK(highwater_event_release(&earlier));
@@ -357,15 +379,39 @@ static void products(void) {
     OK(highwater_read(stream, c, 0, &product, 8));
     EXPECT(product == 3);
     gemm.offset_a = 4;
-    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "offset 4");
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.offset_a is 4, expected a multiple of 8");
     gemm.offset_a = 16;
     REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "");
+    gemm.offset_a = 24;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.offset_a is 24, expected at most 16, the bytes of highwater_gemm.a");
     gemm.offset_a = 8;
+    gemm.offset_b = 3;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.offset_b is 3, expected a multiple of 8");
+    gemm.offset_b = 0;
+    gemm.offset_c = 100;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.offset_c is 100, expected at most 8, the bytes of highwater_gemm.c");
+    gemm.offset_c = 0;
+    gemm.size = sizeof(&gemm);
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.size is 8, expected 168;");
+    EXPECT(strstr(highwater_last_hint(), "sizeof(highwater_gemm)") != NULL);
+    gemm.size = sizeof gemm;
     gemm.m = 2;
     REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "");
     gemm.m = 1;
     gemm.c = NULL;
-    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "the highwater_buffer is null");
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.c is null, expected a live highwater_buffer");
+    gemm.c = c;
+    gemm.b = NULL;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.b is null, expected a live highwater_buffer");
+    gemm.b = (highwater_buffer *)stream;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_HANDLE, "highwater_gemm.b is a pointer that is no such handle, expected a live highwater_buffer");
+    gemm.b = b;
+    gemm.a = (highwater_buffer *)device;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_HANDLE, "highwater_gemm.a is a pointer");
+    gemm.a = NULL;
+    REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "highwater_gemm.a is null, expected a live highwater_buffer");
+    gemm.a = a;
+    REFUSED(highwater_gemm_run(NULL, &gemm), INVALID_ARGUMENT, "the highwater_stream is null");
     gemm.c = a;
     gemm.offset_c = 8;
     REFUSED(highwater_gemm_run(stream, &gemm), INVALID_ARGUMENT, "overlap");
@@ -432,6 +478,8 @@ static void tickets(void) {
     OK(highwater_device_allocate_shared(device, 8, &buffer));
     OK(highwater_buffer_share(buffer, &ticket));
     REFUSED(highwater_ticket_open(runtime, NULL, 0, &opened), INVALID_ARGUMENT, "the ticket is null");
+    REFUSED(highwater_ticket_open(runtime, "", 0, &opened), INVALID_ARGUMENT, "the ticket is empty, expected the text of highwater_buffer_share");
+    REFUSED(highwater_ticket_open(runtime, "\n", 0, &opened), INVALID_ARGUMENT, "the ticket is empty");
     REFUSED(highwater_ticket_open(runtime, "nonsense", 0, &opened), INVALID_ARGUMENT, "");
     REFUSED(highwater_ticket_open(runtime, ticket, 3, &opened), INVALID_ARGUMENT, "owner_death is 3");
     OK(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_RELEASE, &opened));
@@ -468,7 +516,7 @@ static void shared_pinned(void) {
     REFUSED(highwater_pinned_share(made, false, NULL), INVALID_ARGUMENT, "the place for the ticket");
     OK(highwater_pinned_share(made, false, &ticket));
     REFUSED(highwater_pinned_wait(made, true), INVALID_STATE, "read-only");
-    REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "read-only");
+    REFUSED(highwater_copy_to_host(stream, buffer, 0, made, 0, 4), INVALID_STATE, "fill the buffer before its first highwater_pinned_share");
     char *writable = NULL;
     REFUSED(highwater_pinned_share(made, true, &writable), INVALID_STATE, "");
     REFUSED(highwater_ticket_open(runtime, ticket, HIGHWATER_OWNER_DEATH_KEEP, &buffer), INVALID_ARGUMENT, "open it with highwater_pinned_open");
@@ -538,6 +586,7 @@ static void hand_over(void) {
     OK(highwater_stream_release(&work));
     OK(highwater_buffer_share(made, &ticket));
     REFUSED(highwater_hand_over(old, 1), INVALID_STATE, "");
+    EXPECT(strcmp(highwater_last_hint(), "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT") == 0);
     OK(highwater_ticket_open(heir, ticket, HIGHWATER_OWNER_DEATH_INHERIT, &kept));
     OK(highwater_hand_over(old, 60000));
     OK(highwater_buffer_release(&made));
@@ -720,13 +769,24 @@ static void standing(void) {
     EXPECT(highwater_pinned_malloc(SIZE_MAX) == NULL);
 }
 
+/* Without a device, the functions without a runtime name the remedy that they have. */
+static int without_device(void) {
+    const char *remedy = "set HIGHWATER_BACKEND=mock, to compute on the CPU";
+    EXPECT(highwater_pinned_malloc(8) == NULL && strcmp(highwater_last_hint(), remedy) == 0);
+    EXPECT(highwater_torch_alloc(8, 0, NULL) == NULL && strcmp(highwater_last_hint(), remedy) == 0);
+    REFUSED(highwater_open(NULL, NULL, &runtime, NULL), DEVICE_MISSING, "set highwater_open_options.fallback_to_mock, or pass \"mock\"");
+    puts("no device");
+    return 0;
+}
+
 /* Every call of a forked child is refused, and releases do nothing. */
 static void forked(void) {
     pid_t child = fork();
     if (child == 0) {
         highwater_stream *copy = stream;
         highwater_buffer *buffer = NULL;
-        REFUSED(highwater_stream_synchronize(stream), FORKED, "fork");
+        REFUSED(highwater_stream_synchronize(stream), FORKED, "start the child with exec, and open a runtime in the new program");
+        EXPECT(strstr(highwater_last_error(), "in the child") == NULL);
         REFUSED(highwater_device_allocate(device, 8, &buffer), FORKED, "fork");
         highwater_pinned *pinned = NULL;
         REFUSED(highwater_pinned_allocate(runtime, 8, &pinned), FORKED, "fork");
@@ -748,7 +808,7 @@ static highwater_stream *of_main_thread;
 static void *other_thread(void *unused) {
     (void)unused;
     EXPECT(strlen(highwater_last_error()) == 0);
-    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "thread");
+    REFUSED(highwater_stream_synchronize(of_main_thread), INVALID_STATE, "or share a stream of highwater_stream_create");
     for (int i = 0; i < 50; i++) {
         highwater_buffer *buffer = NULL;
         highwater_pinned *pinned = NULL;
@@ -786,6 +846,9 @@ int main(int count, char **arguments) {
     uint32_t devices = 0;
     uint64_t unused_bytes = 0, all_bytes = 0, live = 1;
     statuses();
+    if (count > 1 && strcmp(arguments[1], "without device") == 0) {
+        return without_device();
+    }
     OK(highwater_open(backend, NULL, &runtime, &text));
     EXPECT(strstr(text, "\"taken\":\"") != NULL);
     highwater_text_release(&text);
@@ -819,6 +882,7 @@ int main(int count, char **arguments) {
 
     /* A runtime with live objects does not close, and ends with the last of them. */
     REFUSED(highwater_close(&runtime, &live), INVALID_STATE, "alive");
+    EXPECT(strcmp(highwater_last_hint(), "release the handles of its devices, streams, events and buffers first") == 0);
     EXPECT(runtime == NULL && live == 1);
     OK(highwater_close(&runtime, &live));
 

@@ -16,10 +16,11 @@
  * highwater_pinned_wait.
  *
  * Structs. A struct begins with its size, which the caller sets to sizeof. Set all other fields to zero first:
- * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field.
+ * `highwater_gemm gemm = {.size = sizeof gemm};`. Zero is the default of each field. A size below that of the struct's first version
+ * returns HIGHWATER_ERROR_INVALID_ARGUMENT, for example the sizeof of a pointer to the struct.
  *
  * Fork. In a forked child, every call with a handle of the parent returns HIGHWATER_ERROR_FORKED, and a release does nothing. Open no
- * runtime in the child; call exec first.
+ * runtime in the child: call exec, and open it in the new program.
  *
  * Callbacks. No exception and no longjmp may leave a callback. A callback runs in the thread of the call that has it as an argument, if its
  * comment names no other. A highwater_end_callback may run in any thread, and must call no function of this library.
@@ -267,7 +268,7 @@ typedef struct highwater_open_options {
      */
     const char *plugin_path;
     /**
-     * One more folder that is searched for plugins: an absolute path.
+     * One more folder that is searched for plugins: an absolute path. A relative one is refused.
      */
     const char *plugin_folder;
     /**
@@ -417,15 +418,15 @@ typedef struct highwater_gemm {
      */
     struct highwater_buffer *c;
     /**
-     * The first byte of A in its memory.
+     * The first byte of A in its memory: a multiple of the size of an element.
      */
     size_t offset_a;
     /**
-     * The first byte of B in its memory.
+     * The same of B.
      */
     size_t offset_b;
     /**
-     * The first byte of C in its memory.
+     * The same of C.
      */
     size_t offset_c;
 } highwater_gemm;
