@@ -237,8 +237,15 @@ fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
             work()?;
             stream.set(small.all(), 1)?;
             stream.synchronize()?;
-            work()?;
-            let outstanding = stream.is_pending()?;
+            let mut outstanding = false;
+            for _ in 0..LOOKS {
+                work()?;
+                outstanding = stream.is_pending()?;
+                if outstanding {
+                    break;
+                }
+                stream.synchronize()?;
+            }
             if way != Way::Launch {
                 (1..REPEATED).try_for_each(|_| work())?;
             }
@@ -248,6 +255,10 @@ fn leaves_to_the_device(backend: &dyn Backend, way: Way) -> CaseResult {
     }
     Ok(())
 }
+
+/// The times that the work of an idle stream is looked for. On a machine with few processors, the thread of the device that a call wakes
+/// may run before the caller goes on.
+const LOOKS: usize = 8;
 
 /// The times that work of one kind comes last on its stream, so that a wait that skips this kind returns before its end.
 const REPEATED: usize = 4;

@@ -759,11 +759,11 @@ impl Exporter {
                 state.publish_hand_over(Progress::None, &mut Vec::new());
                 let reason = match &refused {
                     Some(error) => error.message().to_owned(),
-                    None => "no importer keeps it with `OwnerDeath::Inherit`".to_owned(),
+                    None => "no importer that keeps it with `OwnerDeath::Inherit` has answered".to_owned(),
                 };
                 let message = format!("no heir took the memory in time: {reason}");
                 return Err(Error::new(ErrorKind::InvalidState, "hand_over", message).with_hint(
-                    "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`",
+                    "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`, which must not be stopped (`kill -CONT`)",
                 ));
             }
         }

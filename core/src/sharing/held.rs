@@ -73,6 +73,12 @@ impl HeldMemory {
         (entrusted, handles)
     }
 
+    /// Returns the same without the handles.
+    pub(super) fn without_handles(&self) -> Self {
+        let Self { key, device, is_pinned, device_uuid, secret, bytes, handles: _ } = *self;
+        Self { key, device, is_pinned, device_uuid, secret, bytes, handles: Vec::new() }
+    }
+
     /// Returns the number of handles.
     pub(super) fn parts(&self) -> usize {
         self.handles.len()

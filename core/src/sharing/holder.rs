@@ -179,23 +179,28 @@ impl Held {
     fn inherit(&mut self, estate: &Arc<Estate>, bell: &Arc<Bell>) {
         if self.is_closed() {
             // The owner dropped it while it lived.
-            self.place = Place::Released;
+            drop(self.release());
             return;
         }
         self.saved = self.numbers();
-        self.place = match estate.keep(&self.memory, self.saved, bell) {
-            Ok(kept) => Place::Here { _kept: kept },
+        match estate.keep(&self.memory, self.saved, bell) {
+            Ok(kept) => self.place = Place::Here { _kept: kept },
             Err(error) => {
                 crate::warnings::warning!("memory of a former owner was not inherited: {error}");
-                Place::Released
+                drop(self.release());
             }
-        };
+        }
     }
 
-    /// Ends the count at a process that answers.
+    /// Drops the handles. Returns the process that answered.
+    fn release(&mut self) -> Place {
+        self.memory = Arc::new(self.memory.without_handles());
+        std::mem::replace(&mut self.place, Place::Released)
+    }
+
+    /// Releases the memory, and ends the count at a process that answers.
     fn end(&mut self) {
-        let place = std::mem::replace(&mut self.place, Place::Released);
-        if let (Place::Other(link), Some(counted)) = (place, &self.counted) {
+        if let (Place::Other(link), Some(counted)) = (self.release(), &self.counted) {
             counted.end(&link, self.memory.key);
         }
     }
@@ -266,8 +271,11 @@ impl Holder {
     /// ```
     ///
     /// # Errors
-    /// `OperatingSystem` if no descriptor is left.
+    /// `OperatingSystem` if no descriptor is left; `Forked` in a forked child.
     pub fn save(&self) -> Result<HolderState> {
+        if !self.state.generation.is_current() {
+            return Err(Generation::error(OPERATION));
+        }
         self.state.save()
     }
 
@@ -286,10 +294,13 @@ impl Holder {
     /// Holds the whole allocation of a ticket from now on, of device memory or of page-locked memory.
     ///
     /// # Errors
-    /// `Unsupported` if the memory is not shared by descriptor, or its exporter is found by an inherited descriptor; otherwise as
-    /// [`Runtime::open_shared`](crate::Runtime::open_shared).
+    /// `Unsupported` if the memory is not shared by descriptor, or its exporter is found by an inherited descriptor; `Forked` in a forked
+    /// child; otherwise as [`Runtime::open_shared`](crate::Runtime::open_shared).
     pub fn hold(&self, ticket: &Ticket) -> Result<()> {
         let state = &self.state;
+        if !state.generation.is_current() {
+            return Err(Generation::error(OPERATION));
+        }
         if ticket.transport != Transport::Descriptor {
             return Err(no_descriptor(ticket.transport));
         }
@@ -318,8 +329,14 @@ impl Holder {
             counted.end(&link, ExportKey { index: whole.index, serial: whole.serial });
         })?);
         let (counted, saved) = (Some(counted), (0, 0));
-        let held = Held { ticket: whole.clone(), counted, saved, memory, place: Place::Other(link) };
+        let mut held = Held { ticket: whole.clone(), counted, saved, memory, place: Place::Other(link) };
         let mut all = state.held.lock();
+        if all.iter().any(|held| is_same(held) && !matches!(held.place, Place::Released)) {
+            drop(all);
+            // Another thread was faster.
+            held.end();
+            return Ok(());
+        }
         all.retain(|held| !is_same(held));
         all.push(held);
         drop(all);
@@ -327,9 +344,14 @@ impl Holder {
         Ok(())
     }
 
-    /// Returns the allocations that the holder holds or has held, in the order of the calls of [`Holder::hold`].
+    /// Returns the allocations that the holder holds or has held, in the order of the calls of [`Holder::hold`]. In a forked child the list
+    /// is empty.
     #[must_use]
     pub fn held(&self) -> Vec<HeldAllocation> {
+        // In a forked child, a thread that does not exist may hold the lock.
+        if !self.state.generation.is_current() {
+            return Vec::new();
+        }
         let info = |held: &Held| HeldAllocation {
             ticket: held.ticket.clone(),
             state: match &held.place {
@@ -715,7 +737,7 @@ impl State {
                     crate::warnings::warning!(
                         "a holder released memory, because the owner or the heir of the memory refused it: {error}"
                     );
-                    held.place = Place::Released;
+                    drop(held.release());
                 }
             }
         }

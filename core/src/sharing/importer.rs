@@ -22,6 +22,7 @@ use super::counts::{Acquired, Slot};
 use super::heir::{Kept, Pause};
 use super::held::HeldMemory;
 use super::identity::Process;
+use super::listening::{WithoutForks, note_received};
 use super::listing::{Listed, ListedImport};
 use super::message::{
     AT_ONCE, ExportKey, LONGEST, Message, Opened, Part as HandlePart, Standing, Wants, check_version,
@@ -929,7 +930,16 @@ impl Link {
         let mut buffer = [0_u8; LONGEST + 1];
         let mut sleeps_at = None;
         loop {
-            match receive(self.socket.as_fd(), &mut buffer) {
+            let received = {
+                // An owner may hand the socket over on which it listens.
+                let none = WithoutForks::begin();
+                let received = receive(self.socket.as_fd(), &mut buffer);
+                if let Ok(Received::Message(_, descriptors)) = &received {
+                    note_received(descriptors, &none);
+                }
+                received
+            };
+            match received {
                 Ok(Received::Message(bytes, descriptors)) => {
                     let message = Message::decode(&buffer[..bytes]).ok_or_else(|| {
                         self.cut.store(true, Ordering::Relaxed);

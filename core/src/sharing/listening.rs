@@ -2,33 +2,136 @@
 //!
 //! A child has a copy of each descriptor of its parent. With the copy of an exporter's socket, the name of the exporter would stay
 //! taken after the exporter's death, and importers would connect to a socket that no process reads. So a handler of `fork`
-//! replaces these copies in the child. It closes none of them: the objects of the child close their numbers later.
+//! replaces these copies in the child. It leaves none of their numbers without a file, because the objects of the child close them later.
+//! A fork waits for threads that make, receive or close such a socket ([`WithoutForks`]): the child would have the socket and not know it.
 //!
 //! A raw `clone` call runs no handler, and a process can send its descriptors to others. So importers expect a dead exporter whose
 //! socket is left (`importer.rs`).
 
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// A socket that the children of this process do not keep.
 #[derive(Debug)]
 pub(super) struct ListeningSocket {
-    // Dropped first, so that the entry never has the number of another file.
-    _entry: Listed,
-    socket: OwnedFd,
+    entry: ManuallyDrop<Listed>,
+    socket: ManuallyDrop<OwnedFd>,
 }
 
 impl ListeningSocket {
-    pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { _entry: Listed::new(&socket), socket }
+    /// Makes a socket.
+    pub(super) fn make<E>(make: impl FnOnce() -> Result<OwnedFd, E>) -> Result<Self, E> {
+        let _none = WithoutForks::begin();
+        make().map(Self::of)
+    }
+
+    /// Takes a socket over that was just made or received under [`WithoutForks`].
+    pub(super) fn of(socket: OwnedFd) -> Self {
+        Self { entry: ManuallyDrop::new(Listed::new(&socket)), socket: ManuallyDrop::new(socket) }
+    }
+}
+
+impl Drop for ListeningSocket {
+    fn drop(&mut self) {
+        let _none = WithoutForks::begin();
+        // The entry first, so that it never has the number of another file.
+        // SAFETY: neither is used afterward.
+        unsafe {
+            ManuallyDrop::drop(&mut self.entry);
+            ManuallyDrop::drop(&mut self.socket);
+        }
     }
 }
 
 impl AsFd for ListeningSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+/// The thread that forks, or that changes sockets: its id, or 0.
+static BUSY: AtomicI32 = AtomicI32::new(0);
+
+/// The time between two tries of a thread that waits for another one.
+const LOOKS_EVERY: Duration = Duration::from_micros(50);
+/// The longest time for which a fork waits. A handler of a signal that forks may have interrupted the thread that it waits for.
+const FORK_WAITS_FOR: Duration = Duration::from_millis(100);
+
+fn thread_id() -> i32 {
+    // SAFETY: the call has no arguments, and cannot fail.
+    unsafe { libc::gettid() }
+}
+
+fn try_begin() -> bool {
+    BUSY.compare_exchange(0, thread_id(), Ordering::Acquire, Ordering::Relaxed).is_ok()
+}
+
+fn end() {
+    // After a fork that did not wait to the end, another thread may have it.
+    let _ = BUSY.compare_exchange(thread_id(), 0, Ordering::Release, Ordering::Relaxed);
+}
+
+fn register_handlers() {
+    static HANDLERS: Once = Once::new();
+    HANDLERS.call_once(|| {
+        // SAFETY: the handlers make system calls and use statics. The C library forgets them if this library is unloaded.
+        let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child)) } != 0;
+        if failed {
+            tracing::warn!(
+                "there is no room for handlers of fork; forked children will keep the sockets of this process"
+            );
+        }
+    });
+}
+
+/// While it exists, no other thread forks. It must be short, and the thread must not make another one meanwhile.
+#[derive(Debug)]
+pub(super) struct WithoutForks(());
+
+impl WithoutForks {
+    pub(super) fn begin() -> Self {
+        register_handlers();
+        while !try_begin() {
+            std::thread::sleep(LOOKS_EVERY);
+        }
+        Self(())
+    }
+}
+
+impl Drop for WithoutForks {
+    fn drop(&mut self) {
+        end();
+    }
+}
+
+extern "C" fn before_fork() {
+    let begun = Instant::now();
+    while !try_begin() && begun.elapsed() < FORK_WAITS_FOR {
+        std::thread::sleep(LOOKS_EVERY);
+    }
+}
+
+extern "C" fn after_fork() {
+    end();
+}
+
+/// In the child, no other thread exists.
+extern "C" fn in_child() {
+    replace_copies();
+    BUSY.store(0, Ordering::Release);
+}
+
+/// Lists the sockets among received descriptors that listen. Their entries stay until a [`ListeningSocket`] takes them over, or another
+/// one has the number.
+pub(super) fn note_received(descriptors: &[OwnedFd], _none: &WithoutForks) {
+    for socket in descriptors {
+        if rustix::net::sockopt::socket_acceptconn(socket) == Ok(true) {
+            std::mem::forget(Listed::new(socket));
+        }
     }
 }
 
@@ -66,16 +169,8 @@ struct Listed(&'static Entry);
 
 impl Listed {
     fn new(socket: &OwnedFd) -> Self {
-        static HANDLER: Once = Once::new();
-        HANDLER.call_once(|| {
-            // SAFETY: the handler makes system calls and reads statics. The C library forgets it if this library is unloaded.
-            if unsafe { libc::pthread_atfork(None, None, Some(replace_copies)) } != 0 {
-                tracing::warn!(
-                    "there is no room for a handler of fork; forked children will keep the sockets of this process"
-                );
-            }
-        });
-        let entry = take();
+        register_handlers();
+        let entry = take(socket.as_raw_fd());
         entry.inode.store(inode(socket.as_raw_fd()).unwrap_or_default(), Ordering::Relaxed);
         entry.number.store(socket.as_raw_fd(), Ordering::Release);
         Self(entry)
@@ -88,11 +183,13 @@ impl Drop for Listed {
     }
 }
 
-/// Returns an entry that no other socket has.
-fn take() -> &'static Entry {
-    let is_mine =
-        |entry: &&Entry| entry.number.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
-    if let Some(entry) = entries().find(is_mine) {
+/// Returns an entry that no other socket has. One with this number is of the same socket, or of one that was closed.
+fn take(number: i32) -> &'static Entry {
+    let of = |found: i32| {
+        entries()
+            .find(|entry| entry.number.compare_exchange(found, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok())
+    };
+    if let Some(entry) = of(number).or_else(|| of(FREE)) {
         return entry;
     }
     let entry = Box::leak(Box::new(Entry { number: AtomicI32::new(TAKEN), inode: AtomicU64::new(0), next: first() }));
@@ -114,32 +211,43 @@ fn inode(number: i32) -> Option<u64> {
     (found && status.st_mode & libc::S_IFMT == libc::S_IFSOCK).then_some(status.st_ino)
 }
 
-/// Replaces the copies of the listed sockets. The C library calls this in a child of `fork`, in which other threads of the parent may
-/// have held any lock. So it takes none and allocates nothing.
-extern "C" fn replace_copies() {
+/// Replaces the copies of the listed sockets, in a child of `fork`. Other threads of the parent may have held any lock. So this takes
+/// none and allocates nothing.
+fn replace_copies() {
     // SAFETY: the place of this thread's error number.
     let error = unsafe { *libc::__errno_location() };
-    let mut other = -1;
     for entry in entries() {
         let number = entry.number.load(Ordering::Acquire);
-        if number < 0 || inode(number) != Some(entry.inode.load(Ordering::Relaxed)) {
-            continue;
+        if number >= 0 && inode(number) == Some(entry.inode.load(Ordering::Relaxed)) {
+            replace(number);
         }
+    }
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = error };
+}
+
+/// Lets a number refer to another file.
+fn replace(number: i32) {
+    let mut other = unrelated();
+    // SAFETY: the number is of the copy of a socket that the child must not use. It refers to an open file afterward, so its object can
+    // close it.
+    if other < 0 || unsafe { libc::dup3(other, number, libc::O_CLOEXEC) } < 0 {
+        // There is no room for another number, or this one is above a lowered limit. No other thread can take it meanwhile.
+        // SAFETY: as above.
+        unsafe { libc::close(number) };
         if other < 0 {
             other = unrelated();
         }
-        if other >= 0 {
-            // SAFETY: the number is of the copy of a socket that the child must not use. It refers to an open file afterward, so its
-            // object can close it.
-            unsafe { libc::dup3(other, number, libc::O_CLOEXEC) };
+        if other == number {
+            return;
         }
+        // SAFETY: as above. If it fails, the object closes a number without a file, which has no effect.
+        unsafe { libc::dup3(other, number, libc::O_CLOEXEC) };
     }
     if other >= 0 {
         // SAFETY: it was opened above, and nothing else has it.
         unsafe { libc::close(other) };
     }
-    // SAFETY: as above.
-    unsafe { *libc::__errno_location() = error };
 }
 
 /// Opens a file that has nothing to do with sharing. Returns a negative number if none can be opened.
@@ -212,7 +320,7 @@ mod tests {
     #[test]
     fn a_forked_child_keeps_no_name_and_another_socket_it_keeps() {
         let (listed, address) = listening();
-        let listed = ListeningSocket::new(listed);
+        let listed = ListeningSocket::of(listed);
         let (other, other_address) = listening();
         let number = listed.as_fd().as_raw_fd();
         // The number is of an open file, which the child can close.
@@ -233,11 +341,52 @@ mod tests {
         connect(socket(), &other_address).unwrap();
     }
 
+    /// Sets the limit of descriptors, in a child.
+    fn limit_descriptors(limit: u64) {
+        let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+        // SAFETY: the call reads two numbers.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    }
+
+    #[test]
+    fn a_socket_is_replaced_without_room_for_another_descriptor() {
+        let socket = listening().0;
+        let number = socket.as_raw_fd();
+        let (_child, is_replaced) = Child::new(|| {
+            limit_descriptors(number as u64 + 1);
+            while unrelated() >= 0 {}
+            replace(number);
+            // SAFETY: reads the flags of a descriptor.
+            inode(number).is_none() && unsafe { libc::fcntl(number, libc::F_GETFD) } == libc::FD_CLOEXEC
+        });
+        assert!(is_replaced);
+        let (_child, is_closed) = Child::new(|| {
+            limit_descriptors(0);
+            replace(number);
+            inode(number).is_none()
+        });
+        assert!(is_closed);
+    }
+
+    #[test]
+    fn received_sockets_are_listed_until_their_number_is_of_another_file() {
+        let (socket, _) = listening();
+        let number = socket.as_raw_fd();
+        let sockets = [socket];
+        note_received(&sockets, &WithoutForks::begin());
+        let kept = |socket: i32| Child::new(|| inode(socket).is_some());
+        assert!(!kept(number).1);
+        let [socket] = sockets;
+        let taken = ListeningSocket::of(socket);
+        assert_eq!(entries().filter(|entry| entry.number.load(Ordering::Relaxed) == number).count(), 1);
+        drop(taken);
+    }
+
     #[test]
     fn the_number_of_a_closed_socket_is_left_alone() {
         // Entries are used again, in any order.
         for _ in 0..3 {
-            let sockets: Vec<_> = (0..5).map(|_| ListeningSocket::new(listening().0)).collect();
+            let sockets: Vec<_> = (0..5).map(|_| ListeningSocket::of(listening().0)).collect();
             let number = sockets[2].as_fd().as_raw_fd();
             drop(sockets);
             let reader = rustix::io::fcntl_dupfd_cloexec(&listening().0, number).unwrap();
@@ -246,8 +395,8 @@ mod tests {
             assert!(is_kept);
         }
         // An entry with the number of another file, as a fork in the middle of a change can show it.
-        let listed = ListeningSocket::new(listening().0);
-        let entry = listed._entry.0;
+        let listed = ListeningSocket::of(listening().0);
+        let entry = listed.entry.0;
         entry.inode.fetch_add(1, Ordering::Relaxed);
         let number = listed.as_fd().as_raw_fd();
         let (_child, is_kept) = Child::new(|| inode(number).is_some());

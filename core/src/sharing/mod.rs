@@ -350,7 +350,7 @@ impl Sharing {
         self.lister.get_or_init(|| {
             // Sharing works without it.
             let unlisted = |error: &Error| tracing::debug!("this runtime cannot be listed: {error}");
-            listing::listen(&self.incarnation).map(ListeningSocket::new).inspect_err(unlisted).ok()
+            ListeningSocket::make(|| listing::listen(&self.incarnation)).inspect_err(unlisted).ok()
         });
         let service = Service::new(Arc::clone(self));
         let started = spawn(("highwater-share", operation, ""), move || service.run())?;

@@ -144,8 +144,13 @@ impl SharingProcess {
 /// `OperatingSystem` if `/proc/net/unix` cannot be read, or if this process has no descriptor left.
 pub fn processes(limit: Duration) -> Result<Vec<SharingProcess>> {
     let names = names().map_err(|error| {
+        let code = error.raw_os_error().unwrap_or(0);
+        let errno = Errno::from_raw_os_error(code);
+        if matches!(errno, Errno::MFILE | Errno::NFILE) {
+            return os_error(OPERATION, "list of sockets", errno);
+        }
         Error::new(ErrorKind::OperatingSystem, OPERATION, format!("/proc/net/unix cannot be read: {error}"))
-            .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
+            .with_code(i64::from(code))
             .with_hint("mount /proc in this container")
     })?;
     let mut found = Found::default();
@@ -316,7 +321,8 @@ impl Found {
 
     /// Asks some sockets at once, and adds their answers. If `tries_again`, it tries sockets with a full queue until `limit`.
     fn ask<'n>(&mut self, names: &[&'n Name], limit: Duration, tries_again: bool) -> Result<Unasked<'n>> {
-        let until = Instant::now() + limit;
+        // `None` for a time that does not end.
+        let until = Instant::now().checked_add(limit);
         let mut unasked = Unasked::default();
         let mut waiting: Vec<Asked<'n>> = Vec::new();
         let mut to_connect = names.to_vec();
@@ -334,7 +340,7 @@ impl Found {
             if waiting.is_empty() && to_connect.is_empty() {
                 return Ok(unasked);
             }
-            let left = until.saturating_duration_since(Instant::now());
+            let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
             let pause = if to_connect.is_empty() { left } else { left.min(PAUSE) };
             let mut ends: Vec<_> = waiting.iter().map(|asked| PollFd::new(&asked.socket, PollFlags::IN)).collect();
             let timeout = rustix::time::Timespec::try_from(pause).ok();

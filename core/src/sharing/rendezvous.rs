@@ -102,10 +102,10 @@ impl Meeting {
     pub(crate) fn listen(&self, name: Name) -> Result<Listener> {
         let failed = |errno| os_error("share", "socket for importers", errno);
         if let Place::Descriptor(end) = &self.place {
-            let end = rustix::io::fcntl_dupfd_cloexec(end, 0).map_err(failed)?;
+            let end = ListeningSocket::make(|| rustix::io::fcntl_dupfd_cloexec(end, 0)).map_err(failed)?;
             return Ok(Listener::new(end, true));
         }
-        let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
+        let socket = ListeningSocket::make(|| new_socket(SocketType::SEQPACKET)).map_err(failed)?;
         match &self.place {
             Place::Directory(directory) => {
                 directory.sweep(name);
@@ -123,7 +123,7 @@ impl Meeting {
     /// Takes the name of an exporter that has ended, and listens for its importers. `None` while another process has the name.
     pub(super) fn inherit(&self, name: Name, openers: Openers) -> Result<Option<Listener>> {
         let failed = |errno| os_error("inherit", "socket for importers", errno);
-        let socket = new_socket(SocketType::SEQPACKET).map_err(failed)?;
+        let socket = ListeningSocket::make(|| new_socket(SocketType::SEQPACKET)).map_err(failed)?;
         let bound = match &self.place {
             Place::Directory(directory) => directory.rebind(&socket, name, openers),
             Place::Abstract => SocketAddrUnix::new_abstract_name(&name.address())
@@ -144,6 +144,7 @@ impl Meeting {
     /// # Errors
     /// `InvalidArgument` if it is not a socket that listens.
     pub(super) fn take_over(socket: OwnedFd) -> Result<Listener> {
+        let socket = ListeningSocket::of(socket);
         let listens = rustix::net::sockopt::socket_acceptconn(&socket) == Ok(true);
         if !is_seqpacket(socket.as_fd()) || !listens {
             return Err(invalid_message("inherit", "a socket on which no exporter listens"));
@@ -330,8 +331,8 @@ fn knock(end: &OwnedFd, name: Name, who: &str, patience: Patience, check: &dyn F
 }
 
 impl Listener {
-    fn new(socket: OwnedFd, is_inherited: bool) -> Self {
-        let socket = Mutex::new(Some(Arc::new(ListeningSocket::new(socket))));
+    fn new(socket: ListeningSocket, is_inherited: bool) -> Self {
+        let socket = Mutex::new(Some(Arc::new(socket)));
         Self { socket, is_inherited, has_ended: AtomicBool::new(false) }
     }
 
@@ -470,7 +471,7 @@ impl Directory {
         rustix::net::connect(socket, &self.address(file)?)
     }
 
-    fn bind(&self, socket: &OwnedFd, name: Name, openers: Openers) -> std::result::Result<(), Errno> {
+    fn bind(&self, socket: &ListeningSocket, name: Name, openers: Openers) -> std::result::Result<(), Errno> {
         let file = name.file();
         rustix::net::bind(socket, &self.address(&file)?)?;
         // The credentials decide. The mode only keeps others from the queue, where they have nothing to expect.
@@ -492,7 +493,7 @@ impl Directory {
     }
 
     /// Binds the name of an exporter that has ended, in place of its file.
-    fn rebind(&self, socket: &OwnedFd, name: Name, openers: Openers) -> std::result::Result<(), Errno> {
+    fn rebind(&self, socket: &ListeningSocket, name: Name, openers: Openers) -> std::result::Result<(), Errno> {
         let _lock = self.lock()?;
         let file = name.file();
         if self.is_left(&file) {

@@ -433,10 +433,39 @@ fn a_holder_lets_go_what_a_live_owner_drops_and_ends_without_a_trace() {
     let owned = format!("Owned {{ pid: Some({}) }}", std::process::id());
     until("it is released", || holder.tell("held") == format!("Released,{owned}"));
     until("the exporter has it back", || exporter.exports().0 == 1);
+    // Failed before: the holder kept the descriptor until its end.
+    until("its descriptor is closed", || descriptors_of_blocks(holder.pid()) == 1);
     holder.tell("end-holder");
     drop(other);
     exporter.end_once_all_is_back();
     assert!(holder.quit().success());
+}
+
+/// The descriptors of memory that a process has.
+fn descriptors_of_blocks(pid: u32) -> usize {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let targets = entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    targets.filter(|target| target.to_string_lossy().contains("highwater-mock-block")).count()
+}
+
+/// Failed before: the open of the slower thread was never released.
+#[test]
+fn threads_that_hold_one_ticket_at_once_count_once() {
+    let exporter = Exporter::new();
+    let holder = Holder::new().unwrap();
+    for _ in 0..30 {
+        let (buffer, ticket) = exporter.make_shared(1000, 7);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| holder.hold(&ticket).unwrap());
+            }
+        });
+        drop(buffer);
+        until("the exporter has it back", || exporter.exports().0 == 0);
+    }
+    assert!(holder.held().iter().all(|held| held.state == HeldState::Released));
+    drop(holder);
+    exporter.end_once_all_is_back();
 }
 
 /// Failed before: the child waited for a thread that it does not have.
@@ -449,9 +478,14 @@ fn a_forked_child_drops_its_copy_of_a_holder_at_once() {
     // SAFETY: the child drops one object, which must take no lock and allocate nothing, and ends with `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        // Failed before: the child used the connections of its parent.
+        let is_forked =
+            |error: Option<highwater_core::Error>| error.is_some_and(|error| error.kind() == ErrorKind::Forked);
+        let is_refused =
+            is_forked(holder.hold(&ticket).err()) && is_forked(holder.save().err()) && holder.held().is_empty();
         drop(holder);
         // SAFETY: ends the child without running anything else.
-        unsafe { libc::_exit(0) };
+        unsafe { libc::_exit(i32::from(!is_refused)) };
     }
     let mut status = -1;
     let deadline = Instant::now() + Duration::from_secs(30);

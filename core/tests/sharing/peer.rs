@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -430,6 +431,26 @@ impl Obedient {
                 }
                 Ok(child.to_string())
             }
+            // Forks while another thread shares for the first time and ends its runtimes. Returns how many sockets that listen the
+            // children have.
+            ["fork-storm", count] => {
+                let is_over = AtomicBool::new(false);
+                let mut kept = 0;
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        while !is_over.load(Ordering::Relaxed) {
+                            let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+                            let buffer = runtime.device(0).unwrap().allocate_shared::<u8>(1).unwrap();
+                            buffer.share().unwrap();
+                        }
+                    });
+                    for _ in 0..count.parse().unwrap() {
+                        kept += listening_sockets_of_a_child();
+                    }
+                    is_over.store(true, Ordering::Relaxed);
+                });
+                Ok(kept.to_string())
+            }
             // Cuts every socket of the process, as its end would.
             ["cut-sockets"] => {
                 let mut cut = 0;
@@ -458,4 +479,27 @@ impl Obedient {
             _ => panic!("no such command: {words:?}"),
         }
     }
+}
+
+/// Forks a child that counts its sockets that listen.
+fn listening_sockets_of_a_child() -> i32 {
+    // SAFETY: the child makes system calls only, and ends with `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let listens = |number: i32| {
+            let (mut value, mut length) = (0, size_of::<i32>() as libc::socklen_t);
+            let place = (&raw mut value).cast();
+            // SAFETY: the call writes one number.
+            let asked =
+                unsafe { libc::getsockopt(number, libc::SOL_SOCKET, libc::SO_ACCEPTCONN, place, &raw mut length) };
+            asked == 0 && value == 1
+        };
+        let count = (0..1000).filter(|number| listens(*number)).count();
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::try_from(count.min(100)).unwrap_or(100)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child made above.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    libc::WEXITSTATUS(status)
 }
