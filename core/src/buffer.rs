@@ -244,7 +244,8 @@ impl<T: Element> DeviceBuffer<T> {
     }
 
     /// Returns the process that owns the memory of a buffer which [`Runtime::open_shared`](crate::Runtime::open_shared) opened.
-    /// `None` for memory of this runtime and for memory that [`Device::adopt`](crate::Device::adopt) took.
+    /// `None` for memory of this runtime and for memory that [`Device::adopt`](crate::Device::adopt) took. If this runtime inherited the
+    /// memory by a death, it is the dead owner.
     #[must_use]
     pub fn owner(&self) -> Option<Owner> {
         self.block.owner()

@@ -12,7 +12,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// A socket that the children of this process do not keep.
@@ -53,27 +53,14 @@ impl AsFd for ListeningSocket {
     }
 }
 
-/// The thread that forks, or that changes sockets: its id, or 0.
-static BUSY: AtomicI32 = AtomicI32::new(0);
+/// The number of threads that make, receive or close sockets, and [`FORK`] times that of threads that fork.
+static STATE: AtomicU32 = AtomicU32::new(0);
+const FORK: u32 = 1 << 16;
 
 /// The time between two tries of a thread that waits for another one.
 const LOOKS_EVERY: Duration = Duration::from_micros(50);
 /// The longest time for which a fork waits. A handler of a signal that forks may have interrupted the thread that it waits for.
 const FORK_WAITS_FOR: Duration = Duration::from_millis(100);
-
-fn thread_id() -> i32 {
-    // SAFETY: the call has no arguments, and cannot fail.
-    unsafe { libc::gettid() }
-}
-
-fn try_begin() -> bool {
-    BUSY.compare_exchange(0, thread_id(), Ordering::Acquire, Ordering::Relaxed).is_ok()
-}
-
-fn end() {
-    // After a fork that did not wait to the end, another thread may have it.
-    let _ = BUSY.compare_exchange(thread_id(), 0, Ordering::Release, Ordering::Relaxed);
-}
 
 fn register_handlers() {
     static HANDLERS: Once = Once::new();
@@ -88,14 +75,15 @@ fn register_handlers() {
     });
 }
 
-/// While it exists, no other thread forks. It must be short, and the thread must not make another one meanwhile.
+/// While it exists, no other thread forks. It must be short. Any number of threads may have one.
 #[derive(Debug)]
 pub(super) struct WithoutForks(());
 
 impl WithoutForks {
     pub(super) fn begin() -> Self {
         register_handlers();
-        while !try_begin() {
+        while STATE.fetch_add(1, Ordering::Acquire) >= FORK {
+            end();
             std::thread::sleep(LOOKS_EVERY);
         }
         Self(())
@@ -108,21 +96,28 @@ impl Drop for WithoutForks {
     }
 }
 
+fn end() {
+    // A child that was forked inside a handler of a signal begins with 0.
+    let one_less = |state: u32| (!state.is_multiple_of(FORK)).then(|| state - 1);
+    let _ = STATE.fetch_update(Ordering::Release, Ordering::Relaxed, one_less);
+}
+
 extern "C" fn before_fork() {
+    STATE.fetch_add(FORK, Ordering::Acquire);
     let begun = Instant::now();
-    while !try_begin() && begun.elapsed() < FORK_WAITS_FOR {
+    while !STATE.load(Ordering::Acquire).is_multiple_of(FORK) && begun.elapsed() < FORK_WAITS_FOR {
         std::thread::sleep(LOOKS_EVERY);
     }
 }
 
 extern "C" fn after_fork() {
-    end();
+    STATE.fetch_sub(FORK, Ordering::Release);
 }
 
 /// In the child, no other thread exists.
 extern "C" fn in_child() {
     replace_copies();
-    BUSY.store(0, Ordering::Release);
+    STATE.store(0, Ordering::Release);
 }
 
 /// Lists the sockets among received descriptors that listen. Their entries stay until a [`ListeningSocket`] takes them over, or another
