@@ -265,8 +265,8 @@ mod tests {
             "use it only in the thread that made it, or share a stream of highwater_stream_create",
         ),
         (
-            "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`",
-            "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT",
+            "open every shared ticket in one process with `OwnerDeath::Inherit`, or by `Holder::hold`, which must not be stopped (`kill -CONT`)",
+            "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT, which must not be stopped (`kill -CONT`)",
         ),
         ("fill the buffer before its first `share`", "fill the buffer before its first highwater_pinned_share"),
         (

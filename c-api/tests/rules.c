@@ -586,7 +586,7 @@ static void hand_over(void) {
     OK(highwater_stream_release(&work));
     OK(highwater_buffer_share(made, &ticket));
     REFUSED(highwater_hand_over(old, 1), INVALID_STATE, "");
-    EXPECT(strcmp(highwater_last_hint(), "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT") == 0);
+    EXPECT(strcmp(highwater_last_hint(), "open every shared ticket in one process with HIGHWATER_OWNER_DEATH_INHERIT, which must not be stopped (`kill -CONT`)") == 0);
     OK(highwater_ticket_open(heir, ticket, HIGHWATER_OWNER_DEATH_INHERIT, &kept));
     OK(highwater_hand_over(old, 60000));
     OK(highwater_buffer_release(&made));

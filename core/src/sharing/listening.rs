@@ -68,7 +68,7 @@ fn register_handlers() {
         // SAFETY: the handlers make system calls and use statics. The C library forgets them if this library is unloaded.
         let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child)) } != 0;
         if failed {
-            tracing::warn!(
+            crate::warnings::warning!(
                 "there is no room for handlers of fork; forked children will keep the sockets of this process"
             );
         }

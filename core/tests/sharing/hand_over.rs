@@ -122,7 +122,10 @@ fn without_an_heir_of_all_memory_the_owner_keeps_it() {
     let (other, other_ticket) = owner.make_shared(1000, 8);
     let importer = third.runtime.open_shared::<u32>(&ticket).unwrap();
     let error = hand_over(10).unwrap_err();
-    assert!(error.kind() == ErrorKind::InvalidState && error.message().contains("no importer keeps it"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::InvalidState && error.message().contains("no importer that keeps it"),
+        "{error}"
+    );
     assert!(error.hint().contains("OwnerDeath::Inherit"), "{error}");
     let kept = heir.open_as_heir(&ticket).unwrap();
     let error = hand_over(300).unwrap_err();
