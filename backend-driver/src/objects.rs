@@ -390,9 +390,10 @@ impl<I: IdOf> Objects<I> {
             Error::new(ErrorKind::InvalidHandle, operation, format!("the {id} does not exist"))
                 .with_hint(format!("the {} was destroyed or never existed; create a new one", I::NAME))
         } else {
-            let message = format!("the {id} was issued by another backend, expected backend {}", self.tag.get());
+            let message =
+                format!("the {id} belongs to another opened backend than {}, which was called", self.tag.get());
             Error::new(ErrorKind::InvalidHandle, operation, message)
-                .with_hint(format!("create the {} with this backend", I::NAME))
+                .with_hint(format!("create the {} with the runtime or the backend that uses it", I::NAME))
         }
     }
 
