@@ -72,7 +72,7 @@ def serve(connection: Any, queue: Any) -> None:
         elif step == "produce":
             way, number = argument
             use(way)
-            kept = [torch.full((MIB // 4,), 1.0, device="cuda") for _ in range(number)]
+            kept = separate(number)
             torch.cuda.synchronize()
             connection.send_bytes(ForkingPickler.dumps(kept))
 
@@ -205,7 +205,7 @@ def many_tensors(number: int, consumers: int) -> dict[str, str]:
         for way in WAYS:
             use(way)
             before = torch.cuda.memory_allocated()
-            tensors = [torch.full((MIB // 4,), 1.0, device="cuda") for _ in range(number)]
+            tensors = separate(number)
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for process in processes:
@@ -263,7 +263,7 @@ def killed_consumer(number: int) -> dict[str, str]:
         use(way)
         consumer = victims.pop()
         before = torch.cuda.memory_allocated()
-        tensors = [torch.full((MIB // 4,), 1.0, device="cuda") for _ in range(number)]
+        tensors = separate(number)
         torch.cuda.synchronize()
         consumer.ask("hold", None, bytes(ForkingPickler.dumps(tensors)))
         assert consumer.wait() == number

@@ -26,8 +26,6 @@ _SPELLED = {
         "start the child with exec, such as by the method `spawn` of `multiprocessing`, and open a runtime there"
     ),
 }
-# A text without one of these, and without a name of Rust, has none of the above.
-_PLAIN = ("fork", "exec", "clones", "mock")
 _SPELLED_PATTERN = re.compile("|".join(map(re.escape, _SPELLED)))
 _PATH = re.compile(r"`([^`\n]*::[^`\n]*)`")
 _SLICE = re.compile(r"\bslice (\d+)\b")
@@ -50,10 +48,7 @@ def _named(path: re.Match[str]) -> str:
 
 def in_python(text: str) -> str:
     """Returns a text of the Rust library with the names of this package. Names that only Rust has are marked."""
-    if "`" in text or any(word in text for word in _PLAIN):
-        text = _SPELLED_PATTERN.sub(lambda found: _SPELLED[found[0]], text)
-        text = _PATH.sub(_named, text)
-    return text
+    return _PATH.sub(_named, _SPELLED_PATTERN.sub(lambda found: _SPELLED[found[0]], text))
 
 
 # The operations of the Rust library that have other names here. The others have the same name, or are of no function of the package.

@@ -310,9 +310,10 @@ impl Holder {
             let (known, ticket) = (&held.ticket, &whole);
             (known.incarnation, known.serial, known.secret) == (ticket.incarnation, ticket.serial, ticket.secret)
         };
+        let is_held = |held: &Held| is_same(held) && !matches!(held.place, Place::Released);
         let known_link = {
             let held = state.held.lock();
-            if held.iter().any(|held| is_same(held) && !matches!(held.place, Place::Released)) {
+            if held.iter().any(is_held) {
                 return Ok(());
             }
             let mut links = held.iter().filter_map(Held::link);
@@ -331,7 +332,7 @@ impl Holder {
         let (counted, saved) = (Some(counted), (0, 0));
         let mut held = Held { ticket: whole.clone(), counted, saved, memory, place: Place::Other(link) };
         let mut all = state.held.lock();
-        if all.iter().any(|held| is_same(held) && !matches!(held.place, Place::Released)) {
+        if all.iter().any(is_held) {
             drop(all);
             // Another thread was faster.
             held.end();
@@ -727,7 +728,14 @@ impl State {
             let passed = is_heir.then_some(&*memory);
             let registered = link.register(&ticket, passed, numbers, &mapper, &mut patience);
             let mut all = self.held.lock();
-            let Some(held) = all.iter_mut().find(|held| Arc::ptr_eq(&held.memory, &memory)) else { continue };
+            let Some(held) = all.iter_mut().find(|held| Arc::ptr_eq(&held.memory, &memory)) else {
+                // It was released meanwhile.
+                drop(all);
+                if let Ok(counted) = registered {
+                    counted.end(&link, memory.key);
+                }
+                continue;
+            };
             match registered {
                 Ok(counted) => (held.counted, held.place) = (Some(counted), Place::Other(Arc::clone(&link))),
                 Err(error) if link.is_cut() || link.process.has_ended() || search.has_to_end() => return Err(error),

@@ -244,6 +244,8 @@ pub(crate) struct Link {
     lost: AtomicBool,
     /// Set when the exporter has handed over.
     handed_over: AtomicBool,
+    /// Set when this process requests the socket on which the exporter listens.
+    takes_over: AtomicBool,
     /// The heir that the exporter has named after a hand-over.
     named_heir: OnceLock<Arc<Process>>,
     /// The exporter's socket, if the answer with it came after this process had given the request up.
@@ -618,6 +620,7 @@ impl Link {
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
             handed_over: AtomicBool::new(false),
+            takes_over: AtomicBool::new(false),
             named_heir: OnceLock::new(),
             late: Mutex::default(),
             cut: AtomicBool::new(false),
@@ -677,7 +680,7 @@ impl Link {
 
     /// Refuses a process that has the name of a dead exporter without being its heir.
     pub(super) fn check_heir(&self) -> Result<()> {
-        if self.greeted.get().is_some_and(|(standing, _)| standing.is_heir) {
+        if self.is_of_heir() {
             return Ok(());
         }
         Err(expired(format!("{} has the name of a dead exporter and is no heir", self.process)))
@@ -924,22 +927,27 @@ impl Link {
         }
     }
 
+    /// Reads a message without waiting. Once this process has requested the socket on which the exporter listens, the message may bring it.
+    fn read(&self, buffer: &mut [u8]) -> std::result::Result<Received, Errno> {
+        // Relaxed: the lock of the channel orders the request and its answer.
+        if !self.takes_over.load(Ordering::Relaxed) {
+            return receive(self.socket.as_fd(), buffer);
+        }
+        let none = WithoutForks::begin();
+        let received = receive(self.socket.as_fd(), buffer);
+        if let Ok(Received::Message(_, descriptors)) = &received {
+            note_received(descriptors, &none);
+        }
+        received
+    }
+
     /// Waits for a message.
     fn hear(&self, mapper: &dyn Mapper, patience: Patience) -> Result<(Message, Vec<OwnedFd>)> {
         let process = &self.process;
         let mut buffer = [0_u8; LONGEST + 1];
         let mut sleeps_at = None;
         loop {
-            let received = {
-                // An owner may hand the socket over on which it listens.
-                let none = WithoutForks::begin();
-                let received = receive(self.socket.as_fd(), &mut buffer);
-                if let Ok(Received::Message(_, descriptors)) = &received {
-                    note_received(descriptors, &none);
-                }
-                received
-            };
-            match received {
+            match self.read(&mut buffer) {
                 Ok(Received::Message(bytes, descriptors)) => {
                     let message = Message::decode(&buffer[..bytes]).ok_or_else(|| {
                         self.cut.store(true, Ordering::Relaxed);
@@ -1034,7 +1042,6 @@ enum Answer {
     Refused(Error),
 }
 
-/// Returns the error of an open that mapped nothing and reported nothing.
 /// Returns the error for memory that the heir of an exporter does not have.
 fn not_inherited(heir: &Process, reason: &str) -> Error {
     let message = format!("the exporter has ended or handed over, and {heir}, which answers for it, refused: {reason}");
@@ -1043,6 +1050,7 @@ fn not_inherited(heir: &Process, reason: &str) -> Error {
     )
 }
 
+/// Returns the error of an open that mapped nothing and reported nothing.
 fn not_mapped() -> Error {
     Error::new(ErrorKind::InvalidState, OPERATION, "the allocation was not mapped").with_hint("open the ticket again")
 }

@@ -18,32 +18,30 @@ use std::time::{Duration, Instant};
 /// A socket that the children of this process do not keep.
 #[derive(Debug)]
 pub(super) struct ListeningSocket {
-    entry: ManuallyDrop<Listed>,
+    entry: &'static Entry,
     socket: ManuallyDrop<OwnedFd>,
 }
 
 impl ListeningSocket {
-    /// Makes a socket.
+    /// Makes a socket while no other thread forks.
     pub(super) fn make<E>(make: impl FnOnce() -> Result<OwnedFd, E>) -> Result<Self, E> {
         let _none = WithoutForks::begin();
         make().map(Self::of)
     }
 
-    /// Takes a socket over that was just made or received under [`WithoutForks`].
+    /// Takes over a socket that was just made or received under [`WithoutForks`].
     pub(super) fn of(socket: OwnedFd) -> Self {
-        Self { entry: ManuallyDrop::new(Listed::new(&socket)), socket: ManuallyDrop::new(socket) }
+        Self { entry: list(&socket), socket: ManuallyDrop::new(socket) }
     }
 }
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
         let _none = WithoutForks::begin();
-        // The entry first, so that it never has the number of another file.
-        // SAFETY: neither is used afterward.
-        unsafe {
-            ManuallyDrop::drop(&mut self.entry);
-            ManuallyDrop::drop(&mut self.socket);
-        }
+        // Before the close, so that the entry never has the number of another file.
+        self.entry.number.store(FREE, Ordering::Release);
+        // SAFETY: the socket is not used afterward.
+        unsafe { ManuallyDrop::drop(&mut self.socket) };
     }
 }
 
@@ -111,7 +109,9 @@ extern "C" fn before_fork() {
 }
 
 extern "C" fn after_fork() {
-    STATE.fetch_sub(FORK, Ordering::Release);
+    // Handlers that are registered during a fork may be called after it only.
+    let one_less = |state: u32| state.checked_sub(FORK);
+    let _ = STATE.fetch_update(Ordering::Release, Ordering::Relaxed, one_less);
 }
 
 /// In the child, no other thread exists.
@@ -125,7 +125,7 @@ extern "C" fn in_child() {
 pub(super) fn note_received(descriptors: &[OwnedFd], _none: &WithoutForks) {
     for socket in descriptors {
         if rustix::net::sockopt::socket_acceptconn(socket) == Ok(true) {
-            std::mem::forget(Listed::new(socket));
+            list(socket);
         }
     }
 }
@@ -158,24 +158,13 @@ fn entries() -> impl Iterator<Item = &'static Entry> {
     std::iter::successors(first(), |entry| entry.next)
 }
 
-/// An entry of a socket, until it is dropped.
-#[derive(Debug)]
-struct Listed(&'static Entry);
-
-impl Listed {
-    fn new(socket: &OwnedFd) -> Self {
-        register_handlers();
-        let entry = take(socket.as_raw_fd());
-        entry.inode.store(inode(socket.as_raw_fd()).unwrap_or_default(), Ordering::Relaxed);
-        entry.number.store(socket.as_raw_fd(), Ordering::Release);
-        Self(entry)
-    }
-}
-
-impl Drop for Listed {
-    fn drop(&mut self) {
-        self.0.number.store(FREE, Ordering::Release);
-    }
+/// Lists a socket.
+fn list(socket: &OwnedFd) -> &'static Entry {
+    register_handlers();
+    let entry = take(socket.as_raw_fd());
+    entry.inode.store(inode(socket.as_raw_fd()).unwrap_or_default(), Ordering::Relaxed);
+    entry.number.store(socket.as_raw_fd(), Ordering::Release);
+    entry
 }
 
 /// Returns an entry that no other socket has. One with this number is of the same socket, or of one that was closed.
@@ -378,6 +367,13 @@ mod tests {
     }
 
     #[test]
+    fn calls_of_handlers_without_their_counterparts_block_nobody() {
+        after_fork();
+        end();
+        drop(WithoutForks::begin());
+    }
+
+    #[test]
     fn the_number_of_a_closed_socket_is_left_alone() {
         // Entries are used again, in any order.
         for _ in 0..3 {
@@ -391,8 +387,7 @@ mod tests {
         }
         // An entry with the number of another file, as a fork in the middle of a change can show it.
         let listed = ListeningSocket::of(listening().0);
-        let entry = listed.entry.0;
-        entry.inode.fetch_add(1, Ordering::Relaxed);
+        listed.entry.inode.fetch_add(1, Ordering::Relaxed);
         let number = listed.as_fd().as_raw_fd();
         let (_child, is_kept) = Child::new(|| inode(number).is_some());
         assert!(is_kept);

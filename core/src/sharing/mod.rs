@@ -16,7 +16,7 @@
 //!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
-//!    close it, and a forked child may keep it open. No child keeps the socket on which the process listens (`listening.rs`).
+//!    close it, and a forked child may keep it open. Of a socket on which the process listens, a child of `fork` keeps no copy (`listening.rs`).
 //!
 //! One thread for each runtime (`service.rs`) answers requests and detects events. It starts with the first share or open.
 //!

@@ -421,6 +421,12 @@ fn answer_of(asked: &Asked<'_>) -> Sent {
 mod tests {
     use super::*;
 
+    /// Failed before: it panicked.
+    #[test]
+    fn a_limit_may_be_longer_than_the_clock_counts() {
+        assert!(Found::default().ask(&[], Duration::MAX, false).is_ok());
+    }
+
     #[test]
     fn only_sockets_that_listen_and_have_the_name_of_a_list_are_asked() {
         let line = |flags: &str, name: &str| format!("0000000000000000: 00000002 00000000 {flags} 0005 01 71 {name}");

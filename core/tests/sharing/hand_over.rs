@@ -69,6 +69,25 @@ fn every_open_during_a_hand_over_succeeds_and_the_former_owner_leaves_nothing() 
     third.end();
 }
 
+/// Failed before: children that the heir forked meanwhile had the socket.
+#[test]
+fn children_of_an_heir_have_no_socket_that_it_receives() {
+    let mut heir = Peer::start();
+    let mut owners: Vec<_> = (1..13).map(owner).collect();
+    for (place, (_, ticket)) in owners.iter().enumerate() {
+        heir.tell(&format!("open-heir kept-{place} {ticket}"));
+    }
+    std::thread::scope(|scope| {
+        let forks = scope.spawn(|| heir.tell("fork-storm 300"));
+        for (owner, _) in &mut owners {
+            owner.tell("hand-over 60000");
+        }
+        assert_eq!(forks.join().unwrap(), "0");
+    });
+    owners.into_iter().for_each(|(owner, _)| owner.kill());
+    heir.kill();
+}
+
 /// The socket then has the name of a process that has ended, until the heir listens on it.
 #[test]
 fn an_owner_that_ends_at_once_after_a_hand_over_leaves_no_moment_at_which_an_open_is_refused() {

@@ -18,7 +18,7 @@ use std::process::Command;
 use highwater_simulated_harness::script::script;
 use serde_json::Value;
 
-use started::Run;
+use started::{Run, plugin_says_the_same};
 
 /// What describes devices and libraries to the program, so that a test says it all.
 const VARIABLES: [&str; 9] = [
@@ -132,13 +132,7 @@ impl Simulated {
         let plugin = built::plugin(self.backend);
         // Some users build with files that are writable by a group, by their umask, and have such plugins too.
         let through = ["--plugin", plugin.to_str().unwrap(), "--allow-insecure-plugins"];
-        for group in ["identity.", "lacking.", "limits."] {
-            let results = |which: &[&str]| self.conformance(&[which, &["--filter", group]].concat());
-            let (built_in, through) = (results(&["--backend", self.backend]), results(&through));
-            for count in ["backend", "cases", "passed", "skips", "expected_failures"] {
-                assert_eq!(through[count], built_in[count], "{group} {count}");
-            }
-        }
+        plugin_says_the_same(&["--backend", self.backend], &through, |which| self.conformance(which));
     }
 
     /// Runs cases, of which none may fail.

@@ -124,3 +124,16 @@ impl Process {
         kill_process(Pid::from_raw(self.0 as i32).unwrap(), signal).unwrap();
     }
 }
+
+/// Checks that a plugin says of itself what the built-in backend says. `results` runs cases, of which none may fail, and returns their
+/// report. (CI runs the whole suite on the plugins: scripts/conformance-simulated.sh.)
+#[track_caller]
+pub(crate) fn plugin_says_the_same(built_in: &[&str], plugin: &[&str], results: impl Fn(&[&str]) -> Value) {
+    for group in ["identity.", "lacking.", "limits."] {
+        let of = |which: &[&str]| results(&[which, &["--filter", group]].concat());
+        let (built_in, through) = (of(built_in), of(plugin));
+        for count in ["backend", "cases", "passed", "skips", "expected_failures"] {
+            assert_eq!(through[count], built_in[count], "{group} {count}");
+        }
+    }
+}

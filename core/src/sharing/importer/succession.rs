@@ -15,7 +15,7 @@ use super::super::message::{ExportKey, LONGEST, Message};
 use super::super::patience::{OPERATION, Patience};
 use super::super::pinned_handle::PINNED;
 use super::super::segment::{CountSegment, Progress, ReadySegment, place_of};
-use super::super::system::{Bell, Received, invalid_message, receive};
+use super::super::system::{Bell, Received, invalid_message};
 use super::super::ticket::Ticket;
 use super::{
     Answer, Import, Importer, LOCK_LOOKS_EVERY, Link, MOST_FURTHER, Mapper, Registration, Succession, not_mapped,
@@ -328,6 +328,7 @@ impl Link {
         let mut channel = self.channel(mapper, *patience)?;
         *channel = channel.wrapping_add(1);
         let question = *channel;
+        self.takes_over.store(true, Ordering::Relaxed);
         self.say(&Message::TakeOver { question }, &[], mapper, *patience)?;
         match self.answer(question, &mut 0, mapper, *patience)? {
             Answer::HandedOver(descriptors) => {
@@ -354,7 +355,7 @@ impl Link {
     /// Reads as [`Link::read_late`]. The caller must hold the lock, so that no request of another thread waits for an answer.
     fn read_unasked(&self, _: &MutexGuard<'_, u32>) -> Option<OwnedFd> {
         let mut buffer = [0_u8; LONGEST + 1];
-        while let Ok(Received::Message(bytes, descriptors)) = receive(self.socket.as_fd(), &mut buffer) {
+        while let Ok(Received::Message(bytes, descriptors)) = self.read(&mut buffer) {
             match Message::decode(&buffer[..bytes]) {
                 Some(Message::HandedOver { .. }) => return descriptors.into_iter().next(),
                 Some(Message::Heir) => self.note_heir(descriptors),
