@@ -4,7 +4,8 @@
 //! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's. With
 //! `HIGHWATER_TEST_INSIDE=0`, the tests run over the libraries that the loader finds, including real ones.
 
-use std::process::Command;
+use std::io::{BufRead, Write};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use highwater_core::{
@@ -875,6 +876,137 @@ fn memory_of_other_code_is_opened_by_another_process() {
         stream.synchronize().unwrap();
     }
     drop((plain, mapped, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// A process that shares memory on request: [`share_on_request`].
+struct Owner {
+    child: std::process::Child,
+    answers: std::io::Lines<std::io::BufReader<std::process::ChildStdout>>,
+}
+
+impl Owner {
+    const IS_OWNER: &str = "HIGHWATER_TEST_OWNER";
+    const ANSWER: &str = "answer: ";
+
+    fn start(test: &str) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", test, "--test-threads=1", "--nocapture"]).env(Self::IS_OWNER, "1");
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let answers = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, answers }
+    }
+
+    fn ask(&mut self, request: &str) -> String {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{request}").unwrap();
+        let mut lines = self.answers.by_ref().map(Result::unwrap);
+        // The test's name is in front of the first answer.
+        lines.find_map(|line| line.split_once(Self::ANSWER).map(|(_, answer)| answer.to_owned())).unwrap()
+    }
+
+    fn share(&mut self, value: u32) -> Ticket {
+        self.ask(&format!("share {value}")).parse().unwrap()
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: Sends a signal to the child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
+        let (mut status, until) = (0, if signal == libc::SIGSTOP { libc::WUNTRACED } else { libc::WCONTINUED });
+        if signal != libc::SIGKILL {
+            // SAFETY: Waits until the child has stopped or continues.
+            unsafe { libc::waitpid(self.child.id() as libc::pid_t, &mut status, until) };
+        }
+    }
+}
+
+/// A failed test leaves no stopped process.
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.child.kill().unwrap_or_default();
+        drop(self.child.wait());
+    }
+}
+
+/// Shares memory without descriptors, drops it, and counts the allocations that other processes hold after that.
+fn share_on_request(runtime: &Runtime) {
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let mut buffers = Vec::new();
+    let make = |value: &str| {
+        let buffer = device.allocate_shared_by::<u32>(1000, Transport::Legacy).unwrap();
+        stream.fill(&buffer, value.parse::<u32>().unwrap()).unwrap();
+        buffer
+    };
+    for request in std::io::stdin().lines().map(|line| line.unwrap()) {
+        let answer = match request.split_once(' ').unwrap_or((&request, "")) {
+            ("share", value) => {
+                buffers.push(Some(make(value)));
+                buffers.last().and_then(Option::as_ref).unwrap().share().unwrap().to_string()
+            }
+            ("batch", value) => {
+                let two = [make(value), make(value)];
+                let slices: Vec<_> = two.iter().map(|buffer| buffer.slice(0..1000).unwrap()).collect();
+                let batch = runtime.share_all(&slices).unwrap();
+                drop(slices);
+                buffers.extend(two.map(Some));
+                batch.to_string()
+            }
+            ("drop", place) => {
+                buffers[place.parse::<usize>().unwrap()] = None;
+                "dropped".to_owned()
+            }
+            _ => runtime.statistics().sharing.limbo_blocks.to_string(),
+        };
+        println!("{}{answer}", Owner::ANSWER);
+    }
+}
+
+#[test]
+fn later_allocations_of_an_owner_are_opened_without_a_request() {
+    const TEST: &str = "later_allocations_of_an_owner_are_opened_without_a_request";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    if std::env::var(Owner::IS_OWNER).is_ok() {
+        return share_on_request(&runtime);
+    }
+    let mut owner = Owner::start(TEST);
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let first = owner.share(7);
+    // The owner does not know this process yet, so the open is a request.
+    owner.signal(libc::SIGSTOP);
+    assert_eq!(runtime.open_shared::<u32>(&first).map(drop).unwrap_err().kind(), ErrorKind::InvalidState);
+    owner.signal(libc::SIGCONT);
+    drop(runtime.open_shared::<u32>(&first).unwrap());
+    let later = owner.share(8);
+    let batch: TicketBatch = owner.ask("batch 9").parse().unwrap();
+    owner.signal(libc::SIGSTOP);
+    let opened = runtime.open_shared::<u32>(&later).unwrap();
+    assert!(stream.download(&opened).unwrap().iter().all(|value| *value == 8));
+    let others = runtime.open_shared_all::<u32>(&batch).unwrap();
+    assert!(others.iter().all(|buffer| stream.download(buffer).unwrap()[999] == 9));
+    drop(runtime.open_shared::<u32>(&later).unwrap());
+    owner.signal(libc::SIGCONT);
+    // The owner knows what this process holds.
+    for place in 1..4 {
+        assert_eq!(owner.ask(&format!("drop {place}")), "dropped");
+    }
+    assert_eq!(owner.ask("held"), "3");
+    assert_eq!(runtime.open_shared::<u32>(&later).map(drop).unwrap_err().kind(), ErrorKind::Expired);
+    assert!(stream.download(&opened).unwrap().iter().all(|value| *value == 8));
+    drop((opened, others));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while owner.ask("held") != "0" {
+        assert!(std::time::Instant::now() < until, "the owner still counts opens");
+    }
+    // One that was dropped before it was opened, and one of a dead owner.
+    let (dropped, left) = (owner.share(11), owner.share(12));
+    assert_eq!(owner.ask("drop 4"), "dropped");
+    assert_eq!(runtime.open_shared::<u32>(&dropped).map(drop).unwrap_err().kind(), ErrorKind::Expired);
+    owner.signal(libc::SIGKILL);
+    owner.child.wait().unwrap();
+    assert_eq!(runtime.open_shared::<u32>(&left).map(drop).unwrap_err().kind(), ErrorKind::Expired);
+    drop((stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 

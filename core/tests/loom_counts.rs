@@ -34,12 +34,17 @@ struct Shared {
 }
 
 impl Shared {
+    /// An allocation that the importer does not know.
+    fn unknown() -> Arc<Self> {
+        let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
+        Arc::new(Self { word: AtomicU64::new(0), bits: words(64), summary: words(1), memory: UnsafeCell::new(0) })
+    }
+
     /// An allocation that the importer has open once.
     fn open() -> Arc<Self> {
-        let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
-        let shared = Self { word: AtomicU64::new(0), bits: words(64), summary: words(1), memory: UnsafeCell::new(0) };
+        let shared = Self::unknown();
         assert!(shared.slot().grant());
-        Arc::new(shared)
+        shared
     }
 
     fn slot(&self) -> Slot<'_> {
@@ -136,6 +141,44 @@ fn an_open_beside_the_close_holds_the_memory_or_is_refused() {
         }
         assert_eq!(freed, 1);
     });
+}
+
+/// What the exporter does before it forgets an importer, and when its owner then drops the allocation.
+fn forget_or_close(shared: &Shared, forgets: bool) -> u32 {
+    if forgets && shared.slot().withdraw() {
+        shared.reuse();
+        return 1;
+    }
+    u32::from(shared.close(true))
+}
+
+#[test]
+fn a_prepared_open_beside_the_close_or_the_withdrawal_holds_the_memory_or_is_refused() {
+    for forgets in [false, true] {
+        loom::model(move || {
+            let shared = Shared::unknown();
+            assert!(shared.slot().prepare() && !shared.slot().prepare());
+            let importer = {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    let word = shared.slot().prepared();
+                    if word.is_some_and(|word| shared.slot().take(word)) {
+                        shared.read();
+                        shared.release();
+                        if shared.slot().unmapped() {
+                            shared.released().raise(0);
+                        }
+                    }
+                })
+            };
+            let mut freed = forget_or_close(&shared, forgets);
+            importer.join().unwrap();
+            if freed == 0 {
+                freed += u32::from(shared.settle(true));
+            }
+            assert_eq!(freed, 1);
+        });
+    }
 }
 
 #[test]

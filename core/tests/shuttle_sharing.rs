@@ -91,8 +91,9 @@ struct Export {
 
 struct Book {
     exports: [Option<Export>; SLOTS],
-    /// `None` for an importer that is dead.
+    /// `None` for an importer that is dead or forgotten.
     tables: [Option<Arc<Table>>; IMPORTERS],
+    is_dead: [bool; IMPORTERS],
 }
 
 struct Exporter {
@@ -112,7 +113,8 @@ impl Exporter {
             in_hand: std::array::from_fn(|_| AtomicU64::new(0)),
             mapped: std::array::from_fn(|_| AtomicU64::new(0)),
         };
-        let book = Book { exports: [const { None }; SLOTS], tables: std::array::from_fn(|_| Some(Table::new())) };
+        let tables = std::array::from_fn(|_| Some(Table::new()));
+        let book = Book { exports: [const { None }; SLOTS], tables, is_dead: [false; IMPORTERS] };
         Arc::new(Self {
             book: Mutex::new(book),
             or_maps,
@@ -132,7 +134,7 @@ impl Exporter {
 
     fn free(&self, book: &Book, ticket: Ticket) {
         let memory = self.memory(ticket);
-        for importer in (0..IMPORTERS).filter(|&importer| book.tables[importer].is_some()) {
+        for importer in (0..IMPORTERS).filter(|&importer| !book.is_dead[importer]) {
             let in_hand = memory.in_hand[importer].load(Ordering::SeqCst);
             assert_eq!(in_hand, 0, "{ticket:?} is freed while importer {importer} has it");
             if self.or_maps {
@@ -180,6 +182,31 @@ impl Exporter {
         Some(table)
     }
 
+    /// Prepares opens of an allocation, as a share does.
+    fn prepare(&self, ticket: Ticket) {
+        let mut book = self.book();
+        let Book { exports, tables, .. } = &mut *book;
+        let Some(export) = exports[ticket.index].as_mut().filter(|export| export.ticket == ticket) else { return };
+        for (importer, table) in tables.iter().enumerate() {
+            if table.as_ref().is_some_and(|table| table.slot(ticket).prepare()) {
+                export.peers.push(importer);
+            }
+        }
+    }
+
+    /// Forgets a live importer that has closed its connection, if it has nothing.
+    fn forget(&self, importer: usize) {
+        let mut book = self.book();
+        let Some(table) = book.tables[importer].clone() else { return };
+        let of = |export: &&Export| export.peers.contains(&importer);
+        let withdraw = |export: &Export| table.slot(export.ticket).withdraw();
+        if book.exports.iter().flatten().filter(of).map(withdraw).fold(true, std::ops::BitAnd::bitand) {
+            book.tables[importer] = None;
+            book.exports.iter_mut().flatten().for_each(|export| export.peers.retain(|&peer| peer != importer));
+            (0..SLOTS).for_each(|index| self.leave_limbo(&mut book, index));
+        }
+    }
+
     fn take_back(&self, importer: usize, ticket: Ticket) {
         let mut book = self.book();
         if let Some(table) = &book.tables[importer] {
@@ -214,6 +241,7 @@ impl Exporter {
     fn peer_ended(&self, importer: usize) {
         let mut book = self.book();
         book.tables[importer] = None;
+        book.is_dead[importer] = true;
         for index in 0..SLOTS {
             if let Some(export) = &mut book.exports[index] {
                 export.peers.retain(|&peer| peer != importer);
@@ -228,6 +256,9 @@ impl Exporter {
         for serial in 1..=ALLOCATIONS {
             loop {
                 if let Some(ticket) = self.register(serial) {
+                    if !one_in(3) {
+                        self.prepare(ticket);
+                    }
                     shared.push_back(ticket);
                     break;
                 }
@@ -242,6 +273,9 @@ impl Exporter {
                 && let Some(oldest) = shared.pop_front()
             {
                 self.close(oldest);
+            }
+            if one_in(6) {
+                self.forget(shuttle::rand::thread_rng().gen_range(0..IMPORTERS));
             }
         }
         shared.into_iter().for_each(|ticket| self.close(ticket));
@@ -271,6 +305,8 @@ impl Import {
 
 struct Importer {
     number: usize,
+    /// The table that the exporter gave it.
+    table: Arc<Table>,
     exporter: Arc<Exporter>,
     killed: AtomicBool,
     /// `None` while one thread opens the allocation.
@@ -338,7 +374,15 @@ impl Importer {
     }
 
     fn open_first(&self, ticket: Ticket) -> Alive<Option<Arc<Import>>> {
-        let Some(table) = self.exporter.grant(self.number, ticket) else { return Ok(None) };
+        let slot = self.table.slot(ticket);
+        let prepared = slot.prepared();
+        self.step()?;
+        let table = if prepared.is_some_and(|word| slot.take(word)) {
+            Arc::clone(&self.table)
+        } else {
+            let Some(table) = self.exporter.grant(self.number, ticket) else { return Ok(None) };
+            table
+        };
         self.step()?;
         if one_in(6) {
             // It could not be mapped.
@@ -476,6 +520,7 @@ fn exporter_and_importers(or_maps: bool, kills: bool) {
         .map(|number| {
             let importer = Arc::new(Importer {
                 number,
+                table: exporter.book().tables[number].clone().unwrap(),
                 exporter: Arc::clone(&exporter),
                 killed: AtomicBool::new(false),
                 imports: Mutex::new(HashMap::new()),

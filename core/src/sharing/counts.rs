@@ -13,13 +13,16 @@
 //! | step | process | effect on the word |
 //! | --- | --- | --- |
 //! | [`Slot::grant`] | exporter, answering an open | sets the generation and `MAPPED`, adds 1 to the count |
+//! | [`Slot::prepare`] | exporter, at a share | sets the generation. The importer can then open the allocation without a request |
+//! | [`Slot::take`] | importer, memory not mapped | sets `MAPPED` and adds 1 to the count, unless `CLOSED`, `MAPPED` or another generation |
 //! | [`Slot::acquire`] | importer, mapping kept | adds 1 to the count unless `CLOSED`, not `MAPPED` or another generation |
 //! | [`Slot::release`] | importer, its device work done | subtracts 1 from the count |
 //! | [`Slot::close`] | exporter, when the owner drops the buffer | sets `CLOSED`; the exporter frees the allocation once no importer holds it |
 //! | [`Slot::unmapped`] | importer, mapping removed | clears `MAPPED` |
+//! | [`Slot::withdraw`] | exporter, before it forgets a live importer | sets `CLOSED` if the count is 0 and the memory is not `MAPPED` |
 //!
-//! *No early free.* `close` and `acquire` are read-modify-writes of one word, so one comes first. Either the acquire sees
-//! `CLOSED`, or the close sees the count. *No lost free.* The step that leaves a closed word without a holder raises the flag
+//! *No early free.* `close`, `withdraw`, `acquire` and `take` are read-modify-writes of one word, so one comes first. Either the
+//! importer sees `CLOSED`, or the exporter sees the count. *No lost free.* The step that leaves a closed word without a holder raises the flag
 //! of the word afterwards. The exporter reads the word after the flag. *Orderings.* `release` and `unmapped` are release
 //! operations; `close` and [`Slot::is_held`] acquire. So everything that the importer did to the memory happens before the
 //! exporter uses it again. Flags are raised with release and drained with acquire for the same reason. `open_count.rs` decides
@@ -79,6 +82,48 @@ impl<'t> Slot<'t> {
                 Err(now) => word = now,
             }
         }
+    }
+
+    /// Returns whether the word is of this allocation: an open was prepared or granted.
+    pub(crate) fn is_known(self) -> bool {
+        self.is_of_this(self.word.load(Ordering::Acquire))
+    }
+
+    /// Prepares an open for the importer. Returns `false` if the word is of this allocation. The caller must first store what the importer
+    /// needs, and must note that the importer may hold the allocation.
+    pub(crate) fn prepare(self) -> bool {
+        let word = self.word.load(Ordering::Acquire);
+        // If the importer changes the word of an earlier allocation meanwhile, it has to ask.
+        !self.is_of_this(word)
+            && self.word.compare_exchange(word, self.generation, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Returns the word for [`Slot::take`], if the importer may open the allocation and has not mapped it.
+    pub(crate) fn prepared(self) -> Option<u64> {
+        let word = self.word.load(Ordering::Acquire);
+        (word == self.generation).then_some(word)
+    }
+
+    /// Counts the first open of a prepared word, whose memory the caller maps. Returns `false` if the word has changed since
+    /// [`Slot::prepared`] returned it.
+    pub(crate) fn take(self, prepared: u64) -> bool {
+        let next = prepared | MAPPED | 1;
+        self.word.compare_exchange(prepared, next, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Closes a word for an importer that has nothing. Returns `false` if the importer has the allocation open or mapped.
+    pub(crate) fn withdraw(self) -> bool {
+        let mut word = self.word.load(Ordering::Acquire);
+        while self.is_of_this(word) {
+            if word & (COUNT | MAPPED) != 0 {
+                return false;
+            }
+            match self.word.compare_exchange_weak(word, word | CLOSED, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return true,
+                Err(now) => word = now,
+            }
+        }
+        true
     }
 
     /// Counts one more open if the memory is mapped.

@@ -273,12 +273,30 @@ pub(crate) struct Grant {
     pub(crate) ready: Arc<OwnedFd>,
 }
 
+/// Maximum number of importers for which a share prepares opens. With more, each importer asks.
+const MOST_PREPARED: usize = 16;
+
 impl PeerBook {
+    /// Returns the counts of the importer, if an open of an allocation can be prepared there.
+    fn preparable(&self, key: ExportKey) -> Option<Arc<CountSegment>> {
+        let (part, slot) = place_of(key.index);
+        let part = self.parts.get(part).and_then(Option::as_ref)?;
+        let can = self.peer.connected.load(Ordering::Relaxed) && !part.segment.slot(slot, key.serial).is_known();
+        can.then(|| Arc::clone(&part.segment))
+    }
+
     /// Returns whether the importer holds an allocation.
     fn holds(&self, index: u32, serial: u64, or_maps: bool) -> bool {
         let (part, slot) = place_of(index);
         let part = self.parts.get(part).and_then(Option::as_ref);
         part.is_some_and(|part| part.segment.slot(slot, serial).is_held(or_maps))
+    }
+
+    /// Withdraws what was prepared of an allocation. Returns `false` if the importer has the allocation open or mapped.
+    fn withdraw(&self, index: u32, serial: u64) -> bool {
+        let (part, slot) = place_of(index);
+        let part = self.parts.get(part).and_then(Option::as_ref);
+        part.is_none_or(|part| part.segment.slot(slot, serial).withdraw())
     }
 }
 
@@ -517,6 +535,34 @@ impl Exporter {
         state.watches.push(Watch { key, number, after: std::mem::take(after) });
         self.watching.store(state.watches.len() as u64, Ordering::Relaxed);
         Some(number)
+    }
+
+    /// Returns the memory of an allocation for which opens can be prepared: [`Exporter::prepare`]. `None` if it needs none, or if an open
+    /// must show a secret.
+    pub(crate) fn to_prepare(&self, key: ExportKey) -> Option<Memory> {
+        let state = self.state.lock();
+        if state.peers.len() > MOST_PREPARED {
+            return None;
+        }
+        let export = state.export(key).filter(|export| export.limbo.is_none() && export.secret.is_none())?;
+        let needs = state.peers.values().any(|book| book.preparable(key).is_some());
+        needs.then(|| export.memory.upgrade()).flatten()
+    }
+
+    /// Lets the importers that have opened memory before open an allocation by a handle without a request. The handle must have no
+    /// descriptor.
+    pub(crate) fn prepare(&self, key: ExportKey, handle: &MemoryHandle) {
+        let mut state = self.state.lock();
+        let State { exports, peers, .. } = &mut *state;
+        let export = exports.get_mut(key.index as usize).and_then(Option::as_mut);
+        let Some(export) = export.filter(|export| export.serial == key.serial && export.limbo.is_none()) else { return };
+        for (id, book) in peers {
+            let Some(segment) = book.preparable(key) else { continue };
+            if segment.prepare(place_of(key.index).1, key.serial, handle) {
+                book.exports.insert(key.index);
+                export.peers.push(*id);
+            }
+        }
     }
 
     pub(crate) fn is_watching(&self) -> bool {
@@ -1017,7 +1063,12 @@ impl Exporter {
     pub(crate) fn peer_disconnected(&self, peer: u64) -> Vec<DeferredFree> {
         let mut state = self.state.lock();
         let Some(book) = state.peers.get(&peer) else { return Vec::new() };
-        if state.is_used_by(book) {
+        // The importer could still take what was prepared. From here on, it has to ask.
+        let withdrawn = book.exports.iter().map(|index| match state.exports.get(*index as usize) {
+            Some(Some(export)) => book.withdraw(*index, export.serial),
+            _ => true,
+        });
+        if !withdrawn.fold(true, std::ops::BitAnd::bitand) {
             return Vec::new();
         }
         let (freed, to_ring) = Self::remove_peer(&mut state, peer);

@@ -876,6 +876,16 @@ impl Link {
         part.counts.is_some() && part.ready.is_some()
     }
 
+    /// Counts the opens that the exporter has prepared, with their places among the keys.
+    fn take_prepared(&self, keys: &[ExportKey]) -> Vec<(usize, Granted)> {
+        let take = |(at, key): (usize, &ExportKey)| {
+            let Part { counts: Some(counts), ready: Some(ready) } = self.part(*key) else { return None };
+            let handle = counts.take(place_of(key.index).1, key.serial)?;
+            Some((at, Granted { handle, further: 0, counts, ready }))
+        };
+        keys.iter().enumerate().filter_map(take).collect()
+    }
+
     fn take_in(&self, opened: Opened, descriptors: Vec<OwnedFd>, key: ExportKey) -> Result<Granted> {
         let (place, _) = place_of(key.index);
         let mut part = self.part(key);
@@ -1389,9 +1399,12 @@ impl Importer {
             let link = self.link(ticket, mapper, *patience).map_err(|error| (at, error))?;
             let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
             let secrets: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.ticket.secret).collect();
-            let (mut granted, failed) = link.open(&keys, &secrets, true, mapper, patience);
-            let answered = failed.clone().map_or(Ok(()), Err);
-            self.note_answer(ticket, &answered);
+            let (mut granted, mut failed) = (link.take_prepared(&keys), None);
+            if granted.is_empty() {
+                (granted, failed) = link.open(&keys, &secrets, true, mapper, patience);
+                let answered = failed.clone().map_or(Ok(()), Err);
+                self.note_answer(ticket, &answered);
+            }
             if let Some(error) = failed {
                 if link.is_cut() {
                     self.state.lock().retire(&link);
@@ -1478,7 +1491,11 @@ impl Importer {
         } else {
             mapper.map(device, &handle)
         };
-        let ptr = mapped.inspect_err(|_| abandon())?;
+        let ptr = mapped.map_err(|error| {
+            abandon();
+            // A prepared open does not ask whether the exporter lives.
+            if link.process.has_ended() { link.ended() } else { error }
+        })?;
         let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
         let since = SystemTime::now();
         let (held, succession) = (OnceLock::new(), Mutex::default());

@@ -480,6 +480,9 @@ impl Sharing {
         if waits {
             self.bell.ring();
         }
+        if transport == Transport::Legacy {
+            self.prepare(key);
+        }
         Ok(Ticket {
             transport,
             is_pinned,
@@ -496,6 +499,30 @@ impl Sharing {
             offset: 0,
             length: bytes,
         })
+    }
+
+    /// Prepares opens of an allocation, so that importers need no request. If this fails, they ask.
+    fn prepare(&self, key: ExportKey) {
+        let Some(Memory::Device(block, parts)) = self.exporter.to_prepare(key) else { return };
+        if let [part] = &*parts
+            && let Ok(handle) = self.export_part(&block, part, Transport::Legacy)
+            && handle.descriptor.is_none()
+        {
+            self.exporter.prepare(key, &handle);
+        }
+    }
+
+    /// Exports a part of a block that the caller keeps alive.
+    fn export_part(&self, block: &DeviceBlock, part: &MemoryPart, transport: Transport) -> Result<MemoryHandle> {
+        if let Some(handle) = part.handle() {
+            return Ok(handle);
+        }
+        let ipc = self.services().ipc("share")?;
+        // SAFETY: The block is alive, which keeps its parts.
+        let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, transport)? };
+        handle.bytes = part.bytes;
+        part.keep_handle(&handle);
+        Ok(handle)
     }
 
     /// Returns the name under which importers find this runtime.
@@ -743,18 +770,7 @@ impl Desk for Sharing {
 
     fn export(&self, grant: &Grant, number: usize) -> Result<MemoryHandle> {
         match &grant.memory {
-            Memory::Device(block, parts) => {
-                let ipc = self.services().ipc("share")?;
-                let part = &parts[number];
-                if let Some(handle) = part.handle() {
-                    return Ok(handle);
-                }
-                // SAFETY: The grant keeps the block alive, which keeps its parts.
-                let mut handle = unsafe { ipc.export_memory(block.device, part.ptr, grant.transport)? };
-                handle.bytes = part.bytes;
-                part.keep_handle(&handle);
-                Ok(handle)
-            }
+            Memory::Device(block, parts) => self.export_part(block, &parts[number], grant.transport),
             Memory::Pinned(file) => file.handle(grant.bytes),
             Memory::Held(held) => held.handle(number),
         }

@@ -1,6 +1,7 @@
 //! Pieces of shared memory: sealed, anonymous, and accessed only as atomics.
 //!
-//! A [`CountSegment`] belongs to one exporter and one importer and holds the words of `counts.rs`. A [`ReadySegment`] belongs
+//! A [`CountSegment`] belongs to one exporter and one importer. It holds the words of `counts.rs`, and the handles of allocations that the
+//! importer may open without a request. A [`ReadySegment`] belongs
 //! to an exporter. All its importers map it, read-only. For each allocation it holds the number of the latest share whose
 //! device work is done, and the greatest number of any ticket. The protocol's version (`message.rs`) is also the version of the
 //! layout. Sealed means that no process can shorten the file under a mapping, so a load never faults.
@@ -17,7 +18,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::counts::{Flags, Slot};
 use super::identity::Mark;
 use super::system::{invalid_message, os_error};
-use highwater_hal::Result;
+use highwater_hal::{MemoryHandle, Result, Transport};
 
 /// Slots in a segment. An allocation has the same slot in every segment that contains it.
 pub(crate) const SLOTS: usize = 1 << 16;
@@ -34,7 +35,10 @@ const CLOSED_SUMMARY: usize = RELEASED_SUMMARY + SUMMARY_WORDS;
 const RELEASED: usize = CLOSED_SUMMARY + SUMMARY_WORDS;
 const CLOSED: usize = RELEASED + BIT_WORDS;
 const COUNTS: usize = CLOSED + BIT_WORDS;
-const COUNT_WORDS: usize = COUNTS + SLOTS;
+const PREPARED: usize = COUNTS + SLOTS;
+/// The words of a handle in the table of prepared opens: the serial number of the allocation, its bytes, the UUID and the payload.
+const PREPARED_WORDS: usize = 1 + 1 + 2 + 8;
+const COUNT_WORDS: usize = PREPARED + SLOTS * PREPARED_WORDS;
 
 /// The first words of a ready segment; word 0 is waited on.
 const READY_HEADER: usize = 8;
@@ -130,6 +134,10 @@ impl Drop for Mapping {
     }
 }
 
+fn word_of(bytes: &[u8]) -> u64 {
+    bytes.try_into().map_or(0, u64::from_ne_bytes)
+}
+
 /// Counts of one importer, for [`SLOTS`] allocations of one exporter.
 #[derive(Debug)]
 pub(crate) struct CountSegment(Mapping);
@@ -147,6 +155,37 @@ impl CountSegment {
     #[inline]
     pub(crate) fn slot(&self, slot: usize, serial: u64) -> Slot<'_> {
         Slot::new(&self.0.words()[COUNTS + slot], serial)
+    }
+
+    /// Prepares an open of the allocation `serial`, by a handle without a descriptor. Returns `false` if the importer has been granted the
+    /// allocation, or an open is prepared. Only the exporter calls it, one thread at a time.
+    pub(crate) fn prepare(&self, slot: usize, serial: u64, handle: &MemoryHandle) -> bool {
+        let words = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(8).map(word_of).collect() };
+        let values = [&[serial, handle.bytes][..], &words(&handle.device_uuid), &words(&handle.payload)].concat();
+        if self.slot(slot, serial).is_known() {
+            return false;
+        }
+        // Relaxed: the word, which is written afterward and read before, orders them.
+        for (word, value) in self.prepared(slot).iter().zip(values) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.slot(slot, serial).prepare()
+    }
+
+    /// Counts an open that the exporter has prepared. Returns the handle, which the caller maps. `None` if the importer must ask.
+    pub(crate) fn take(&self, slot: usize, serial: u64) -> Option<MemoryHandle> {
+        let word = self.slot(slot, serial).prepared()?;
+        let mut values = self.prepared(slot).iter().map(|word| word.load(Ordering::Relaxed));
+        let mut bytes = |words: usize| values.by_ref().take(words).flat_map(u64::to_ne_bytes).collect::<Vec<u8>>();
+        let (known, whole) = (word_of(&bytes(1)), word_of(&bytes(1)));
+        let (uuid, payload) = (bytes(2).try_into().ok()?, bytes(8).try_into().ok()?);
+        // The exporter writes them again only after it has closed the word. Then this fails.
+        let is_taken = known == serial && self.slot(slot, serial).take(word);
+        is_taken.then(|| MemoryHandle::new(Transport::Legacy, uuid, whole, payload))
+    }
+
+    fn prepared(&self, slot: usize) -> &[AtomicU64] {
+        self.0.range(PREPARED + slot * PREPARED_WORDS, PREPARED_WORDS)
     }
 
     /// Flags for the allocations that the importer has released for good: raised by the importer, drained by the exporter.
