@@ -290,8 +290,6 @@ class _State:
         with self.lock:
             for token in [token for token, flight in self.flights.items() if flight.until < now]:
                 self.end_flight(token)
-            if len(self.received) > self.most_received:
-                self.forget_received()
             found = list(self.exports.values())
         return self.release(found)
 
@@ -476,6 +474,8 @@ class _State:
                     storage = made
                     self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
                     self.received_by_cdata[storage._cdata] = key
+                    if len(self.received) > self.most_received:
+                        self.forget_received()
         return storage
 
     def opened(self, key: tuple[bytes, int], buffer: Buffer) -> Any:

@@ -555,7 +555,9 @@ impl Exporter {
         let mut state = self.state.lock();
         let State { exports, peers, .. } = &mut *state;
         let export = exports.get_mut(key.index as usize).and_then(Option::as_mut);
-        let Some(export) = export.filter(|export| export.serial == key.serial && export.limbo.is_none()) else { return };
+        let Some(export) = export.filter(|export| export.serial == key.serial && export.limbo.is_none()) else {
+            return;
+        };
         for (id, book) in peers {
             let Some(segment) = book.preparable(key) else { continue };
             if segment.prepare(place_of(key.index).1, key.serial, handle) {

@@ -327,18 +327,43 @@ impl Process {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
+    /// Returns whether SIGKILL was sent to the process, and it has not ended yet. Nothing keeps it alive then, and its program runs no more.
+    /// False for a process of another PID namespace.
+    pub(super) fn is_being_killed(&self) -> bool {
+        const SIGKILL: u64 = 1 << (libc::SIGKILL - 1);
+        // The kernel keeps the signal here until the process has ended.
+        let pending = self.status("ShdPnd:").and_then(|pending| u64::from_str_radix(pending.trim(), 16).ok());
+        pending.is_some_and(|pending| pending & SIGKILL != 0)
+    }
+
+    /// Returns descriptors of two threads of the process beside its first one, which become readable when the threads end. The last thread
+    /// of a killed process ends long after the others: it takes apart what they had in common, which takes 50 to 100 milliseconds with a
+    /// CUDA context. Of two threads, one ends at once. Empty before Linux 6.9, and for a process of another PID namespace.
+    pub(super) fn threads(&self) -> Vec<OwnedFd> {
+        const THREAD: PidfdFlags = PidfdFlags::from_bits_retain(libc::O_EXCL as u32);
+        let Some(pid) = self.pid().filter(|_| proc_is_of_this_namespace()) else { return Vec::new() };
+        let names = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let mut threads: Vec<i32> = names.filter_map(|name| name.file_name().to_str()?.parse().ok()).collect();
+        // The oldest threads are the most likely to live as long as the process.
+        threads.sort_unstable();
+        let open = |thread: i32| rustix::process::pidfd_open(Pid::from_raw(thread)?, THREAD).ok();
+        threads.into_iter().filter(|thread| *thread != pid).filter_map(open).take(2).collect()
+    }
+
     /// Returns the state of the process in `/proc`, if `/proc` shows this process's namespace, and the process is in it.
     fn status(&self, field: &str) -> Option<String> {
-        let pid = self.pid()?;
-        let shows = std::fs::read_link("/proc/self").ok()?;
-        if shows.to_str()?.parse() != Ok(std::process::id()) {
-            return None;
-        }
+        let pid = self.pid().filter(|_| proc_is_of_this_namespace())?;
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
         let value = status.lines().find_map(|line| line.strip_prefix(field))?.to_owned();
         // The process was still alive here, so its id has not been reused.
         (!self.has_ended()).then_some(value)
     }
+}
+
+/// Returns whether `/proc` shows the processes of this process's PID namespace.
+fn proc_is_of_this_namespace() -> bool {
+    let shown = std::fs::read_link("/proc/self").ok();
+    shown.and_then(|shown| shown.to_str()?.parse().ok()) == Some(std::process::id())
 }
 
 /// Returns whether a descriptor is that of a process. Sends no signal.

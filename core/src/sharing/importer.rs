@@ -53,6 +53,9 @@ const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
+/// Maximum number of times that threads of an exporter are chosen. Each time, some of the former ones have ended before their process.
+const MOST_CHOICES: u64 = 16;
+
 /// Time for which a thread looks for an answer before it sleeps. A running exporter mostly answers earlier, and to sleep and be woken takes
 /// as long again.
 const LOOKS_FOR: Duration = Duration::from_micros(50);
@@ -242,6 +245,12 @@ pub(crate) struct Link {
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
+    /// Set when the exporter's process was killed. It may not have ended yet.
+    killed: AtomicBool,
+    /// Threads of the exporter, whose ends show early that it was killed. `None` before they are chosen.
+    threads: Mutex<Option<Arc<[OwnedFd]>>>,
+    /// The number of times that they were chosen.
+    choices: AtomicU64,
     /// Set when the exporter has handed over.
     handed_over: AtomicBool,
     /// Set when this process requests the socket on which the exporter listens.
@@ -511,6 +520,21 @@ impl Link {
         self.handed_over.load(Ordering::Relaxed)
     }
 
+    /// Returns whether the exporter was killed, as far as the service has noticed. Its process may not have ended yet.
+    fn is_killed(&self) -> bool {
+        self.killed.load(Ordering::Relaxed)
+    }
+
+    /// Returns the threads of the exporter that the service watches.
+    pub(super) fn threads(&self) -> Arc<[OwnedFd]> {
+        let mut threads = self.threads.lock();
+        let chosen = threads.get_or_insert_with(|| {
+            let is_over = self.is_killed() || self.choices.fetch_add(1, Ordering::Relaxed) >= MOST_CHOICES;
+            if is_over { Arc::default() } else { self.process.threads().into() }
+        });
+        Arc::clone(chosen)
+    }
+
     /// Notes a hand-over. Returns whether it is new.
     pub(super) fn note_hand_over(&self) -> bool {
         !self.handed_over.swap(true, Ordering::Relaxed)
@@ -619,6 +643,9 @@ impl Link {
             line,
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
+            killed: AtomicBool::new(false),
+            threads: Mutex::default(),
+            choices: AtomicU64::new(0),
             handed_over: AtomicBool::new(false),
             takes_over: AtomicBool::new(false),
             named_heir: OnceLock::new(),
@@ -879,6 +906,9 @@ impl Link {
     /// Counts the opens that the exporter has prepared, with their places among the keys.
     fn take_prepared(&self, keys: &[ExportKey]) -> Vec<(usize, Granted)> {
         let take = |(at, key): (usize, &ExportKey)| {
+            if self.is_killed() {
+                return None;
+            }
             let Part { counts: Some(counts), ready: Some(ready) } = self.part(*key) else { return None };
             let handle = counts.take(place_of(key.index).1, key.serial)?;
             Some((at, Granted { handle, further: 0, counts, ready }))
@@ -1633,7 +1663,8 @@ impl Importer {
 
     /// Undoes [`OpenCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
-        if import.open.leave() && (import.slot().is_closed() || import.link.is_lost()) {
+        let link = &import.link;
+        if import.open.leave() && (import.slot().is_closed() || link.is_lost() || link.is_killed()) {
             self.unmap_soon([Arc::clone(import)], bell);
         }
     }
@@ -1693,6 +1724,20 @@ impl Importer {
         drop(state);
         self.unmap_soon(imports, bell);
         true
+    }
+
+    /// Handles the end of a thread of an exporter. If its process was killed, memory that no buffer has open is unmapped before the process
+    /// has ended. Returns whether this is so and was not done before.
+    pub(crate) fn thread_ended(&self, link: &Arc<Link>, bell: &Bell) -> bool {
+        let is_killed = link.process.is_being_killed();
+        let is_new = is_killed && !link.killed.swap(true, Ordering::Relaxed);
+        // Chosen again if the process goes on.
+        drop(link.threads.lock().take());
+        if is_new {
+            let imports = self.state.lock().opened_by(link);
+            self.unmap_soon(imports, bell);
+        }
+        is_new
     }
 
     /// Returns the connections to exporters that hand over or have done so, with the state of each.

@@ -673,6 +673,15 @@ impl Sharing {
         }
     }
 
+    /// Handles the end of a thread of an exporter's process. If the process was killed, nothing can keep it alive, so its importers release
+    /// its memory before the kernel has taken the process apart. Everything else waits for the end of the process, because its device work
+    /// may still run.
+    fn link_thread_ended(self: &Arc<Self>, link: &Arc<Link>) {
+        if self.importer.thread_ended(link, &self.bell) && link.hand_over() != Progress::Done {
+            self.revoke(link);
+        }
+    }
+
     /// Handles the end of an exporter's process.
     fn link_ended(self: &Arc<Self>, link: &Arc<Link>) {
         if link.hand_over() == Progress::Done {

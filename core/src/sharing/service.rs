@@ -1,7 +1,7 @@
 //! The sharing thread of a runtime. It answers importers, detects the death of processes, and completes pending releases.
 //!
 //! It starts with the first share or open and ends with the runtime. It waits on all its sources at once: its bell, the socket
-//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares,
+//! that importers connect to, the connection and process of each importer, and the process and two threads of each exporter. While shares,
 //! releases or adopted buffers wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
 use std::os::fd::AsFd;
@@ -37,6 +37,8 @@ enum Source {
     Visit(Visit),
     LinkRings(Arc<Link>),
     LinkEnded(Arc<Link>),
+    /// A thread of the exporter has ended.
+    LinkThreadEnded(Arc<Link>),
     WatchedEnded(Arc<Process>),
 }
 
@@ -82,6 +84,7 @@ impl Service {
         let sharing = Arc::clone(&self.sharing);
         self.reception.begin_round();
         let links = sharing.importer.links();
+        let threads: Vec<_> = links.iter().map(|link| link.threads()).collect();
         let watched = sharing.deaths.processes();
         let mut sources = vec![Source::Bell];
         let mut ends = vec![PollFd::from_borrowed_fd(sharing.bell.descriptor(), PollFlags::IN)];
@@ -93,7 +96,11 @@ impl Service {
             sources.push(Source::Lister);
             ends.push(PollFd::from_borrowed_fd(lister.as_fd(), PollFlags::IN));
         }
-        for link in &links {
+        for (link, threads) in links.iter().zip(&threads) {
+            for thread in threads.iter() {
+                sources.push(Source::LinkThreadEnded(Arc::clone(link)));
+                ends.push(PollFd::from_borrowed_fd(thread.as_fd(), PollFlags::IN));
+            }
             silent |= !link.has_line.load(Ordering::Relaxed);
             if let Some(pidfd) = link.process.pidfd() {
                 sources.push(Source::LinkEnded(Arc::clone(link)));
@@ -153,6 +160,7 @@ impl Service {
                     self.sharing.importer.hung_up(&link);
                 }
             }
+            Source::LinkThreadEnded(link) => self.sharing.link_thread_ended(&link),
             Source::LinkEnded(link) => self.sharing.link_ended(&link),
             Source::WatchedEnded(process) => self.sharing.watched_ended(&process),
         }

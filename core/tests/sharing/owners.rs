@@ -45,6 +45,67 @@ fn assert_expired<T>(result: Result<T>) {
     assert!(error.message().contains("has died") && error.hint().contains("OwnerDeath::Keep"), "{error}");
 }
 
+/// A thread that this one traces, so that its process does not end before [`Traced::leave`].
+struct Traced(i32);
+
+impl Traced {
+    /// Traces the youngest thread of a process.
+    fn of(process: u32) -> Self {
+        let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+        let thread: Option<i32> =
+            threads.map(|thread| thread.unwrap().file_name().to_str().unwrap().parse().unwrap()).max();
+        let thread = thread.unwrap();
+        let nothing = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: The call reads and writes no memory of this process.
+        assert_eq!(unsafe { libc::ptrace(libc::PTRACE_SEIZE, thread, nothing, nothing) }, 0);
+        Self(thread)
+    }
+
+    /// Waits for the end of the thread, which the kernel keeps until then.
+    fn leave(self) {
+        let mut status = 0;
+        // SAFETY: Waits for the thread, and writes its status.
+        assert_eq!(unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL) }, self.0);
+    }
+}
+
+/// The kernel takes a killed process apart before it reports the end.
+#[test]
+fn memory_of_a_killed_owner_is_released_before_its_process_has_ended() {
+    let this = rustix::process::getpid();
+    let thread = rustix::process::PidfdFlags::from_bits_retain(libc::O_EXCL as u32);
+    if rustix::process::pidfd_open(this, thread).is_err() {
+        eprintln!("skipped: before Linux 6.9, the kernel does not report the end of a thread");
+        return;
+    }
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    peer.tell("threads");
+    let tickets = [(); 2].map(|()| peer.tell("make a 4096 7"));
+    let kept: DeviceBuffer<u32> = importer.runtime.open_shared(&tickets[0].parse().unwrap()).unwrap();
+    let idle = importer.open_to_release(&tickets[1]);
+    let third = peer.tell("make b 4096 8");
+    let released = importer.open_to_release(&third);
+    drop(idle);
+    let owner = owner_of(&released);
+    // The end of a thread is not that of the process.
+    peer.tell("end-thread");
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(importer.mapped().0, 3);
+    importer.stream.fill(&released, 8).unwrap();
+    let traced = Traced::of(peer.pid());
+    peer.signal(Signal::KILL);
+    until("it is released", || importer.mapped() == (1, 4096 * 4, 1));
+    assert_expired(importer.stream.fill(&released, 3));
+    assert!(owner.is_alive(), "the thread is not kept");
+    traced.leave();
+    assert!(owner.wait(Duration::from_secs(60)).unwrap());
+    // Memory that this process keeps stays usable.
+    assert_eq!(importer.stream.download(&kept).unwrap(), [7; 4096]);
+    peer.wait();
+    importer.end_after((kept, released));
+}
+
 #[test]
 fn memory_of_a_dead_owner_is_released_though_the_program_holds_its_buffers() {
     let importer = Exporter::with(MockOptions::new().with_checks());

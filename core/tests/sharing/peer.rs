@@ -148,6 +148,7 @@ pub(crate) fn obey() {
     let mut peer = Obedient {
         gpu,
         stream: None,
+        thread: None,
         runtime,
         buffers: HashMap::new(),
         batches: HashMap::new(),
@@ -225,6 +226,7 @@ struct Obedient {
     gpu: Arc<MockGpu>,
     runtime: Runtime,
     stream: Option<Stream>,
+    thread: Option<(Sender<()>, std::thread::JoinHandle<()>)>,
     buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
     batches: HashMap<String, Vec<DeviceBuffer<u32>>>,
     pinned: HashMap<String, SharedPinnedBuffer<u32>>,
@@ -310,6 +312,23 @@ impl Obedient {
                 Ok(ticket)
             }
             ["share", name] => Ok(self.buffer(name)?.share()?.to_string()),
+            // A thread that ends with `end-thread`, and a younger one that ends with the process.
+            ["threads"] => {
+                let (end, ended) = channel::<()>();
+                self.thread = Some((end, std::thread::spawn(move || ended.recv().unwrap_or_default())));
+                std::thread::spawn(|| {
+                    loop {
+                        std::thread::park();
+                    }
+                });
+                Ok("started".to_owned())
+            }
+            ["end-thread"] => {
+                let (end, thread) = self.thread.take().unwrap();
+                drop(end);
+                thread.join().unwrap();
+                Ok("ended".to_owned())
+            }
             ["drop", name] => {
                 let dropped = self.buffers.get_mut(name).and_then(Vec::pop).is_some();
                 Ok(dropped.to_string())
