@@ -14,6 +14,7 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
@@ -156,6 +157,8 @@ pub(crate) struct Process {
     kernel_is_old: bool,
     /// True if the process had ended before its pidfd could be opened.
     has_gone: bool,
+    /// Set when this process has noticed that the process was killed.
+    killed: AtomicBool,
 }
 
 /// Writes the process for a message.
@@ -198,6 +201,7 @@ impl Process {
             pidfd: pidfd.map_or_else(OnceLock::new, |pidfd| OnceLock::from(Arc::new(pidfd))),
             kernel_is_old,
             has_gone: false,
+            killed: AtomicBool::new(false),
         };
         let process = match kernel.pidfd(socket) {
             Ok(pidfd) => process(Some(pidfd), false),
@@ -223,7 +227,7 @@ impl Process {
         let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
         let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<i32>().ok());
         let (pid, pidfd) = (pid.unwrap_or(0).max(0), OnceLock::from(Arc::new(pidfd)));
-        Some(Self { pid, pidfd, kernel_is_old: false, has_gone: false })
+        Some(Self { pid, pidfd, kernel_is_old: false, has_gone: false, killed: AtomicBool::new(false) })
     }
 
     /// Returns the numbers by which other processes of this PID namespace find the process. `None` before Linux 6.9, without `/proc`, and
@@ -240,11 +244,22 @@ impl Process {
             return None;
         }
         let number = i32::try_from(mark.pid).ok()?;
-        let gone = || Self { pid: number, pidfd: OnceLock::new(), kernel_is_old: false, has_gone: true };
+        let gone = || Self {
+            pid: number,
+            pidfd: OnceLock::new(),
+            kernel_is_old: false,
+            has_gone: true,
+            killed: AtomicBool::new(false),
+        };
         match Kernel.open(Pid::from_raw(number)?) {
             Ok(pidfd) => {
-                let found =
-                    Self { pid: number, pidfd: OnceLock::from(Arc::new(pidfd)), kernel_is_old: false, has_gone: false };
+                let found = Self {
+                    pid: number,
+                    pidfd: OnceLock::from(Arc::new(pidfd)),
+                    kernel_is_old: false,
+                    has_gone: false,
+                    killed: AtomicBool::new(false),
+                };
                 // Otherwise another process has the id.
                 found.unique_inode().map(|inode| if inode == mark.inode { found } else { gone() })
             }
@@ -327,13 +342,18 @@ impl Process {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
-    /// Returns whether SIGKILL was sent to the process, and it has not ended yet. Nothing keeps it alive then, and its program runs no more.
-    /// False for a process of another PID namespace.
-    pub(super) fn is_being_killed(&self) -> bool {
+    /// Notes whether SIGKILL was sent to the process, which has not ended yet. Returns whether it was, and was not noted before. Nothing keeps
+    /// a killed process alive, and its program runs no more. Never true for a process of another PID namespace.
+    pub(super) fn note_kill(&self) -> bool {
         const SIGKILL: u64 = 1 << (libc::SIGKILL - 1);
         // The kernel keeps the signal here until the process has ended.
         let pending = self.status("ShdPnd:").and_then(|pending| u64::from_str_radix(pending.trim(), 16).ok());
-        pending.is_some_and(|pending| pending & SIGKILL != 0)
+        pending.is_some_and(|pending| pending & SIGKILL != 0) && !self.killed.swap(true, Ordering::Relaxed)
+    }
+
+    /// Returns whether [`Process::note_kill`] has noted a kill.
+    pub(super) fn is_killed(&self) -> bool {
+        self.killed.load(Ordering::Relaxed)
     }
 
     /// Returns descriptors of two threads of the process beside its first one, which become readable when the threads end. The last thread
@@ -660,7 +680,13 @@ mod tests {
     #[test]
     fn hidden_processes_are_told_apart_by_their_pidfds() {
         let known = |pidfd| OnceLock::from(Arc::new(pidfd));
-        let hidden = |pidfd| Process { pid: 0, pidfd: known(pidfd), kernel_is_old: false, has_gone: false };
+        let hidden = |pidfd| Process {
+            pid: 0,
+            pidfd: known(pidfd),
+            kernel_is_old: false,
+            has_gone: false,
+            killed: AtomicBool::new(false),
+        };
         let (ours, again, other) = (hidden(own().unwrap()), hidden(own().unwrap()), hidden(reaped().unwrap()));
         assert_eq!(ours.key(), again.key());
         // Since Linux 6.9, each process has an inode.

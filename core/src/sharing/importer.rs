@@ -179,13 +179,15 @@ impl State {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
 
-    /// Stops opening allocations by a connection. Removes the connection unless allocations that it opened are still mapped.
+    /// Stops opening allocations by a connection. Removes the connection unless allocations that it opened are still mapped, or its exporter
+    /// was killed and has not ended.
     fn retire(&mut self, link: &Arc<Link>) {
         if self.is_current(link) {
             self.links.remove(&link.incarnation);
         }
         self.former.retain(|former| !Arc::ptr_eq(former, link));
-        if link.imports.load(Ordering::Relaxed) > 0 {
+        let is_ending = link.process.is_killed() && !link.is_lost();
+        if link.imports.load(Ordering::Relaxed) > 0 || is_ending {
             self.former.push(Arc::clone(link));
         }
     }
@@ -245,8 +247,6 @@ pub(crate) struct Link {
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
-    /// Set when the exporter's process was killed. It may not have ended yet.
-    killed: AtomicBool,
     /// Threads of the exporter, whose ends show early that it was killed. `None` before they are chosen.
     threads: Mutex<Option<Arc<[OwnedFd]>>>,
     /// The number of times that they were chosen.
@@ -520,16 +520,11 @@ impl Link {
         self.handed_over.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the exporter was killed, as far as the service has noticed. Its process may not have ended yet.
-    fn is_killed(&self) -> bool {
-        self.killed.load(Ordering::Relaxed)
-    }
-
     /// Returns the threads of the exporter that the service watches.
     pub(super) fn threads(&self) -> Arc<[OwnedFd]> {
         let mut threads = self.threads.lock();
         let chosen = threads.get_or_insert_with(|| {
-            let is_over = self.is_killed() || self.choices.fetch_add(1, Ordering::Relaxed) >= MOST_CHOICES;
+            let is_over = self.process.is_killed() || self.choices.fetch_add(1, Ordering::Relaxed) >= MOST_CHOICES;
             if is_over { Arc::default() } else { self.process.threads().into() }
         });
         Arc::clone(chosen)
@@ -643,7 +638,6 @@ impl Link {
             line,
             has_line: AtomicBool::new(true),
             lost: AtomicBool::new(false),
-            killed: AtomicBool::new(false),
             threads: Mutex::default(),
             choices: AtomicU64::new(0),
             handed_over: AtomicBool::new(false),
@@ -906,7 +900,7 @@ impl Link {
     /// Counts the opens that the exporter has prepared, with their places among the keys.
     fn take_prepared(&self, keys: &[ExportKey]) -> Vec<(usize, Granted)> {
         let take = |(at, key): (usize, &ExportKey)| {
-            if self.is_killed() {
+            if self.process.is_killed() {
                 return None;
             }
             let Part { counts: Some(counts), ready: Some(ready) } = self.part(*key) else { return None };
@@ -1664,7 +1658,7 @@ impl Importer {
     /// Undoes [`OpenCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
         let link = &import.link;
-        if import.open.leave() && (import.slot().is_closed() || link.is_lost() || link.is_killed()) {
+        if import.open.leave() && (import.slot().is_closed() || link.is_lost() || link.process.is_killed()) {
             self.unmap_soon([Arc::clone(import)], bell);
         }
     }
@@ -1729,15 +1723,14 @@ impl Importer {
     /// Handles the end of a thread of an exporter. If its process was killed, memory that no buffer has open is unmapped before the process
     /// has ended. Returns whether this is so and was not done before.
     pub(crate) fn thread_ended(&self, link: &Arc<Link>, bell: &Bell) -> bool {
-        let is_killed = link.process.is_being_killed();
-        let is_new = is_killed && !link.killed.swap(true, Ordering::Relaxed);
+        let is_killed = link.process.note_kill();
         // Chosen again if the process goes on.
         drop(link.threads.lock().take());
-        if is_new {
+        if is_killed {
             let imports = self.state.lock().opened_by(link);
             self.unmap_soon(imports, bell);
         }
-        is_new
+        is_killed
     }
 
     /// Returns the connections to exporters that hand over or have done so, with the state of each.

@@ -75,8 +75,8 @@ impl ImportOptions {
 
 /// The process that owns the memory of an opened buffer: [`DeviceBuffer::owner`](crate::DeviceBuffer::owner).
 ///
-/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death. An owner that is
-/// stopped, or whose connection is closed, is alive. An ended process counts as dead even before its parent waits for it, and
+/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death, or SIGKILL, which it cannot survive.
+/// An owner that is stopped, or whose connection is closed, is alive. An ended process counts as dead even before its parent waits for it, and
 /// even with zombie threads.
 ///
 /// ```no_run
@@ -145,13 +145,13 @@ impl Owner {
         self.process.pid().and_then(|pid| u32::try_from(pid).ok())
     }
 
-    /// Returns whether the process is alive.
+    /// Returns whether the process is alive. Memory that was opened with [`OwnerDeath::Release`] is not released before this returns false.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        !self.process.has_ended()
+        !(self.process.is_killed() || self.process.has_ended())
     }
 
-    /// Waits for the death of the process, for at most `timeout`. Returns whether it is dead.
+    /// Waits for the end of the process, for at most `timeout`. Returns whether it has ended.
     ///
     /// # Errors
     /// `OperatingSystem` if the system refuses the wait.

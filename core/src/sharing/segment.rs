@@ -147,8 +147,11 @@ impl CountSegment {
         Mapping::create(COUNT_WORDS, false).map(|(mapping, file)| (Self(mapping), file))
     }
 
+    /// Opens the file of an exporter. Files of earlier versions have no handles.
     pub(crate) fn open(file: &OwnedFd) -> Result<Self> {
-        Mapping::open(file, COUNT_WORDS, ProtFlags::READ | ProtFlags::WRITE).map(Self)
+        let has_handles = rustix::fs::fstat(file).is_ok_and(|stat| stat.st_size >= file_bytes(COUNT_WORDS) as i64);
+        let words = if has_handles { COUNT_WORDS } else { PREPARED };
+        Mapping::open(file, words, ProtFlags::READ | ProtFlags::WRITE).map(Self)
     }
 
     /// Returns the word of the allocation `serial`, whose index in the segment is `slot`.
@@ -174,6 +177,9 @@ impl CountSegment {
 
     /// Counts an open that the exporter has prepared. Returns the handle, which the caller maps. `None` if the importer must ask.
     pub(crate) fn take(&self, slot: usize, serial: u64) -> Option<MemoryHandle> {
+        if self.0.words < COUNT_WORDS {
+            return None;
+        }
         let word = self.slot(slot, serial).prepared()?;
         let mut values = self.prepared(slot).iter().map(|word| word.load(Ordering::Relaxed));
         let mut bytes = |words: usize| values.by_ref().take(words).flat_map(u64::to_ne_bytes).collect::<Vec<u8>>();
