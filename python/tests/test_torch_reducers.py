@@ -103,6 +103,12 @@ class Steps:
     def read_values(self, pickled: bytes) -> Any:
         return [tensor.tolist() for tensor in ForkingPickler.loads(pickled)]
 
+    def count_known(self, *messages: bytes) -> int:
+        """The storages that the process remembers after it has received each message and dropped its tensor."""
+        for message in messages:
+            ForkingPickler.loads(message)
+        return len(hwt._current().received)
+
     def open(self, ticket: Any) -> Any:
         return hwt.open(ticket).tolist()
 
@@ -720,6 +726,12 @@ def test_a_received_tensor_goes_on_to_a_third_process(workers: list[Worker]) -> 
     assert workers[1].ask("keep", received) == [[1, 2]]
     workers[1].ask("fill", 0, 7)
     assert received.tolist() == [7, 7] and workers[0].ask("read", 0) == [7, 7]
+
+
+def test_a_process_that_only_receives_forgets_storages_that_are_gone(victim: Worker) -> None:
+    """Failed before: it remembered all."""
+    tensors = [torch.tensor([float(value)], device="cuda") for value in range(400)]
+    assert victim.ask("count_known", *[bytes(ForkingPickler.dumps(tensor)) for tensor in tensors]) <= 130
 
 
 def test_threads_share_and_open_at_once(workers: list[Worker]) -> None:
