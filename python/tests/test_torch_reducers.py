@@ -235,7 +235,7 @@ def started() -> Iterator[Started]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIGHWATER_MOCK", "latency=40ms")
         slow = Worker()
-    found = Started([Worker(), Worker()], [Worker() for _ in range(4)], slow, Worker("forkserver"), start_ending())
+    found = Started([Worker(), Worker()], [Worker() for _ in range(5)], slow, Worker("forkserver"), start_ending())
     every = [*found.pair, *found.victims, slow, found.of_server]  # A test takes its victim out of the list.
     yield found
     for worker in every:
