@@ -937,6 +937,7 @@ fn share_on_request(runtime: &Runtime) {
         stream.fill(&buffer, value.parse::<u32>().unwrap()).unwrap();
         buffer
     };
+    let (mut blocking, mut watches) = (Vec::new(), Vec::new());
     for request in std::io::stdin().lines().map(|line| line.unwrap()) {
         let answer = match request.split_once(' ').unwrap_or((&request, "")) {
             ("share", value) => {
@@ -951,10 +952,25 @@ fn share_on_request(runtime: &Runtime) {
                 buffers.extend(two.map(Some));
                 batch.to_string()
             }
+            ("again", place) => buffers[place.parse::<usize>().unwrap()].as_ref().unwrap().share().unwrap().to_string(),
             ("drop", place) => {
                 buffers[place.parse::<usize>().unwrap()] = None;
                 "dropped".to_owned()
             }
+            // Keeps the sharing thread busy from the death of a ticket's owner until `unblock`.
+            ("block", ticket) => {
+                let (sender, blocked) = std::sync::mpsc::channel::<()>();
+                blocking.push(sender);
+                let foreign = runtime.open_shared::<u32>(&ticket.parse().unwrap()).unwrap();
+                let call = move || blocked.recv().unwrap_or_default();
+                watches.push((foreign.owner().unwrap().on_death(call).unwrap(), foreign));
+                "blocked".to_owned()
+            }
+            ("unblock", _) => {
+                blocking.clear();
+                "unblocked".to_owned()
+            }
+            ("exec", _) => panic!("{}", std::os::unix::process::CommandExt::exec(Command::new("sleep").arg("60"))),
             _ => runtime.statistics().sharing.limbo_blocks.to_string(),
         };
         println!("{}{answer}", Owner::ANSWER);
@@ -1007,6 +1023,81 @@ fn later_allocations_of_an_owner_are_opened_without_a_request() {
     owner.child.wait().unwrap();
     assert_eq!(runtime.open_shared::<u32>(&left).map(drop).unwrap_err().kind(), ErrorKind::Expired);
     drop((stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// The owner would grant the request later, and take it back. Failed before: it then freed memory that this process had open.
+#[test]
+fn an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one() {
+    const TEST: &str = "an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    if std::env::var(Owner::IS_OWNER).is_ok() {
+        return share_on_request(&runtime);
+    }
+    let (mut owner, mut third) = (Owner::start(TEST), Owner::start(TEST));
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    // The first share is before this process is known, so it prepares nothing.
+    let first = owner.share(5);
+    drop(runtime.open_shared::<u32>(&owner.share(7)).unwrap());
+    let theirs = third.share(1);
+    assert_eq!(owner.ask(&format!("block {theirs}")), "blocked");
+    drop(third);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let refusal = |ticket| runtime.open_shared::<u32>(ticket).map(drop).unwrap_err().kind();
+    owner.signal(libc::SIGSTOP);
+    assert_eq!(refusal(&first), ErrorKind::InvalidState);
+    owner.signal(libc::SIGCONT);
+    let prepared: Ticket = owner.ask("again 0").parse().unwrap();
+    assert_eq!(refusal(&prepared), ErrorKind::InvalidState);
+    assert_eq!(owner.ask("unblock"), "unblocked");
+    let opened = runtime.open_shared::<u32>(&prepared).unwrap();
+    assert_eq!(owner.ask("drop 0"), "dropped");
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert_eq!(owner.ask("held"), "1");
+    assert!(stream.download(&opened).unwrap().iter().all(|value| *value == 5));
+    // Prepared opens are taken again.
+    let later = owner.share(6);
+    owner.signal(libc::SIGSTOP);
+    assert_eq!(stream.download(&runtime.open_shared::<u32>(&later).unwrap()).unwrap()[999], 6);
+    owner.signal(libc::SIGCONT);
+    drop((opened, stream));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while owner.ask("held") != "0" {
+        assert!(std::time::Instant::now() < until, "the owner still counts opens");
+    }
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// Failed before: the driver's error for the handle of a process that was being taken apart.
+#[test]
+fn an_open_beside_the_end_of_its_owner_returns_expired() {
+    const TEST: &str = "an_open_beside_the_end_of_its_owner_returns_expired";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    if std::env::var(Owner::IS_OWNER).is_ok() {
+        return share_on_request(&runtime);
+    }
+    for end in [libc::SIGKILL, libc::SIGTERM, 0] {
+        let mut owner = Owner::start(TEST);
+        drop(runtime.open_shared::<u32>(&owner.share(7)).unwrap());
+        let tickets: Vec<Ticket> = (0..40).map(|value| owner.share(value)).collect();
+        if end == 0 {
+            writeln!(owner.child.stdin.as_mut().unwrap(), "exec").unwrap();
+        } else {
+            // SAFETY: Sends a signal to the child, which has not been waited for.
+            assert_eq!(unsafe { libc::kill(owner.child.id() as libc::pid_t, end) }, 0);
+        }
+        let until = std::time::Instant::now() + std::time::Duration::from_millis(200);
+        while std::time::Instant::now() < until {
+            for ticket in &tickets {
+                if let Err(error) = runtime.open_shared::<u32>(ticket) {
+                    assert_eq!(error.kind(), ErrorKind::Expired, "{end}: {error}");
+                }
+            }
+            runtime.trim().unwrap();
+        }
+    }
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 

@@ -541,12 +541,9 @@ impl Exporter {
     /// must show a secret.
     pub(crate) fn to_prepare(&self, key: ExportKey) -> Option<Memory> {
         let state = self.state.lock();
-        if state.peers.len() > MOST_PREPARED {
-            return None;
-        }
         let export = state.export(key).filter(|export| export.limbo.is_none() && export.secret.is_none())?;
-        let needs = state.peers.values().any(|book| book.preparable(key).is_some());
-        needs.then(|| export.memory.upgrade()).flatten()
+        let importers = state.peers.values().filter(|book| book.preparable(key).is_some()).count();
+        (1..=MOST_PREPARED).contains(&importers).then(|| export.memory.upgrade()).flatten()
     }
 
     /// Lets the importers that have opened memory before open an allocation by a handle without a request. The handle must have no
@@ -562,7 +559,10 @@ impl Exporter {
             let Some(segment) = book.preparable(key) else { continue };
             if segment.prepare(place_of(key.index).1, key.serial, handle) {
                 book.exports.insert(key.index);
-                export.peers.push(*id);
+                // A word may have another generation again if the importer is at fault.
+                if !export.peers.contains(id) {
+                    export.peers.push(*id);
+                }
             }
         }
     }

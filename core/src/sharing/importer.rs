@@ -33,7 +33,7 @@ use super::patience::{OPERATION, Patience, expired, refusal};
 use super::rendezvous::Meeting;
 use super::segment::{CountSegment, Progress, Readiness, ReadySegment, SLOTS, place_of};
 use super::spread::spread;
-use super::system::{Bell, Received, invalid_message, line, os_error, receive, send};
+use super::system::{Bell, Received, invalid_message, is_readable, line, os_error, receive, send};
 use super::ticket::{Secret, Ticket, not_given_out};
 use crate::device_block::DeviceBlock;
 use crate::pool::completion_events::CompletionEvent;
@@ -259,6 +259,9 @@ pub(crate) struct Link {
     named_heir: OnceLock<Arc<Process>>,
     /// The exporter's socket, if the answer with it came after this process had given the request up.
     late: Mutex<Option<OwnedFd>>,
+    /// Set while the exporter may not have read requests that were given up. It grants such an open and takes it back, which would undo a
+    /// prepared open of the same allocation.
+    has_given_up: AtomicBool,
     /// Set when the connection is found to be cut.
     cut: AtomicBool,
     /// Number of mappings that it opened; written under the lock of the tables.
@@ -525,7 +528,10 @@ impl Link {
         let mut threads = self.threads.lock();
         let chosen = threads.get_or_insert_with(|| {
             let is_over = self.process.is_killed() || self.choices.fetch_add(1, Ordering::Relaxed) >= MOST_CHOICES;
-            if is_over { Arc::default() } else { self.process.threads().into() }
+            // One that has ended already is not reported by its process before the debugger lets it go.
+            let mut threads = if is_over { Vec::new() } else { self.process.threads() };
+            threads.retain(|thread| !is_readable(thread.as_fd()));
+            threads.into()
         });
         Arc::clone(chosen)
     }
@@ -644,6 +650,7 @@ impl Link {
             takes_over: AtomicBool::new(false),
             named_heir: OnceLock::new(),
             late: Mutex::default(),
+            has_given_up: AtomicBool::new(false),
             cut: AtomicBool::new(false),
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
@@ -765,6 +772,7 @@ impl Link {
                 // The exporter may have counted the opens, and no request would match a later answer.
                 unusable @ (Ok(Answer::Parts(..) | Answer::Entrusted | Answer::HandedOver(_)) | Err(_)) => {
                     let error = unusable.err().unwrap_or_else(|| self.astray("parts in place of an allocation"));
+                    self.has_given_up.store(true, Ordering::Release);
                     keys[at..sent].iter().for_each(|key| self.abandon(*key, mapper, *patience));
                     // The cause of a later failure.
                     failed = Some(failed.filter(|_| !self.is_cut()).unwrap_or(error));
@@ -845,6 +853,7 @@ impl Link {
             let (answer, descriptors) = self.hear(mapper, patience)?;
             match answer {
                 Message::Opened { question: to, opened } if to == question => {
+                    self.has_given_up.store(false, Ordering::Release);
                     return Ok(Answer::Opened(opened, descriptors));
                 }
                 Message::PartsOpened { question: to, parts } if to == question => {
@@ -900,7 +909,7 @@ impl Link {
     /// Counts the opens that the exporter has prepared, with their places among the keys.
     fn take_prepared(&self, keys: &[ExportKey]) -> Vec<(usize, Granted)> {
         let take = |(at, key): (usize, &ExportKey)| {
-            if self.process.is_killed() {
+            if self.process.is_killed() || self.has_given_up.load(Ordering::Acquire) {
                 return None;
             }
             let Part { counts: Some(counts), ready: Some(ready) } = self.part(*key) else { return None };
@@ -1405,9 +1414,9 @@ impl Importer {
     }
 
     /// Requests allocations of one exporter, maps them, and counts the opens. Leaves nothing mapped that is not in `opened`.
-    fn map_all<'i>(
+    fn map_all<'i, 't>(
         &'i self,
-        mut firsts: VecDeque<First<'i, '_>>,
+        mut firsts: VecDeque<First<'i, 't>>,
         mapper: &'i dyn Mapper,
         patience: &mut Option<Patience>,
         opened: &mut [Option<Counted<'i>>],
@@ -1416,15 +1425,16 @@ impl Importer {
         let ticket = first.wanted.ticket;
         // An exporter that breaks the connection does not get more time with the next one.
         let patience = patience.get_or_insert_with(|| self.limits.patience(&self.state.lock(), ticket));
-        let mut has_reconnected = false;
+        let (mut has_reconnected, mut takes) = (false, true);
         let is_batch = opened.len() > 1;
         while let Some(first) = firsts.front() {
             let at = first.at;
             let link = self.link(ticket, mapper, *patience).map_err(|error| (at, error))?;
             let keys: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.export()).collect();
             let secrets: Vec<_> = firsts.iter().take(AT_ONCE).map(|first| first.wanted.ticket.secret).collect();
-            let (mut granted, mut failed) = (link.take_prepared(&keys), None);
-            if granted.is_empty() {
+            let (mut granted, mut failed) = (if takes { link.take_prepared(&keys) } else { Vec::new() }, None);
+            let was_prepared = !granted.is_empty();
+            if !was_prepared {
                 (granted, failed) = link.open(&keys, &secrets, true, mapper, patience);
                 let answered = failed.clone().map_or(Ok(()), Err);
                 self.note_answer(ticket, &answered);
@@ -1458,14 +1468,19 @@ impl Importer {
                 patience.renew();
             }
             let patience = *patience;
-            let map = |(first, granted): (First<'i, '_>, Granted)| {
+            let map = |(first, granted): (First<'i, 't>, Granted)| {
                 (first.at, self.map(first, granted, &link, mapper, (patience, is_batch)))
             };
             let mut failure = None;
             for (at, mapped) in spread(batch, &self.slow, map) {
                 match mapped {
                     Ok(counted) => opened[at] = Some(counted),
-                    Err(error) => drop(failure.get_or_insert((at, error))),
+                    // The exporter may be ending, which only an answer shows.
+                    Err((_, first)) if was_prepared => {
+                        takes = false;
+                        firsts.push_back(first);
+                    }
+                    Err((error, _)) => drop(failure.get_or_insert((at, error))),
                 }
             }
             if let Some(failure) = failure {
@@ -1476,14 +1491,14 @@ impl Importer {
     }
 
     /// Maps an allocation that its exporter has granted, and enters it in the tables.
-    fn map<'i>(
+    fn map<'i, 't>(
         &'i self,
-        first: First<'i, '_>,
+        first: First<'i, 't>,
         granted: Granted,
         link: &Arc<Link>,
         mapper: &'i dyn Mapper,
         (patience, is_batch): (Patience, bool),
-    ) -> Result<Counted<'i>> {
+    ) -> std::result::Result<Counted<'i>, (Error, First<'i, 't>)> {
         let Granted { handle, further, counts, ready } = granted;
         let Wanted { ticket, device } = first.wanted;
         let key = first.wanted.export();
@@ -1502,7 +1517,7 @@ impl Importer {
         let is_possible = further <= MOST_FURTHER && !(is_joined && ticket.is_pinned);
         if !is_whole || !is_possible || handle.device_uuid != ticket.device_uuid {
             abandon();
-            return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+            return Err((invalid_message(OPERATION, "an allocation that is not the ticket's"), first));
         }
         let mapped = if is_joined {
             let like = (handle.transport, handle.device_uuid);
@@ -1515,11 +1530,13 @@ impl Importer {
         } else {
             mapper.map(device, &handle)
         };
-        let ptr = mapped.map_err(|error| {
-            abandon();
-            // A prepared open does not ask whether the exporter lives.
-            if link.process.has_ended() { link.ended() } else { error }
-        })?;
+        let ptr = match mapped {
+            Ok(ptr) => ptr,
+            Err(error) => {
+                abandon();
+                return Err((error, first));
+            }
+        };
         let (link, ticket_of, open) = (Arc::clone(link), ticket.clone(), OpenCount::open());
         let since = SystemTime::now();
         let (held, succession) = (OnceLock::new(), Mutex::default());

@@ -648,9 +648,11 @@ impl Sharing {
     pub(crate) fn watch_owner(self: &Arc<Self>, import: &Arc<Import>, block: &Arc<DeviceBlock>) {
         self.importer.add_revocable(import, block);
         // The owner may have died before the block was added. Memory that this process keeps after that has another owner now.
-        if import.link.is_dead() && !import.is_kept_here() {
-            self.revoke(&import.link);
-        } else if import.link.is_lost() {
+        let link = &import.link;
+        let is_killed = link.process.is_killed() && link.hand_over() != Progress::Done;
+        if (link.is_dead() || is_killed) && !import.is_kept_here() {
+            self.revoke(link);
+        } else if link.is_lost() {
             self.succeed(import.ticket.incarnation);
         }
     }

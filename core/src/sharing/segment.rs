@@ -143,8 +143,11 @@ fn word_of(bytes: &[u8]) -> u64 {
 pub(crate) struct CountSegment(Mapping);
 
 impl CountSegment {
+    /// Makes the file of an importer. Without handles if a limit of this process forbids files of that size.
     pub(crate) fn create() -> Result<(Self, OwnedFd)> {
-        Mapping::create(COUNT_WORDS, false).map(|(mapping, file)| (Self(mapping), file))
+        let has_handles = highwater_hal::file_limit::allows(file_bytes(COUNT_WORDS) as u64);
+        Mapping::create(if has_handles { COUNT_WORDS } else { PREPARED }, false)
+            .map(|(mapping, file)| (Self(mapping), file))
     }
 
     /// Opens the file of an exporter. Files of earlier versions have no handles.
@@ -165,7 +168,7 @@ impl CountSegment {
     pub(crate) fn prepare(&self, slot: usize, serial: u64, handle: &MemoryHandle) -> bool {
         let words = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(8).map(word_of).collect() };
         let values = [&[serial, handle.bytes][..], &words(&handle.device_uuid), &words(&handle.payload)].concat();
-        if self.slot(slot, serial).is_known() {
+        if self.0.words < COUNT_WORDS || self.slot(slot, serial).is_known() {
             return false;
         }
         // Relaxed: the word, which is written afterward and read before, orders them.

@@ -99,12 +99,15 @@ fn memory_of_a_killed_owner_is_released_before_its_process_has_ended() {
     until("it is released", || importer.mapped() == (1, 4096 * 4, 1));
     assert_expired(importer.stream.fill(&released, 3));
     assert!(!owner.is_alive() && !owner.wait(Duration::ZERO).unwrap(), "the process has ended");
+    // So is what is opened after that.
+    let again = importer.open_to_release(&tickets[0]);
+    assert_expired(importer.stream.fill(&again, 3));
     traced.leave();
     assert!(owner.wait(Duration::from_secs(60)).unwrap());
     // Memory that this process keeps stays usable.
     assert_eq!(importer.stream.download(&kept).unwrap(), [7; 4096]);
     peer.wait();
-    importer.end_after((kept, released));
+    importer.end_after((kept, released, again));
 }
 
 #[test]
