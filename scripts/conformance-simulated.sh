@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -eq 0 ] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
 
-# What describes devices and libraries to the program.
+# These variables describe devices and libraries to the program.
 unset HIGHWATER_MOCK HIGHWATER_SIMULATED_CUDA HIGHWATER_SIMULATED_HIP CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES \
   CUBLAS_WORKSPACE_CONFIG ROCBLAS_TENSILE_LIBPATH VIRTUAL_ENV
 target=${CARGO_TARGET_DIR:-target}

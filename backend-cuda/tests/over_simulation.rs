@@ -913,7 +913,7 @@ impl Owner {
         assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
         let (mut status, until) = (0, if signal == libc::SIGSTOP { libc::WUNTRACED } else { libc::WCONTINUED });
         if signal != libc::SIGKILL {
-            // SAFETY: Waits until the child has stopped or continues.
+            // SAFETY: Waits until the child has stopped or continued.
             unsafe { libc::waitpid(self.child.id() as libc::pid_t, &mut status, until) };
         }
     }
@@ -989,7 +989,7 @@ fn later_allocations_of_an_owner_are_opened_without_a_request() {
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
     let first = owner.share(7);
-    // The owner does not know this process yet, so the open is a request.
+    // The owner does not know this process yet, so the open sends a request.
     owner.signal(libc::SIGSTOP);
     assert_eq!(runtime.open_shared::<u32>(&first).map(drop).unwrap_err().kind(), ErrorKind::InvalidState);
     owner.signal(libc::SIGCONT);

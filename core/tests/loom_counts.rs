@@ -143,7 +143,8 @@ fn an_open_beside_the_close_holds_the_memory_or_is_refused() {
     });
 }
 
-/// What the exporter does before it forgets an importer, and when its owner then drops the allocation.
+/// Withdraws, if the exporter forgets the importer. Otherwise, or if that fails, closes as for a dropped buffer. Returns the number of
+/// frees.
 fn forget_or_close(shared: &Shared, forgets: bool) -> u32 {
     if forgets && shared.slot().withdraw() {
         shared.reuse();

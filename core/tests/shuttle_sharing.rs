@@ -194,7 +194,7 @@ impl Exporter {
         }
     }
 
-    /// Forgets a live importer that has closed its connection, if it has nothing.
+    /// Forgets a live importer that has closed its connection, unless it has an allocation open or mapped.
     fn forget(&self, importer: usize) {
         let mut book = self.book();
         let Some(table) = book.tables[importer].clone() else { return };

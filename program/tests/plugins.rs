@@ -1,4 +1,4 @@
-//! The mock's plugin says of itself what the mock that is built in says.
+//! The mock's plugin reports the same results as the built-in mock.
 
 #![forbid(unsafe_code)]
 

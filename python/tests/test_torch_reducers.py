@@ -104,7 +104,7 @@ class Steps:
         return [tensor.tolist() for tensor in ForkingPickler.loads(pickled)]
 
     def count_known(self, *messages: bytes) -> int:
-        """The storages that the process remembers after it has received each message and dropped its tensor."""
+        """The number of storages that the process remembers after it has received each message and dropped its tensor."""
         for message in messages:
             ForkingPickler.loads(message)
         return len(hwt._current().received)

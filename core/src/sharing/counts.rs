@@ -1,4 +1,4 @@
-//! Counts in shared memory: one word for each allocation that one importer has opened.
+//! Counts in shared memory: one word for each allocation that one importer has opened, or may open without a request.
 //!
 //! Only the exporter and the importer map a word. They agree by single atomic operations on it, so neither can die in the
 //! middle of one. No lock exists that a dead process could hold.
@@ -8,7 +8,7 @@
 //! | 0 to 31 | number of times that the importer has the allocation open |
 //! | 32 to 61 | generation: tells apart the allocations that use this slot in succession |
 //! | 62 | `MAPPED`: the importer may still map the memory |
-//! | 63 | `CLOSED`: the owner has dropped the buffer, so the exporter grants no new open |
+//! | 63 | `CLOSED`: the owner has dropped the buffer, or the exporter has withdrawn a prepared open |
 //!
 //! | step | process | effect on the word |
 //! | --- | --- | --- |
@@ -89,8 +89,8 @@ impl<'t> Slot<'t> {
         self.is_of_this(self.word.load(Ordering::Acquire))
     }
 
-    /// Prepares an open for the importer. Returns `false` if the word is of this allocation. The caller must first store what the importer
-    /// needs, and must note that the importer may hold the allocation.
+    /// Prepares an open for the importer. Returns `false` if the word is of this allocation, or changes meanwhile. The caller must store
+    /// the handle before the call. After `true`, it must note that the importer may hold the allocation.
     pub(crate) fn prepare(self) -> bool {
         let word = self.word.load(Ordering::Acquire);
         // If the importer changes the word of an earlier allocation meanwhile, it has to ask.
@@ -104,14 +104,14 @@ impl<'t> Slot<'t> {
         (word == self.generation).then_some(word)
     }
 
-    /// Counts the first open of a prepared word, whose memory the caller maps. Returns `false` if the word has changed since
+    /// Counts the first open of a prepared allocation. The caller must then map the memory. Returns `false` if the word has changed since
     /// [`Slot::prepared`] returned it.
     pub(crate) fn take(self, prepared: u64) -> bool {
         let next = prepared | MAPPED | 1;
         self.word.compare_exchange(prepared, next, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Closes a word for an importer that has nothing. Returns `false` if the importer has the allocation open or mapped.
+    /// Closes the word unless the importer has the allocation open or mapped. Returns `false` if it has.
     pub(crate) fn withdraw(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) {

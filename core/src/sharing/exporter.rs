@@ -190,7 +190,7 @@ struct Export {
     secret: Option<Secret>,
     /// Number of the most recent share.
     number: u64,
-    /// Importers that have opened the allocation.
+    /// Importers that have opened the allocation, or for which an open is prepared.
     peers: Vec<u64>,
     /// Set when the owner has dropped the block while importers hold it.
     limbo: Option<Limbo>,
@@ -251,7 +251,7 @@ pub(crate) struct Peer {
 struct PeerBook {
     peer: Arc<Peer>,
     parts: Vec<Option<CountPart>>,
-    /// Indices of the allocations that it has opened.
+    /// Indices of the allocations that it has opened, or for which an open is prepared.
     exports: HashSet<u32>,
 }
 
@@ -292,7 +292,7 @@ impl PeerBook {
         part.is_some_and(|part| part.segment.slot(slot, serial).is_held(or_maps))
     }
 
-    /// Withdraws what was prepared of an allocation. Returns `false` if the importer has the allocation open or mapped.
+    /// Withdraws the prepared open of an allocation. Returns `false` if the importer has the allocation open or mapped.
     fn withdraw(&self, index: u32, serial: u64) -> bool {
         let (part, slot) = place_of(index);
         let part = self.parts.get(part).and_then(Option::as_ref);
@@ -537,8 +537,8 @@ impl Exporter {
         Some(number)
     }
 
-    /// Returns the memory of an allocation for which opens can be prepared: [`Exporter::prepare`]. `None` if it needs none, or if an open
-    /// must show a secret.
+    /// Returns the memory of an allocation if [`Exporter::prepare`] can prepare an open of it. `None` if no importer needs it, if there are
+    /// too many importers, or if an open must name a secret.
     pub(crate) fn to_prepare(&self, key: ExportKey) -> Option<Memory> {
         let state = self.state.lock();
         let export = state.export(key).filter(|export| export.limbo.is_none() && export.secret.is_none())?;
@@ -546,7 +546,7 @@ impl Exporter {
         (1..=MOST_PREPARED).contains(&importers).then(|| export.memory.upgrade()).flatten()
     }
 
-    /// Lets the importers that have opened memory before open an allocation by a handle without a request. The handle must have no
+    /// Prepares opens of an allocation by a handle, for the connected importers that have opened memory before. The handle must have no
     /// descriptor.
     pub(crate) fn prepare(&self, key: ExportKey, handle: &MemoryHandle) {
         let mut state = self.state.lock();
@@ -1065,7 +1065,7 @@ impl Exporter {
     pub(crate) fn peer_disconnected(&self, peer: u64) -> Vec<DeferredFree> {
         let mut state = self.state.lock();
         let Some(book) = state.peers.get(&peer) else { return Vec::new() };
-        // The importer could still take what was prepared. From here on, it has to ask.
+        // The importer could still take prepared opens. After the withdrawal, it must send requests.
         let withdrawn = book.exports.iter().map(|index| match state.exports.get(*index as usize) {
             Some(Some(export)) => book.withdraw(*index, export.serial),
             _ => true,

@@ -157,7 +157,7 @@ pub(crate) struct Process {
     kernel_is_old: bool,
     /// True if the process had ended before its pidfd could be opened.
     has_gone: bool,
-    /// Set when this process has noticed that the process was killed.
+    /// Set when [`Process::note_kill`] has noted a kill.
     killed: AtomicBool,
 }
 
@@ -342,8 +342,8 @@ impl Process {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
-    /// Notes whether SIGKILL was sent to the process, which has not ended yet. Returns whether it was, and was not noted before. Nothing keeps
-    /// a killed process alive, and its program runs no more. Never true for a process of another PID namespace.
+    /// Notes a kill: `SIGKILL` was sent to the process, and it has not ended yet. Returns whether the kill is new. Nothing can keep a
+    /// killed process alive. `false` for a process of another PID namespace.
     pub(super) fn note_kill(&self) -> bool {
         const SIGKILL: u64 = 1 << (libc::SIGKILL - 1);
         // The kernel keeps the signal here until the process has ended.
@@ -356,9 +356,10 @@ impl Process {
         self.killed.load(Ordering::Relaxed)
     }
 
-    /// Returns descriptors of two threads of the process beside its first one, which become readable when the threads end. The last thread
-    /// of a killed process ends long after the others: it takes apart what they had in common, which takes 50 to 100 milliseconds with a
-    /// CUDA context. Of two threads, one ends at once. Empty before Linux 6.9, and for a process of another PID namespace.
+    /// Returns descriptors of up to two threads of the process, besides its first one. Each becomes readable when its thread ends. The last
+    /// thread of a killed process ends long after the others, because it takes apart the memory and the files of the process. With a CUDA
+    /// context, that takes 50 to 100 milliseconds. At most one of the two threads is the last one, so the other ends at once. Empty before
+    /// Linux 6.9, and for a process of another PID namespace.
     pub(super) fn threads(&self) -> Vec<OwnedFd> {
         const THREAD: PidfdFlags = PidfdFlags::from_bits_retain(libc::O_EXCL as u32);
         let Some(pid) = self.pid().filter(|_| proc_is_of_this_namespace()) else { return Vec::new() };

@@ -53,7 +53,8 @@ const CONNECTIONS: usize = 3;
 /// Maximum number of parts of one allocation. An exporter with more is at fault.
 const MOST_FURTHER: u32 = 1 << 20;
 
-/// Maximum number of times that threads of an exporter are chosen. Each time, some of the former ones have ended before their process.
+/// Maximum number of times that the watched threads of an exporter are chosen. They are chosen again when one of them has ended and the
+/// exporter was not killed.
 const MOST_CHOICES: u64 = 16;
 
 /// Time for which a thread looks for an answer before it sleeps. A running exporter mostly answers earlier, and to sleep and be woken takes
@@ -115,7 +116,7 @@ pub(crate) struct Importer {
 struct State {
     /// By incarnation of the exporter. `None` while a thread connects.
     links: HashMap<[u8; 16], Option<Arc<Link>>>,
-    /// Connections that were cut while allocations that they opened are still mapped.
+    /// Connections that are no longer used: allocations that they opened are still mapped, or their exporter was killed and has not ended.
     former: Vec<Arc<Link>>,
     /// `None` while a thread opens the allocation.
     imports: HashMap<ImportKey, Option<Arc<Import>>>,
@@ -247,9 +248,10 @@ pub(crate) struct Link {
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
-    /// Threads of the exporter, whose ends show early that it was killed. `None` before they are chosen.
+    /// The watched threads of the exporter. The end of one can show early that the exporter was killed. `None` until they are chosen, and
+    /// after one has ended.
     threads: Mutex<Option<Arc<[OwnedFd]>>>,
-    /// The number of times that they were chosen.
+    /// The number of times that watched threads were chosen.
     choices: AtomicU64,
     /// Set when the exporter has handed over.
     handed_over: AtomicBool,
@@ -906,7 +908,7 @@ impl Link {
         part.counts.is_some() && part.ready.is_some()
     }
 
-    /// Counts the opens that the exporter has prepared, with their places among the keys.
+    /// Takes the prepared opens of these keys. Returns each with its place among the keys.
     fn take_prepared(&self, keys: &[ExportKey]) -> Vec<(usize, Granted)> {
         let take = |(at, key): (usize, &ExportKey)| {
             if self.process.is_killed() || self.has_given_up.load(Ordering::Acquire) {
@@ -970,7 +972,8 @@ impl Link {
         }
     }
 
-    /// Reads a message without waiting. Once this process has requested the socket on which the exporter listens, the message may bring it.
+    /// Reads a message without waiting. Once this process has requested the socket on which the exporter listens, a message may bring that
+    /// socket. No thread may fork meanwhile.
     fn read(&self, buffer: &mut [u8]) -> std::result::Result<Received, Errno> {
         // Relaxed: the lock of the channel orders the request and its answer.
         if !self.takes_over.load(Ordering::Relaxed) {
@@ -1737,11 +1740,11 @@ impl Importer {
         true
     }
 
-    /// Handles the end of a thread of an exporter. If its process was killed, memory that no buffer has open is unmapped before the process
-    /// has ended. Returns whether this is so and was not done before.
+    /// Handles the end of a thread of an exporter. If the exporter was killed, memory that no buffer has open is unmapped before its
+    /// process has ended. Returns whether the kill is new.
     pub(crate) fn thread_ended(&self, link: &Arc<Link>, bell: &Bell) -> bool {
         let is_killed = link.process.note_kill();
-        // Chosen again if the process goes on.
+        // The next round chooses threads again, unless the exporter was killed.
         drop(link.threads.lock().take());
         if is_killed {
             let imports = self.state.lock().opened_by(link);

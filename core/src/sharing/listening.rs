@@ -109,7 +109,7 @@ extern "C" fn before_fork() {
 }
 
 extern "C" fn after_fork() {
-    // Handlers that are registered during a fork may be called after it only.
+    // If the handlers are registered during a fork, this one may run without `before_fork`.
     let one_less = |state: u32| state.checked_sub(FORK);
     let _ = STATE.fetch_update(Ordering::Release, Ordering::Relaxed, one_less);
 }
@@ -158,7 +158,7 @@ fn entries() -> impl Iterator<Item = &'static Entry> {
     std::iter::successors(first(), |entry| entry.next)
 }
 
-/// Lists a socket.
+/// Adds an entry for a socket, and returns it.
 fn list(socket: &OwnedFd) -> &'static Entry {
     register_handlers();
     let entry = take(socket.as_raw_fd());

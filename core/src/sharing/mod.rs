@@ -5,10 +5,10 @@
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
 //!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which returns a [`Ticket`]: plain bytes for any channel.
 //! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation sends a request
-//!    to the exporter over a Unix socket. It finds the socket by an abstract name, in a directory or by an inherited descriptor
-//!    (`rendezvous.rs`). Both sides check the credentials of the other process (`identity.rs`). The answer contains the
-//!    memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two processes map the table. Later
-//!    opens are one atomic operation on a word of that table.
+//!    to the exporter over a Unix socket, unless the share has prepared the open. It finds the socket by an abstract name, in a directory
+//!    or by an inherited descriptor (`rendezvous.rs`). Both sides check the credentials of the other process (`identity.rs`). The answer
+//!    contains the memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two processes map the table.
+//!    Later opens are one atomic operation on a word of that table.
 //! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
 //!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
 //!
@@ -16,7 +16,8 @@
 //!    requests all allocations before it waits for the first answer, and counts each once for all ranges.
 //! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
 //!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
-//!    close it, and a forked child may keep it open. Of a socket on which the process listens, a child of `fork` keeps no copy (`listening.rs`).
+//!    close it, and a forked child may keep it open. With the rendezvous `abstract` and `directory`, a child of `fork` keeps no socket on
+//!    which its parent listens (`listening.rs`).
 //!
 //! One thread for each runtime (`service.rs`) answers requests and detects events. It starts with the first share or open.
 //!
@@ -501,7 +502,7 @@ impl Sharing {
         })
     }
 
-    /// Prepares opens of an allocation, so that importers need no request. If this fails, they ask.
+    /// Prepares opens of an allocation, so that importers need no request. If this fails, importers send requests.
     fn prepare(&self, key: ExportKey) {
         let Some(Memory::Device(block, parts)) = self.exporter.to_prepare(key) else { return };
         if let [part] = &*parts
@@ -675,9 +676,8 @@ impl Sharing {
         }
     }
 
-    /// Handles the end of a thread of an exporter's process. If the process was killed, nothing can keep it alive, so its importers release
-    /// its memory before the kernel has taken the process apart. Everything else waits for the end of the process, because its device work
-    /// may still run.
+    /// Handles the end of a thread of an exporter's process. If the process was killed, nothing can keep it alive. This importer then
+    /// releases the memory before the process has ended. All else waits for the end, because device work of the process may still run.
     fn link_thread_ended(self: &Arc<Self>, link: &Arc<Link>) {
         if self.importer.thread_ended(link, &self.bell) && link.hand_over() != Progress::Done {
             self.revoke(link);

@@ -24,8 +24,9 @@ pub enum OwnerDeath {
     Keep,
     /// The memory is released promptly, even if the program still has the buffer. The queued work of this process that uses it
     /// ends first. From the death on, each operation on the buffer returns an error of kind `Expired`. So does the launch of a
-    /// graph that uses it. If the owner is killed by SIGKILL, this begins when the signal arrives, and the process ends later: with a CUDA
-    /// context, after 50 to 100 milliseconds. Linux reports the signal early since 6.9, between processes of one PID namespace.
+    /// graph that uses it. If the owner is killed by `SIGKILL`, the release and the errors begin soon after the signal. The process ends
+    /// later: with a CUDA context, after 50 to 100 milliseconds. The early release needs Linux 6.9, and both processes in one PID
+    /// namespace.
     ///
     /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. From then on, the memory is
     /// released once the program has dropped the buffer.
@@ -75,9 +76,9 @@ impl ImportOptions {
 
 /// The process that owns the memory of an opened buffer: [`DeviceBuffer::owner`](crate::DeviceBuffer::owner).
 ///
-/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death, or SIGKILL, which it cannot survive.
-/// An owner that is stopped, or whose connection is closed, is alive. An ended process counts as dead even before its parent waits for it, and
-/// even with zombie threads.
+/// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death. [`Owner::is_alive`] also returns
+/// false once `SIGKILL` has been noticed, because no process survives it. An owner that is stopped, or whose connection is closed, is
+/// alive. An ended process counts as dead even before its parent waits for it, and even with zombie threads.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -104,8 +105,8 @@ impl ImportOptions {
 /// # }
 /// ```
 ///
-/// [`AsFd`] and [`AsRawFd`] return the pidfd of the owner. It becomes readable at the owner's death, so `poll`, `epoll` and asynchronous
-/// runtimes can wait for it. The caller must not close it.
+/// [`AsFd`] and [`AsRawFd`] return the pidfd of the owner. It becomes readable when the owner has ended, so `poll`, `epoll` and
+/// asynchronous runtimes can wait for it. The caller must not close it.
 #[derive(Clone)]
 pub struct Owner {
     process: Arc<Process>,
@@ -145,7 +146,8 @@ impl Owner {
         self.process.pid().and_then(|pid| u32::try_from(pid).ok())
     }
 
-    /// Returns whether the process is alive. Memory that was opened with [`OwnerDeath::Release`] is not released before this returns false.
+    /// Returns whether the process is alive. Returns false before the end if this process has noticed that the owner was killed. Memory
+    /// that was opened with [`OwnerDeath::Release`] is not released before this returns false.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         !(self.process.is_killed() || self.process.has_ended())

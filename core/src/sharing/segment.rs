@@ -3,8 +3,9 @@
 //! A [`CountSegment`] belongs to one exporter and one importer. It holds the words of `counts.rs`, and the handles of allocations that the
 //! importer may open without a request. A [`ReadySegment`] belongs
 //! to an exporter. All its importers map it, read-only. For each allocation it holds the number of the latest share whose
-//! device work is done, and the greatest number of any ticket. The protocol's version (`message.rs`) is also the version of the
-//! layout. Sealed means that no process can shorten the file under a mapping, so a load never faults.
+//! device work is done, and the greatest number of any ticket. The protocol's version (`message.rs`) is also the version of the layout,
+//! except for the handles: an earlier file of the same version has none. Sealed means that no process can shorten the file under a mapping,
+//! so a load never faults.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -163,15 +164,15 @@ impl CountSegment {
         Slot::new(&self.0.words()[COUNTS + slot], serial)
     }
 
-    /// Prepares an open of the allocation `serial`, by a handle without a descriptor. Returns `false` if the importer has been granted the
-    /// allocation, or an open is prepared. Only the exporter calls it, one thread at a time.
+    /// Prepares an open of the allocation `serial`, by a handle without a descriptor. Returns `false` if an open of it was granted or
+    /// prepared before, or if the importer changes the word meanwhile. Only the exporter may call it, from one thread at a time.
     pub(crate) fn prepare(&self, slot: usize, serial: u64, handle: &MemoryHandle) -> bool {
         let words = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(8).map(word_of).collect() };
         let values = [&[serial, handle.bytes][..], &words(&handle.device_uuid), &words(&handle.payload)].concat();
         if self.0.words < COUNT_WORDS || self.slot(slot, serial).is_known() {
             return false;
         }
-        // Relaxed: the word, which is written afterward and read before, orders them.
+        // Relaxed: the exporter writes the word after them, and the importer reads it before them.
         for (word, value) in self.prepared(slot).iter().zip(values) {
             word.store(value, Ordering::Relaxed);
         }
@@ -188,7 +189,7 @@ impl CountSegment {
         let mut bytes = |words: usize| values.by_ref().take(words).flat_map(u64::to_ne_bytes).collect::<Vec<u8>>();
         let (known, whole) = (word_of(&bytes(1)), word_of(&bytes(1)));
         let (uuid, payload) = (bytes(2).try_into().ok()?, bytes(8).try_into().ok()?);
-        // The exporter writes them again only after it has closed the word. Then this fails.
+        // The exporter overwrites the values only after it has closed the word. The take then fails.
         let is_taken = known == serial && self.slot(slot, serial).take(word);
         is_taken.then(|| MemoryHandle::new(Transport::Legacy, uuid, whole, payload))
     }

@@ -61,7 +61,7 @@ impl Traced {
         Self(thread)
     }
 
-    /// Waits for the end of the thread, which the kernel keeps until then.
+    /// Waits for the end of the thread. Until then, the process does not end.
     fn leave(self) {
         let mut status = 0;
         // SAFETY: Waits for the thread, and writes its status.

@@ -125,8 +125,8 @@ impl Process {
     }
 }
 
-/// Checks that a plugin says of itself what the built-in backend says. `results` runs cases, of which none may fail, and returns their
-/// report. (CI runs the whole suite on the plugins: scripts/conformance-simulated.sh.)
+/// Checks that a plugin reports the same results as the built-in backend. `results` runs cases and returns their report. It must fail if a
+/// case fails. (CI runs the whole suite on the plugins: scripts/conformance-simulated.sh.)
 #[track_caller]
 pub(crate) fn plugin_says_the_same(built_in: &[&str], plugin: &[&str], results: impl Fn(&[&str]) -> Value) {
     for group in ["identity.", "lacking.", "limits."] {
