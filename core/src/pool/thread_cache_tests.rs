@@ -435,6 +435,25 @@ fn the_last_buffer_in_a_capture_ends_the_runtime_after_it() {
     assert!(has_ended(&backend, &inner));
 }
 
+/// Failed before: such a thread holds the inner part for a moment, and the close was refused at once.
+#[test]
+fn a_close_within_a_limit_waits_for_a_thread_that_drops_a_stream() {
+    let (backend, runtime) = open();
+    let held = inner(&runtime).upgrade().unwrap();
+    let dropping = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(50));
+        drop(held);
+    });
+    assert_eq!(runtime.close_within(Duration::from_secs(60)).unwrap().total(), 0);
+    dropping.join().unwrap();
+    assert_eq!(backend.gpu.live_objects().total(), 0);
+    // A close without a limit does not wait.
+    let (_, runtime) = open();
+    let _held = inner(&runtime).upgrade().unwrap();
+    let refused = runtime.close().unwrap_err();
+    assert!(refused.kind() == ErrorKind::InvalidState && refused.message().contains("being dropped"), "{refused}");
+}
+
 #[test]
 fn threads_that_drop_the_last_buffers_at_once_end_the_runtime_once() {
     const THREADS: usize = 3;

@@ -295,6 +295,11 @@ impl Runtime {
     /// device, drop the device, and close the clone. A clone that was made before makes the first call fail. If no object is left after
     /// a refusal, the runtime ends as by a drop.
     pub fn close(self) -> Result<LiveObjects> {
+        self.close_after_drops(Duration::ZERO)
+    }
+
+    /// Closes the runtime. Waits at most `limit` for another thread that is dropping a stream.
+    fn close_after_drops(self, limit: Duration) -> Result<LiveObjects> {
         self.inner.check("close")?;
         refuse_in_capture("close")?;
         let backend = Arc::clone(&self.inner.backend);
@@ -320,12 +325,21 @@ impl Runtime {
             let _ = shared.trim();
             shared.in_use("close", Arc::strong_count(&shared) as u64 - 1 + buffers)
         })?;
-        let inner = Arc::clone(&users.0);
+        let mut inner = Arc::clone(&users.0);
         drop(users);
-        let mut inner = Arc::try_unwrap(inner).map_err(|_| {
-            Error::new(ErrorKind::InvalidState, "close", "a stream of the runtime is being dropped by another thread")
-                .with_hint("wait for the threads that use the runtime; it ends with that stream")
-        })?;
+        let begun = Instant::now();
+        let mut inner = loop {
+            match Arc::try_unwrap(inner) {
+                Ok(inner) => break inner,
+                Err(shared) if begun.elapsed() < limit => inner = shared,
+                Err(_) => {
+                    let what = "a stream of the runtime is being dropped by another thread";
+                    return Err(Error::new(ErrorKind::InvalidState, "close", what)
+                        .with_hint("wait for the threads that use the runtime; it ends with that stream"));
+                }
+            }
+            thread::sleep(Duration::from_micros(50));
+        };
         inner.give_everything_back()?;
         drop(inner);
         Ok(backend.live_objects())
@@ -372,13 +386,13 @@ impl Runtime {
         }
         let backend = Arc::clone(&self.inner.backend);
         let (sender, ended) = mpsc::channel();
-        let is_caller = own_thread::is_caller();
+        let (is_caller, rest) = (own_thread::is_caller(), left());
         let close = move || {
             if is_caller {
                 own_thread::become_caller();
             }
             // No thread receives the answer after the limit.
-            let _ = sender.send(self.close());
+            let _ = sender.send(self.close_after_drops(rest));
         };
         own_thread::spawn(("highwater-close", OPERATION, ", or call `Runtime::close`"), close)?;
         let rest = left();
