@@ -935,6 +935,8 @@ fn share_on_request(runtime: &Runtime) {
     let make = |value: &str| {
         let buffer = device.allocate_shared_by::<u32>(1000, Transport::Legacy).unwrap();
         stream.fill(&buffer, value.parse::<u32>().unwrap()).unwrap();
+        // A stopped owner does not report the end of its work.
+        stream.synchronize().unwrap();
         buffer
     };
     let (mut blocking, mut watches) = (Vec::new(), Vec::new());
