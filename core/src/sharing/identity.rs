@@ -342,13 +342,18 @@ impl Process {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
-    /// Notes a kill: `SIGKILL` was sent to the process, and it has not ended yet. Returns whether the kill is new. Nothing can keep a
-    /// killed process alive. `false` for a process of another PID namespace.
-    pub(super) fn note_kill(&self) -> bool {
+    /// Returns whether `SIGKILL` was sent to the process, and it has not ended yet. Nothing can keep a killed process alive. `false` for a
+    /// process of another PID namespace.
+    pub(super) fn is_being_killed(&self) -> bool {
         const SIGKILL: u64 = 1 << (libc::SIGKILL - 1);
         // The kernel keeps the signal here until the process has ended.
         let pending = self.status("ShdPnd:").and_then(|pending| u64::from_str_radix(pending.trim(), 16).ok());
-        pending.is_some_and(|pending| pending & SIGKILL != 0) && !self.killed.swap(true, Ordering::Relaxed)
+        pending.is_some_and(|pending| pending & SIGKILL != 0)
+    }
+
+    /// Notes whether the process [is being killed](Self::is_being_killed). Returns whether the kill is new.
+    pub(super) fn note_kill(&self) -> bool {
+        self.is_being_killed() && !self.killed.swap(true, Ordering::Relaxed)
     }
 
     /// Returns whether [`Process::note_kill`] has noted a kill.

@@ -77,7 +77,7 @@ impl ImportOptions {
 /// The process that owns the memory of an opened buffer: [`DeviceBuffer::owner`](crate::DeviceBuffer::owner).
 ///
 /// The handle outlives the buffer and keeps no memory. Only the end of the process counts as its death. [`Owner::is_alive`] also returns
-/// false once `SIGKILL` has been noticed, because no process survives it. An owner that is stopped, or whose connection is closed, is
+/// false once `SIGKILL` was sent to it, because no process survives that. An owner that is stopped, or whose connection is closed, is
 /// alive. An ended process counts as dead even before its parent waits for it, and even with zombie threads.
 ///
 /// ```no_run
@@ -146,11 +146,12 @@ impl Owner {
         self.process.pid().and_then(|pid| u32::try_from(pid).ok())
     }
 
-    /// Returns whether the process is alive. Returns false before the end if this process has noticed that the owner was killed. Memory
-    /// that was opened with [`OwnerDeath::Release`] is not released before this returns false.
+    /// Returns whether the process is alive. Returns false before the end if the process is being killed, as `/proc` shows it. Memory that was
+    /// opened with [`OwnerDeath::Release`] is not released before this returns false.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        !(self.process.is_killed() || self.process.has_ended())
+        // In this order: the process may end meanwhile. Another connection to the same process may have noted the kill.
+        !(self.process.is_being_killed() || self.process.has_ended())
     }
 
     /// Waits for the end of the process, for at most `timeout`. Returns whether it has ended.
