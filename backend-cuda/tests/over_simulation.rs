@@ -908,6 +908,14 @@ impl Owner {
         self.ask(&format!("share {value}")).parse().unwrap()
     }
 
+    #[track_caller]
+    fn wait_until_nothing_is_held(&mut self) {
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while self.ask("held") != "0" {
+            assert!(std::time::Instant::now() < until, "the owner still counts opens");
+        }
+    }
+
     fn signal(&self, signal: libc::c_int) {
         // SAFETY: Sends a signal to the child, which has not been waited for.
         assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
@@ -979,14 +987,21 @@ fn share_on_request(runtime: &Runtime) {
     }
 }
 
+/// Returns the runtime of a test in the run over the simulation. `None` after that run, and in the processes of [`Owner`], once they have
+/// served the test.
+fn runtime_beside_owners(test: &str) -> Option<Runtime> {
+    let runtime = Runtime::new(open(test)?).unwrap();
+    if std::env::var(Owner::IS_OWNER).is_ok() {
+        share_on_request(&runtime);
+        return None;
+    }
+    Some(runtime)
+}
+
 #[test]
 fn later_allocations_of_an_owner_are_opened_without_a_request() {
     const TEST: &str = "later_allocations_of_an_owner_are_opened_without_a_request";
-    let Some(backend) = open(TEST) else { return };
-    let runtime = Runtime::new(backend).unwrap();
-    if std::env::var(Owner::IS_OWNER).is_ok() {
-        return share_on_request(&runtime);
-    }
+    let Some(runtime) = runtime_beside_owners(TEST) else { return };
     let mut owner = Owner::start(TEST);
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
@@ -1013,10 +1028,7 @@ fn later_allocations_of_an_owner_are_opened_without_a_request() {
     assert_eq!(runtime.open_shared::<u32>(&later).map(drop).unwrap_err().kind(), ErrorKind::Expired);
     assert!(stream.download(&opened).unwrap().iter().all(|value| *value == 8));
     drop((opened, others));
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while owner.ask("held") != "0" {
-        assert!(std::time::Instant::now() < until, "the owner still counts opens");
-    }
+    owner.wait_until_nothing_is_held();
     // One that was dropped before it was opened, and one of a dead owner.
     let (dropped, left) = (owner.share(11), owner.share(12));
     assert_eq!(owner.ask("drop 4"), "dropped");
@@ -1032,11 +1044,7 @@ fn later_allocations_of_an_owner_are_opened_without_a_request() {
 #[test]
 fn an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one() {
     const TEST: &str = "an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one";
-    let Some(backend) = open(TEST) else { return };
-    let runtime = Runtime::new(backend).unwrap();
-    if std::env::var(Owner::IS_OWNER).is_ok() {
-        return share_on_request(&runtime);
-    }
+    let Some(runtime) = runtime_beside_owners(TEST) else { return };
     let (mut owner, mut third) = (Owner::start(TEST), Owner::start(TEST));
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
     // The first share is before this process is known, so it prepares nothing.
@@ -1064,10 +1072,7 @@ fn an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one() {
     assert_eq!(stream.download(&runtime.open_shared::<u32>(&later).unwrap()).unwrap()[999], 6);
     owner.signal(libc::SIGCONT);
     drop((opened, stream));
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while owner.ask("held") != "0" {
-        assert!(std::time::Instant::now() < until, "the owner still counts opens");
-    }
+    owner.wait_until_nothing_is_held();
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
@@ -1075,11 +1080,7 @@ fn an_open_is_a_request_while_the_owner_has_not_read_an_earlier_one() {
 #[test]
 fn an_open_beside_the_end_of_its_owner_returns_expired() {
     const TEST: &str = "an_open_beside_the_end_of_its_owner_returns_expired";
-    let Some(backend) = open(TEST) else { return };
-    let runtime = Runtime::new(backend).unwrap();
-    if std::env::var(Owner::IS_OWNER).is_ok() {
-        return share_on_request(&runtime);
-    }
+    let Some(runtime) = runtime_beside_owners(TEST) else { return };
     for end in [libc::SIGKILL, libc::SIGTERM, 0] {
         let mut owner = Owner::start(TEST);
         drop(runtime.open_shared::<u32>(&owner.share(7)).unwrap());
