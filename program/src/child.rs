@@ -73,14 +73,25 @@ impl Inner {
     }
 }
 
+/// Returns the command that starts this program once more.
+fn this_program(arguments: &[impl AsRef<OsStr>]) -> Command {
+    // Unlike `current_exe`, this is the same program even if the file was replaced.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("highwater").args(arguments).arg("--parent").arg(getpid().to_string());
+    command
+}
+
 impl Child {
     /// Starts this program once more, with these arguments and `--parent`.
     ///
     /// The parent of the child is the calling *thread*: the child dies with it.
     pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
-        // Unlike `current_exe`, this is the same program even if the file was replaced.
-        let mut command = Command::new("/proc/self/exe");
-        Self::spawn(command.arg0("highwater").args(arguments).arg("--parent").arg(getpid().to_string()))
+        Self::spawn(&mut this_program(arguments))
+    }
+
+    /// As [`Child::start`], with a variable of the environment.
+    pub(super) fn start_with(arguments: &[impl AsRef<OsStr>], name: &str, value: &OsStr) -> io::Result<Self> {
+        Self::spawn(this_program(arguments).env(name, value))
     }
 
     /// Starts this program once more, in user, network, PID, IPC and mount namespaces of its own. It sees no process outside.

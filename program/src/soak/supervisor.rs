@@ -3,6 +3,8 @@
 //! One thread does this, step by step. No step waits for a worker: the supervisor sends only what a worker has asked for.
 
 use std::collections::VecDeque;
+use std::env;
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -62,16 +64,17 @@ pub(super) struct Soak<'a> {
 struct Pace {
     kill: Duration,
     stop: Duration,
-    /// Whether a kill waits until all workers are ready and no killed one still dies.
-    all_run: bool,
 }
 
 impl Pace {
-    const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60), all_run: false };
-    /// A worker opens a real device in about a second, and several are opened one after the other. The driver ends the
-    /// contexts of dead processes more slowly while it opens a device.
-    const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300), all_run: true };
+    const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60) };
+    /// A worker opens a real device in up to half a second, and several are opened one after the other.
+    const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300) };
 }
+
+/// The number of connections to the device. CUDA's driver ends a killed process more slowly the more it has, 8 by default, and most
+/// slowly while another process opens the device. The workers have one, unless the environment sets another number.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// Returns the number of shared files of this project, and of the files in memory that this process has open.
 fn shared_files() -> u64 {
@@ -114,6 +117,10 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     let free_before = opened.backend.memory_info(0)?.free;
 
     let mut supervisor = Supervisor::new(soak, progress, &opened, &directory.path);
+    if opened.backend.identity().name == "cuda" {
+        let connections = supervisor.connections.display();
+        output::line(format_args!("the processes have {CONNECTIONS}={connections}"));
+    }
     // A signal ends workers too, and then a step may fail for that reason.
     supervisor
         .work(pulse)
@@ -197,6 +204,7 @@ struct Supervisor<'a> {
     address: &'a str,
     directory: String,
     pace: Pace,
+    connections: OsString,
     random: Random,
     books: Books,
     reclaims: Reclaims,
@@ -227,6 +235,7 @@ impl<'a> Supervisor<'a> {
             address: &opened.address,
             directory: directory.to_string_lossy().into_owned(),
             pace: if opened.backend.identity().real_device { Pace::REAL } else { Pace::MOCK },
+            connections: env::var_os(CONNECTIONS).unwrap_or_else(|| "1".into()),
             random: Random::new(soak.seed),
             books: Books::default(),
             reclaims: Reclaims::default(),
@@ -280,7 +289,7 @@ impl<'a> Supervisor<'a> {
     fn start_worker(&mut self) -> Result<()> {
         let arguments: Vec<String> =
             std::iter::once("soak-worker".to_owned()).chain(backends::arguments_of_children()).collect();
-        let child = Child::start(&arguments).map_err(|error| {
+        let child = Child::start_with(&arguments, CONNECTIONS, &self.connections).map_err(|error| {
             let hint =
                 "use fewer `--processes`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
             Failure::new(ErrorKind::OperatingSystem, "a worker could not be started", hint).because_of(error)
@@ -458,10 +467,9 @@ impl<'a> Supervisor<'a> {
             let what = format!("{worker} has not opened its device for {} seconds", START.as_secs());
             return Err(Failure::new(ErrorKind::InvalidState, what, "use fewer `--processes`").into());
         }
-        // On the mock, a few die before they are ready. On a real device, none does.
+        // A few die before they are ready.
         let can_die = pid != self.spared && !self.workers[index].is_killed;
-        let waits = self.pace.all_run && self.workers.iter().any(|worker| !worker.is_ready || worker.is_killed);
-        if waits || !can_die || !(is_ready || self.random.percent(1)) {
+        if !can_die || !(is_ready || self.random.percent(1)) {
             return Ok(());
         }
         self.next_kill = Instant::now() + self.random.time(self.pace.kill * 2);

@@ -1,6 +1,6 @@
 //! CUDA.
 
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -66,6 +66,25 @@ const MEMORY: &str = "highwater-simulated-vmm-";
 /// A job that does not end by itself.
 struct Endless(Child);
 
+impl Endless {
+    fn start(mut command: Command) -> Self {
+        Self(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    /// Asks until there is an answer. The libraries may have to be built first.
+    fn until<T>(&mut self, mut answer: impl FnMut(Process) -> Option<T>) -> T {
+        let started = Instant::now();
+        loop {
+            if let Some(answer) = answer(Process(self.0.id())) {
+                return answer;
+            }
+            assert_eq!(self.0.try_wait().unwrap(), None, "the job ended");
+            assert!(started.elapsed() < Duration::from_secs(300), "the job does not get there");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
 impl Drop for Endless {
     fn drop(&mut self) {
         // Its workers end with it.
@@ -75,26 +94,33 @@ impl Drop for Endless {
 }
 
 #[test]
+fn processes_of_the_soak_have_one_connection_to_the_device() {
+    const NAME: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    let chosen: [&[(&str, &str)]; 2] = [&[], &[(NAME, "4")]];
+    for (settings, expected) in chosen.into_iter().zip(["1", "4"]) {
+        let arguments = ["soak", "ipc", "--kills", "1000000", "--processes", "3", "--backend", "cuda"];
+        let mut soak = Endless::start(CUDA.command("", settings, &arguments));
+        let found = soak.until(|owner| {
+            let workers = owner.children().into_iter().filter(|child| child.file("cmdline").contains("soak-worker"));
+            let variables = |worker: Process| worker.file("environ");
+            let connections =
+                |text: String| Some(text.split_once(&format!("{NAME}="))?.1.split('\0').next()?.to_owned());
+            workers.map(variables).find_map(connections)
+        });
+        assert_eq!(found, expected);
+    }
+}
+
+#[test]
 fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
     let arguments = ["--backend", "cuda", "--workers", "3", "--repeat", "1000000"];
-    let mut command = CUDA.command("", &[("HIGHWATER_MOCK", "devices=2,latency=1ms")], &arguments);
-    let mut job = Endless(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
-    let owner = Process(job.0.id());
-    let workers = |owner: Process| {
-        // The libraries may have to be built first, which starts other programs.
-        owner.children().into_iter().filter(|child| child.file("cmdline").contains("\0worker\0"))
-    };
-    let started = Instant::now();
-    let mapped = loop {
-        let mapped: Vec<_> = workers(owner).map(|worker| worker.shared_memory(MEMORY)).collect();
-        if mapped.len() == 3 && mapped.iter().all(|mapped| !mapped.is_empty()) {
-            break mapped;
-        }
-        assert_eq!(job.0.try_wait().unwrap(), None, "the job ended");
-        assert!(started.elapsed() < Duration::from_secs(300), "the workers open nothing: {mapped:?}");
-        thread::sleep(Duration::from_millis(5));
-    };
-    let weights = owner.shared_memory(MEMORY);
+    let mut job = Endless::start(CUDA.command("", &[("HIGHWATER_MOCK", "devices=2,latency=1ms")], &arguments));
+    let (mapped, weights) = job.until(|owner| {
+        let workers = owner.children().into_iter().filter(|child| child.file("cmdline").contains("\0worker\0"));
+        let mapped: Vec<_> = workers.map(|worker| worker.shared_memory(MEMORY)).collect();
+        let is_open = mapped.len() == 3 && mapped.iter().all(|mapped| !mapped.is_empty());
+        is_open.then(|| (mapped, owner.shared_memory(MEMORY)))
+    });
     let on = |number: &str| weights.iter().filter(|(_, device)| device == number).count();
     assert_eq!((weights.len(), on("0"), on("1")), (2, 1, 1), "{weights:?}");
     assert!(mapped.iter().all(|mapped| mapped.len() == 1 && mapped.is_subset(&weights)), "{mapped:?} {weights:?}");

@@ -21,10 +21,11 @@ use serde_json::Value;
 use started::{Run, plugin_says_the_same};
 
 /// What describes devices and libraries to the program, so that a test says it all.
-const VARIABLES: [&str; 9] = [
+const VARIABLES: [&str; 10] = [
     "HIGHWATER_MOCK",
     "HIGHWATER_SIMULATED_CUDA",
     "HIGHWATER_SIMULATED_HIP",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
