@@ -71,8 +71,9 @@ reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
 _log = logging.getLogger("highwater")
 
 
-# The first seven fields of a `TensorTicket`.
+# The first seven fields of a `TensorTicket`, and the others.
 _Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
+_Shared = tuple[int, int, bytes, bytes, int, int]
 # The common properties of tensors of one kind and shape: dtype, size and stride, then kind, requires_grad and views. Most tensors have the defaults
 # of the last three, and `None` in their place.
 _Layout = tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, bool, tuple[bool, bool]] | None]
@@ -172,12 +173,12 @@ class _Export:
 
     __slots__ = ("address", "buffer", "flights", "keep", "nbytes", "serial")
 
-    def __init__(self, keep: _Keep, buffer: Buffer, serial: int) -> None:
+    def __init__(self, keep: _Keep, buffer: Buffer, serial: int, address: int, nbytes: int) -> None:
         self.keep = keep
         self.buffer = buffer
         self.serial = serial
-        self.address = keep.storage.data_ptr()
-        self.nbytes = keep.storage.nbytes()
+        self.address = address
+        self.nbytes = nbytes
         self.flights: set[int] = set()
         """The tokens of the messages that name it and are on their way."""
 
@@ -209,11 +210,13 @@ class _State:
             if not hasattr(torch._C, name):
                 message = f"PyTorch {torch.__version__} has no torch._C.{name}"
                 raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
-        # The public function makes an object of Python for each call.
+        # The public functions do more in Python for each call.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self.from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
         self.functions = _tensor_functions()
         self.pid = os.getpid()
         self.runtime = _highwater.standing_runtime(_backend())
+        self.device = functools.cache(self.runtime.device)
         self.receipts = _highwater.Receipts(os.urandom(16))
         self.name = self.receipts.name
         # A finalizer may run under the lock and come back.
@@ -225,7 +228,8 @@ class _State:
         self.received: dict[tuple[bytes, int], _Received] = {}
         self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
         self.most_received = 128
-        self.keeps: weakref.WeakSet[_Keep] = weakref.WeakSet()
+        # Not a `WeakSet`, whose methods run Python code.
+        self.keeps: set[weakref.ref[_Keep]] = set()
         self.streams: dict[tuple[int, int], Stream] = {}
         self.idle_uses = _uses_of_idle()
         self.is_looking = False
@@ -327,18 +331,18 @@ class _State:
         key = (device, self.raw_stream(device))
         known = self.streams.get(key)
         if known is None:
-            known = self.streams[key] = self.runtime.device(device).stream_from_raw(torch.cuda.current_stream(device))
+            known = self.streams[key] = self.device(device).stream_from_raw(torch.cuda.current_stream(device))
         return known
 
     def export_of(self, storage: Any, device: int) -> _Export:
         key = storage._cdata
-        with self.lock:
-            known = self.exports.get(key)
-            if known is not None and known.is_of(storage):
-                return known
-        keep = _Keep(storage)
-        buffer = self.runtime.device(device).adopt(storage.data_ptr(), storage.nbytes(), "uint8", keep)
-        made = _Export(keep, buffer, next(self.serials))
+        # Without the lock: no thread ends the share of a storage that the caller has.
+        known = self.exports.get(key)
+        if known is not None and known.is_of(storage):
+            return known
+        keep, address, nbytes = _Keep(storage), storage.data_ptr(), storage.nbytes()
+        buffer = self.device(device).adopt(address, nbytes, "uint8", keep)
+        made = _Export(keep, buffer, next(self.serials), address, nbytes)
         with self.lock:
             known = self.exports.get(key)
             if known is not None and known.is_of(storage):
@@ -346,15 +350,15 @@ class _State:
             if known is not None:
                 self.drop(known)
             self.exports[key] = self.by_serial[made.serial] = made
-            self.keeps.add(keep)
-        # A send that fails later leaves it to the thread.
-        self.start_to_look()
+            self.keeps.add(weakref.ref(keep, self.keeps.discard))
+            # A send that fails later leaves it to the thread.
+            self.start_to_look()
         return made
 
     def start_to_look(self) -> None:
-        with self.lock:
-            is_looking, self.is_looking = self.is_looking, True
-        if not is_looking:
+        """Wakes the thread if it sleeps. The caller has the lock."""
+        if not self.is_looking:
+            self.is_looking = True
             self.receipts.wake()
 
     def drop(self, export: _Export) -> None:
@@ -363,22 +367,20 @@ class _State:
             self.flights[token].exports.remove(export)
         del self.by_serial[export.serial]
 
-    def share(self, tensor: Any, opens: int) -> TensorTicket:
-        storage, device = tensor.untyped_storage(), tensor.device.index
+    def share(self, storage: Any, device: int, opens: int) -> _Shared:
         nbytes = storage.nbytes()
-        data, exporter, serial, token = b"", self.name, 0, 0
-        if nbytes > 0:
-            forwarded = self.forwarded(storage)
-            if forwarded is not None:
-                # The exporter cannot wait for the work of this process.
-                torch.cuda.current_stream(device).synchronize()
-                (exporter, serial), data = forwarded
-            else:
-                export = self.export_of(storage, device)
-                self.stream(device).note_device_use(export.buffer)
-                data, serial = export.buffer.share().to_bytes(), export.serial
-                token = self.fly([export], opens, _new_token())
-        return TensorTicket(*_described(tensor), device, nbytes, data, exporter, serial, token)
+        if nbytes == 0:
+            return device, 0, b"", self.name, 0, 0
+        forwarded = self.forwarded(storage)
+        if forwarded is not None:
+            # The exporter cannot wait for the work of this process.
+            torch.cuda.current_stream(device).synchronize()
+            (exporter, serial), data = forwarded
+            return device, nbytes, data, exporter, serial, 0
+        export = self.export_of(storage, device)
+        self.stream(device).note_device_use(export.buffer)
+        data = export.buffer.share().to_bytes()
+        return device, nbytes, data, self.name, export.serial, self.fly([export], opens, _new_token())
 
     def fly(self, exports: list[_Export], opens: int, name: bytes) -> int:
         """Keeps storages until a message has arrived. Returns the number of its receipts, whose bytes are `name`."""
@@ -388,7 +390,7 @@ class _State:
             for export in exports:
                 export.flights.add(token)
             self.flights[token] = flight
-        self.start_to_look()
+            self.start_to_look()
         return token
 
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
@@ -437,21 +439,23 @@ class _State:
 
     def forwarded(self, storage: Any) -> tuple[tuple[bytes, int], bytes] | None:
         """The exporter, the number and the ticket of a storage that came from another process."""
-        with self.lock:
-            key = self.received_by_cdata.get(storage._cdata)
-            received = None if key is None else self.received.get(key)
+        # Without the lock: while the caller has the storage, no thread removes the records of it.
+        key = self.received_by_cdata.get(storage._cdata)
+        received = None if key is None else self.received.get(key)
         if key is None or received is None or received.reference.expired():
             return None
         return key, received.ticket()
 
-    def storage_of(self, ticket: TensorTicket) -> Any:
+    def open(self, shared: _Shared) -> Any:
         """The storage of a ticket: the original, one that is open already, or a new one."""
-        key = (ticket.exporter, ticket.serial)
-        if ticket.exporter == self.name:
-            return self.original(ticket.serial)
+        device, nbytes, data, exporter, serial, _ = shared
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).untyped_storage()
+        if exporter == self.name:
+            return self.original(serial)
         # The open waits for the work before the share, so it is needed even if the storage is open.
-        buffer = self.runtime.open_shared(Ticket(ticket.ticket, (ticket.nbytes,), "uint8"))
-        return self.received_as(key, buffer, lambda: ticket.ticket)
+        buffer = self.runtime.open_shared(Ticket(data, (nbytes,), "uint8"))
+        return self.received_as((exporter, serial), buffer, lambda: data)
 
     def original(self, serial: int) -> Any:
         """A storage that this process shares."""
@@ -463,10 +467,12 @@ class _State:
 
     def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: Callable[[], bytes]) -> Any:
         """The storage over a buffer of another process. If one is open already, returns that one."""
-        with self.lock:
-            storage = self.opened(key, buffer)
+        storage = None
+        if key in self.received:
+            with self.lock:
+                storage = self.opened(key, buffer)
         if storage is None:
-            made = torch.utils.dlpack.from_dlpack(_capsule_of(buffer)).untyped_storage()
+            made = self.from_dlpack(_capsule_of(buffer)).untyped_storage()
             with self.lock:
                 # Another thread may have opened it meanwhile.
                 storage = self.opened(key, buffer)
@@ -938,7 +944,7 @@ def share(tensor: Any, *, opens: int = 1) -> TensorTicket:
     """
     _check_tensor("share", "the tensor", tensor)
     _check_opens("share", opens)
-    return _current().share(tensor, opens)
+    return TensorTicket(*_described(tensor), *_current().share(tensor.untyped_storage(), tensor.device.index, opens))
 
 
 def open(ticket: TensorTicket) -> Any:
@@ -952,14 +958,13 @@ def open(ticket: TensorTicket) -> Any:
     if the shape of the ticket exceeds its storage, and `Forked` in a child of `fork`.
     """
     kind, dtype, size, stride, offset, requires_grad, signs = ticket[:7]
-    make = _maker((dtype, size, stride, (kind, requires_grad, signs)))
-    if ticket.nbytes == 0:
-        storage = torch.empty(0, dtype=ticket.dtype, device=torch.device("cuda", ticket.device)).untyped_storage()
-    else:
-        storage = _current().storage_of(ticket)
-    tensor = make(storage, offset)
-    if ticket.nbytes > 0:
-        _current().acknowledge(ticket.exporter, ticket.token)
+    return _opened(_maker((dtype, size, stride, (kind, requires_grad, signs))), offset, ticket[7:])
+
+
+def _opened(make: Callable[[Any, int], Any], offset: int, shared: _Shared) -> Any:
+    state = _current()
+    tensor = make(state.open(shared), offset)
+    state.acknowledge(shared[3], shared[5])
     return tensor
 
 
@@ -1070,7 +1075,7 @@ def _reduce(tensor: Any) -> Any:
         torch.utils.hooks.warn_if_has_hooks(tensor)
     outgoing = _threads.outgoing
     reduced = None if outgoing is None else outgoing.reduce(tensor)
-    return reduced or (open, (_current().share(tensor, 1),))
+    return reduced or (open, (share(tensor),))
 
 
 def _begin(pickler: Any, *arguments: Any) -> None:
@@ -1102,8 +1107,52 @@ def _dump(pickler: Any, message: Any) -> None:
     file.seek(end + len(header))
 
 
-_methods: dict[str, Any] = {"__init__": ForkingPickler.__init__, "dump": ForkingPickler.dump}
-_replacements: dict[str, Any] = {"__init__": _begin, "dump": _dump}
+# The size of a packed layout, the offset, and the fields of a `_Shared` without its ticket. The packed layout and the ticket follow.
+_TENSOR = struct.Struct("<IQIQ16sQQ")
+_BEFORE_TENSOR = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_receive_tensor\n".encode(), pickle.BINBYTES))
+_AFTER_TENSOR = pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+
+
+def _dumps(kind: Any, obj: Any, protocol: Any = None) -> Any:
+    """`ForkingPickler.dumps`: writes a message that is one tensor without a pickler, which would take longer than the rest."""
+    is_tensor = kind is ForkingPickler and _reducers().get(type(obj)) is _reduce and _unfit(obj) is None
+    if not is_tensor:
+        return _methods["dumps"].__get__(None, kind)(obj, protocol)
+    if obj.requires_grad:
+        torch.utils.hooks.warn_if_has_hooks(obj)
+    layout, offset = _packed(*_seen(obj)), obj.storage_offset()
+    device, nbytes, ticket, exporter, serial, token = _current().share(obj.untyped_storage(), obj.device.index, 1)
+    fields = _TENSOR.pack(len(layout), offset, device, nbytes, exporter, serial, token)
+    length = (len(fields) + len(layout) + len(ticket)).to_bytes(4, "little")
+    return memoryview(b"".join((_BEFORE_TENSOR, length, fields, layout, ticket, _AFTER_TENSOR)))
+
+
+def _receive_tensor(fields: bytes) -> Any:
+    """Opens a message that is one tensor."""
+    length, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
+    end = _TENSOR.size + length
+    make = _unpacked(fields[_TENSOR.size : end])
+    return _opened(make, offset, (device, nbytes, fields[end:], exporter, serial, token))
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(*seen: Any) -> bytes:
+    return pickle.dumps(_layout(*seen))
+
+
+@functools.lru_cache(maxsize=1024)
+def _unpacked(layout: bytes) -> Callable[[Any, int], Any]:
+    return _maker(pickle.loads(layout))
+
+
+_replacements: dict[str, Any] = {"__init__": _begin, "dump": _dump, "dumps": classmethod(_dumps)}
+
+
+def _method(name: str) -> Any:
+    return vars(ForkingPickler).get(name, getattr(pickle.Pickler, name, None))
+
+
+_methods: dict[str, Any] = {name: _method(name) for name in _replacements}
 
 
 def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
@@ -1126,8 +1175,8 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
                 _replaced[kind] = reducer
                 ForkingPickler.register(kind, _reduce)
         for name, replacement in _replacements.items():
-            if getattr(ForkingPickler, name) is not replacement:
-                _methods[name] = getattr(ForkingPickler, name)
+            if _method(name) is not replacement:
+                _methods[name] = _method(name)
                 setattr(ForkingPickler, name, replacement)
 
 
@@ -1140,9 +1189,9 @@ def uninstall_reducers() -> None:
                 ForkingPickler.register(kind, reducer)
         _replaced.clear()
         for name, replacement in _replacements.items():
-            if vars(ForkingPickler).get(name) is not replacement:
+            if _method(name) is not replacement:
                 continue
-            if getattr(pickle.Pickler, name) is _methods[name]:
+            if getattr(pickle.Pickler, name, None) is _methods[name]:
                 delattr(ForkingPickler, name)
             else:
                 setattr(ForkingPickler, name, _methods[name])
@@ -1166,7 +1215,8 @@ def kept_bytes() -> int:
     if state is None:
         return 0
     with state.lock:
-        return sum(keep.storage.nbytes() for keep in list(state.keeps))
+        keeps = [reference() for reference in list(state.keeps)]
+    return sum(keep.storage.nbytes() for keep in keeps if keep is not None)
 
 
 _allocators: list[Any] = []

@@ -103,6 +103,11 @@ class Steps:
     def read_values(self, pickled: bytes) -> Any:
         return [tensor.tolist() for tensor in ForkingPickler.loads(pickled)]
 
+    def read_value(self, pickled: bytes) -> list[Any]:
+        """Reads a message that is one tensor."""
+        value: list[Any] = ForkingPickler.loads(pickled).tolist()
+        return value
+
     def count_known(self, *messages: bytes) -> int:
         """The number of storages that the process remembers after it has received each message and dropped its tensor."""
         for message in messages:
@@ -606,6 +611,39 @@ def test_a_message_has_more_storages_than_a_batch(workers: list[Worker], monkeyp
     until(lambda: not hwt._state.flights)
 
 
+def test_a_message_that_is_one_tensor_has_its_ticket(workers: list[Worker]) -> None:
+    matrix = cuda([[1, 2, 3], [4, 5, 6]])
+    received = workers[1].ask("make", [7.0, 8.0])
+    kinds = [matrix, matrix.t(), matrix[1:], torch.nn.Parameter(matrix), torch.empty(0, device="cuda"), received]
+    for tensor in kinds:
+        pickled = bytes(ForkingPickler.dumps(tensor))
+        assert len(pickled) < 400 and b"_receive_tensor" in pickled
+        for load in (ForkingPickler.loads, pickle._loads):  # type: ignore[attr-defined]
+            opened = load(pickled)
+            assert type(opened) is type(tensor) and opened.requires_grad == tensor.requires_grad
+            assert opened.dtype is tensor.dtype and opened.tolist() == tensor.tolist()
+        assert workers[0].ask("read_value", pickled) == tensor.tolist()
+    until(lambda: not hwt._state.flights)
+    # A pickler of another class has its own way.
+    kind: Any = type("Own", (ForkingPickler,), {})
+    assert workers[0].ask("read_value", bytes(kind.dumps(matrix))) == matrix.tolist()
+    until(lambda: not hwt._state.flights)
+
+
+def test_a_message_that_is_no_tensor_any_more_is_refused() -> None:
+    tensor = cuda([1, 2])
+    pickled = bytes(ForkingPickler.dumps(tensor))
+    begin = len(hwt._BEFORE_TENSOR) + 4
+    fields = list(hwt._TENSOR.unpack_from(pickled, begin))
+    # The offset, and the bytes of the storage.
+    for place, value in ((1, 1), (3, 7)):
+        wrong = [*fields[:place], value, *fields[place + 1 :]]
+        wrong[4] = bytes(16)
+        with pytest.raises(highwater.Error):
+            ForkingPickler.loads(pickled[:begin] + hwt._TENSOR.pack(*wrong) + pickled[begin + hwt._TENSOR.size :])
+    assert ForkingPickler.loads(pickled).tolist() == [1, 2]
+
+
 class Nested:
     """Pickles a message of its own while it is pickled."""
 
@@ -786,15 +824,18 @@ def test_uninstall_restores_the_originals() -> None:
     reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is hwt._reduce
     assert ForkingPickler.dump is hwt._dump and ForkingPickler.__init__ is hwt._begin
+    assert vars(ForkingPickler)["dumps"] is hwt._replacements["dumps"]
     hwt.uninstall_reducers()
     assert reducers[torch.Tensor] is reducers[torch.nn.Parameter] is reductions.reduce_tensor
     assert "dump" not in vars(ForkingPickler) and ForkingPickler.__init__ is not hwt._begin
+    assert vars(ForkingPickler)["dumps"] is not hwt._replacements["dumps"]
     hwt.uninstall_reducers()
     assert pickle.loads(ForkingPickler.dumps([1])) == [1]
     hwt.install_reducers()
     hwt.install_reducers()
     # The reducer of another library stays.
     own = reducers[torch.Tensor] = lambda tensor: (int, ())
+    assert ForkingPickler.loads(ForkingPickler.dumps(cuda([1]))) == 0
     hwt.uninstall_reducers()
     assert reducers[torch.Tensor] is own
     reducers[torch.Tensor] = reductions.reduce_tensor
