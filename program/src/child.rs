@@ -73,7 +73,7 @@ impl Inner {
     }
 }
 
-/// Returns the command that starts this program once more.
+/// Returns the command that starts this program once more, with these arguments and `--parent`.
 fn this_program(arguments: &[impl AsRef<OsStr>]) -> Command {
     // Unlike `current_exe`, this is the same program even if the file was replaced.
     let mut command = Command::new("/proc/self/exe");
@@ -89,7 +89,7 @@ impl Child {
         Self::spawn(&mut this_program(arguments))
     }
 
-    /// As [`Child::start`], with a variable of the environment.
+    /// As [`Child::start`], and sets an environment variable.
     pub(super) fn start_with(arguments: &[impl AsRef<OsStr>], name: &str, value: &OsStr) -> io::Result<Self> {
         Self::spawn(this_program(arguments).env(name, value))
     }

@@ -309,7 +309,7 @@ def main() -> None:
         ("one tensor of 1 MiB, sent again and again", lambda: one_tensor(options.rounds, False)),
         ("a new tensor of 1 MiB each time", lambda: one_tensor(options.rounds, True)),
     ]
-    for make, name in ((separate, "allocations"), (of_one_segment, "storages of one allocation"), (views, "views of one storage")):
+    for make, name in ((separate, "tensors, two in each allocation,"), (of_one_segment, "storages of one allocation"), (views, "views of one storage")):
         scenarios.append((f"{2 * options.tensors} {name} through a queue, each", lambda make=make: queued(2 * options.tensors, make)))  # type: ignore[misc]
     for consumers in counts:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"

@@ -71,7 +71,7 @@ reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
 _log = logging.getLogger("highwater")
 
 
-# The first seven fields of a `TensorTicket`, and the others.
+# The first seven fields of a `TensorTicket`, and the last six.
 _Described = tuple[str, Any, tuple[int, ...], tuple[int, ...], int, bool, tuple[bool, bool]]
 _Shared = tuple[int, int, bytes, bytes, int, int]
 # The common properties of tensors of one kind and shape: dtype, size and stride, then kind, requires_grad and views. Most tensors have the defaults
@@ -210,7 +210,7 @@ class _State:
             if not hasattr(torch._C, name):
                 message = f"PyTorch {torch.__version__} has no torch._C.{name}"
                 raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
-        # The public functions do more in Python for each call.
+        # The public functions run more Python code in each call.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
         self.from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
         self.functions = _tensor_functions()
@@ -336,7 +336,7 @@ class _State:
 
     def export_of(self, storage: Any, device: int) -> _Export:
         key = storage._cdata
-        # Without the lock: no thread ends the share of a storage that the caller has.
+        # Needs no lock: no thread ends the share of a storage that the caller has.
         known = self.exports.get(key)
         if known is not None and known.is_of(storage):
             return known
@@ -356,7 +356,7 @@ class _State:
         return made
 
     def start_to_look(self) -> None:
-        """Wakes the thread if it sleeps. The caller has the lock."""
+        """Wakes the thread if it sleeps. The caller must hold the lock."""
         if not self.is_looking:
             self.is_looking = True
             self.receipts.wake()
@@ -439,7 +439,7 @@ class _State:
 
     def forwarded(self, storage: Any) -> tuple[tuple[bytes, int], bytes] | None:
         """The exporter, the number and the ticket of a storage that came from another process."""
-        # Without the lock: while the caller has the storage, no thread removes the records of it.
+        # Needs no lock: no thread removes the records of a storage that the caller has.
         key = self.received_by_cdata.get(storage._cdata)
         received = None if key is None else self.received.get(key)
         if key is None or received is None or received.reference.expired():
@@ -1107,14 +1107,15 @@ def _dump(pickler: Any, message: Any) -> None:
     file.seek(end + len(header))
 
 
-# The size of a packed layout, the offset, and the fields of a `_Shared` without its ticket. The packed layout and the ticket follow.
+# The fixed fields of a message that is one tensor: the size of its packed layout, the offset, and the fields of a `_Shared` without its ticket. The
+# packed layout and the ticket follow.
 _TENSOR = struct.Struct("<IQIQ16sQQ")
 _BEFORE_TENSOR = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_receive_tensor\n".encode(), pickle.BINBYTES))
 _AFTER_TENSOR = pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
 def _dumps(kind: Any, obj: Any, protocol: Any = None) -> Any:
-    """`ForkingPickler.dumps`: writes a message that is one tensor without a pickler, which would take longer than the rest."""
+    """`ForkingPickler.dumps`: writes a message that is one tensor directly, because a pickler is slow. Such a message has protocol 3."""
     is_tensor = kind is ForkingPickler and _reducers().get(type(obj)) is _reduce and _unfit(obj) is None
     if not is_tensor:
         return _methods["dumps"].__get__(None, kind)(obj, protocol)

@@ -624,23 +624,32 @@ def test_a_message_that_is_one_tensor_has_its_ticket(workers: list[Worker]) -> N
             assert opened.dtype is tensor.dtype and opened.tolist() == tensor.tolist()
         assert workers[0].ask("read_value", pickled) == tensor.tolist()
     until(lambda: not hwt._state.flights)
-    # A pickler of another class has its own way.
+    # A subclass of `ForkingPickler` writes it with a pickler.
     kind: Any = type("Own", (ForkingPickler,), {})
     assert workers[0].ask("read_value", bytes(kind.dumps(matrix))) == matrix.tolist()
     until(lambda: not hwt._state.flights)
 
 
-def test_a_message_that_is_no_tensor_any_more_is_refused() -> None:
+def test_a_message_with_a_wrong_offset_or_size_is_refused() -> None:
     tensor = cuda([1, 2])
     pickled = bytes(ForkingPickler.dumps(tensor))
     begin = len(hwt._BEFORE_TENSOR) + 4
+    # As a message of another process, whose ticket is opened. The original storage of an own message is found by its number.
     fields = list(hwt._TENSOR.unpack_from(pickled, begin))
-    # The offset, and the bytes of the storage.
-    for place, value in ((1, 1), (3, 7)):
-        wrong = [*fields[:place], value, *fields[place + 1 :]]
-        wrong[4] = bytes(16)
-        with pytest.raises(highwater.Error):
-            ForkingPickler.loads(pickled[:begin] + hwt._TENSOR.pack(*wrong) + pickled[begin + hwt._TENSOR.size :])
+    fields[4] = bytes(16)
+
+    def with_field(place: int, value: int) -> bytes:
+        changed = [*fields[:place], value, *fields[place + 1 :]]
+        wrong: bytes = pickled[:begin] + hwt._TENSOR.pack(*changed) + pickled[begin + hwt._TENSOR.size :]
+        return wrong
+
+    offset, nbytes = 1, 3
+    with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
+        ForkingPickler.loads(with_field(offset, 1))
+    with pytest.raises(highwater.InvalidArgument, match="the shape"):
+        ForkingPickler.loads(with_field(nbytes, 7))
+    assert ForkingPickler.loads(with_field(nbytes, fields[nbytes])).tolist() == [1, 2]
+    # This sends the receipt.
     assert ForkingPickler.loads(pickled).tolist() == [1, 2]
 
 

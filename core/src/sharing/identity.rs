@@ -363,7 +363,7 @@ impl Process {
 
     /// Returns descriptors of up to two threads of the process, besides its first one. Each becomes readable when its thread ends. The last
     /// thread of a killed process ends long after the others, because it takes apart the memory and the files of the process. With a CUDA
-    /// context, that takes 50 to 100 milliseconds. At most one of the two threads is the last one, so the other ends at once. Empty before
+    /// context, that takes 30 to 100 milliseconds. At most one of the two threads is the last one, so the other ends at once. Empty before
     /// Linux 6.9, and for a process of another PID namespace.
     pub(super) fn threads(&self) -> Vec<OwnedFd> {
         const THREAD: PidfdFlags = PidfdFlags::from_bits_retain(libc::O_EXCL as u32);

@@ -25,7 +25,7 @@ pub enum OwnerDeath {
     /// The memory is released promptly, even if the program still has the buffer. The queued work of this process that uses it
     /// ends first. From the death on, each operation on the buffer returns an error of kind `Expired`. So does the launch of a
     /// graph that uses it. If the owner is killed by `SIGKILL`, the release and the errors begin soon after the signal. The process ends
-    /// later: with a CUDA context, after 50 to 100 milliseconds. The early release needs Linux 6.9, and both processes in one PID
+    /// later: with a CUDA context, after 30 to 100 milliseconds. The early release needs Linux 6.9, and both processes in one PID
     /// namespace.
     ///
     /// After [`Stream::note_device_use`](crate::Stream::note_device_use), other code has the address. From then on, the memory is

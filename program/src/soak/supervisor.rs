@@ -68,12 +68,12 @@ struct Pace {
 
 impl Pace {
     const MOCK: Self = Self { kill: Duration::from_millis(20), stop: Duration::from_millis(60) };
-    /// A worker opens a real device in up to half a second, and several are opened one after the other.
+    /// A worker opens an H200 in about 0.2 s, and several open it one after the other.
     const REAL: Self = Self { kill: Duration::from_millis(600), stop: Duration::from_millis(300) };
 }
 
-/// The number of connections to the device. CUDA's driver ends a killed process more slowly the more it has, 8 by default, and most
-/// slowly while another process opens the device. The workers have one, unless the environment sets another number.
+/// The environment variable for the number of connections to a device of CUDA, 8 by default. The driver ends a killed process with one
+/// connection sooner, also while another process opens the device. The workers have one, unless the environment sets a number.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// Returns the number of shared files of this project, and of the files in memory that this process has open.
@@ -119,7 +119,7 @@ pub(super) fn run(soak: &Soak<'_>, progress: &Progress, pulse: &AtomicU64) -> Re
     let mut supervisor = Supervisor::new(soak, progress, &opened, &directory.path);
     if opened.backend.identity().name == "cuda" {
         let connections = supervisor.connections.display();
-        output::line(format_args!("the processes have {CONNECTIONS}={connections}"));
+        output::line(format_args!("the workers have {CONNECTIONS}={connections}"));
     }
     // A signal ends workers too, and then a step may fail for that reason.
     supervisor

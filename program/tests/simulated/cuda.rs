@@ -71,7 +71,7 @@ impl Endless {
         Self(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
     }
 
-    /// Asks until there is an answer. The libraries may have to be built first.
+    /// Calls `answer` until it returns a value. Panics after 300 seconds, or if the job ends. The libraries may have to be built first.
     fn until<T>(&mut self, mut answer: impl FnMut(Process) -> Option<T>) -> T {
         let started = Instant::now();
         loop {
@@ -79,7 +79,7 @@ impl Endless {
                 return answer;
             }
             assert_eq!(self.0.try_wait().unwrap(), None, "the job ended");
-            assert!(started.elapsed() < Duration::from_secs(300), "the job does not get there");
+            assert!(started.elapsed() < Duration::from_secs(300), "no answer within 300 seconds");
             thread::sleep(Duration::from_millis(5));
         }
     }
@@ -94,7 +94,7 @@ impl Drop for Endless {
 }
 
 #[test]
-fn processes_of_the_soak_have_one_connection_to_the_device() {
+fn a_worker_of_the_soak_has_one_connection_unless_the_environment_sets_a_number() {
     const NAME: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
     let chosen: [&[(&str, &str)]; 2] = [&[], &[(NAME, "4")]];
     for (settings, expected) in chosen.into_iter().zip(["1", "4"]) {
