@@ -21,6 +21,7 @@ import io
 import itertools
 import logging
 import math
+import multiprocessing.reduction
 import operator
 import os
 import pathlib
@@ -283,9 +284,11 @@ class _State:
         return arrived
 
     def end_flight(self, token: int) -> list[_Export]:
-        exports = self.flights.pop(token).exports
+        exports = self.flights[token].exports
         for export in exports:
             export.flights.discard(token)
+        # Last, so that an interrupt leaves nothing that no search ends.
+        del self.flights[token]
         return exports
 
     def sweep(self) -> bool:
@@ -322,9 +325,14 @@ class _State:
     def forget_received(self) -> None:
         for key, received in list(self.received.items()):
             if received.reference.expired():
-                del self.received[key]
-                self.received_by_cdata.pop(received.reference.cdata, None)
+                self.forget(key)
         self.most_received = max(128, 2 * len(self.received))
+
+    def forget(self, key: tuple[bytes, int]) -> None:
+        """Removes the records of a received storage. The caller must hold the lock."""
+        received = self.received.pop(key, None)
+        if received is not None and self.received_by_cdata.get(received.reference.cdata) == key:
+            del self.received_by_cdata[received.reference.cdata]
 
     def stream(self, device: int) -> Stream:
         """The stream to which PyTorch enqueues this thread's work."""
@@ -387,9 +395,10 @@ class _State:
         token = int.from_bytes(name, "little")
         flight = _Flight(opens, time.monotonic() + _unopened_seconds, list(exports))
         with self.lock:
+            # First, so that an interrupt leaves nothing that no search ends.
+            self.flights[token] = flight
             for export in exports:
                 export.flights.add(token)
-            self.flights[token] = flight
             self.start_to_look()
         return token
 
@@ -442,7 +451,7 @@ class _State:
         # Needs no lock: no thread removes the records of a storage that the caller has.
         key = self.received_by_cdata.get(storage._cdata)
         received = None if key is None else self.received.get(key)
-        if key is None or received is None or received.reference.expired():
+        if key is None or received is None or received.reference.cdata != storage._cdata or received.reference.expired():
             return None
         return key, received.ticket()
 
@@ -478,6 +487,8 @@ class _State:
                 storage = self.opened(key, buffer)
                 if storage is None:
                     storage = made
+                    # A wrong ticket may have put another one under the key.
+                    self.forget(key)
                     self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
                     self.received_by_cdata[storage._cdata] = key
                     if len(self.received) > self.most_received:
@@ -491,8 +502,7 @@ class _State:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(received.reference.cdata)
         if storage is None:
-            del self.received[key]
-            self.received_by_cdata.pop(received.reference.cdata, None)
+            self.forget(key)
         elif (storage.data_ptr(), storage.nbytes()) != (buffer.ptr, buffer.nbytes):
             return None
         return storage
@@ -811,8 +821,8 @@ def _new_maker(layout: _Layout) -> Callable[[Any, int], Any]:
     return make
 
 
-# PyTorch has no more.
-MOST_DIMENSIONS = 64
+# Tensors have few, and a wrong ticket may name any number of them.
+MOST_DIMENSIONS = 1024
 
 
 def _check_layout(layout: _Layout) -> None:
@@ -825,7 +835,7 @@ def _check_layout(layout: _Layout) -> None:
     for shape in (size, stride):
         is_shape = type(shape) is tuple and len(shape) <= MOST_DIMENSIONS and all(type(number) is int for number in shape)
         if not is_shape or any(not 0 <= number < 1 << 63 for number in shape):
-            raise _wrong_layout("lengths or strides that are no tuple of at most 64 numbers from 0 to 2^63 - 1")
+            raise _wrong_layout(f"lengths or strides that are no tuple of at most {MOST_DIMENSIONS} numbers from 0 to 2^63 - 1")
     if len(size) != len(stride) or math.prod(size) >= 1 << 63:
         raise _wrong_layout(f"the lengths {size} and the strides {stride}")
     if rest is not None:
@@ -1090,10 +1100,11 @@ def _dump(pickler: Any, message: Any) -> None:
     """`ForkingPickler.dump`: names the storages of the tensors of a message together, so that they are opened together."""
     file = getattr(pickler, "_highwater_file", None)
     outgoing = None if file is None else _Outgoing()
-    # The pickling of an object may pickle another message.
-    before, _threads.outgoing = _threads.outgoing, outgoing
     begin = 0 if file is None else file.tell()
+    # The pickling of an object may pickle another message.
+    before = _threads.outgoing
     try:
+        _threads.outgoing = outgoing
         _methods["dump"](pickler, message)
     finally:
         _threads.outgoing = before
@@ -1114,18 +1125,26 @@ _BEFORE_TENSOR = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_
 _AFTER_TENSOR = pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
-def _dumps(kind: Any, obj: Any, protocol: Any = None) -> Any:
-    """`ForkingPickler.dumps`: writes a message that is one tensor directly, because a pickler is slow. Such a message has protocol 3."""
+def _dumps(kind: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
+    """`ForkingPickler.dumps`: writes a message that is one tensor directly, because a pickler is slow."""
     is_tensor = kind is ForkingPickler and _reducers().get(type(obj)) is _reduce and _unfit(obj) is None
-    if not is_tensor:
-        return _methods["dumps"].__get__(None, kind)(obj, protocol)
+    if not is_tensor or arguments or named or not _is_unchanged():
+        original = _methods["dumps"]
+        return (original.__get__(None, kind) if hasattr(original, "__get__") else original)(obj, *arguments, **named)
     if obj.requires_grad:
         torch.utils.hooks.warn_if_has_hooks(obj)
     layout, offset = _packed(*_seen(obj)), obj.storage_offset()
     device, nbytes, ticket, exporter, serial, token = _current().share(obj.untyped_storage(), obj.device.index, 1)
     fields = _TENSOR.pack(len(layout), offset, device, nbytes, exporter, serial, token)
     length = (len(fields) + len(layout) + len(ticket)).to_bytes(4, "little")
-    return memoryview(b"".join((_BEFORE_TENSOR, length, fields, layout, ticket, _AFTER_TENSOR)))
+    return memoryview(bytearray().join((_BEFORE_TENSOR, length, fields, layout, ticket, _AFTER_TENSOR)))
+
+
+def _is_unchanged() -> bool:
+    """Whether no other library has changed how `ForkingPickler` pickles."""
+    now = vars(ForkingPickler)
+    is_own = now["__init__"] is _begin and now.get("dump") is _dump
+    return is_own and _replaces_pythons and "reducer_override" not in now and "persistent_id" not in now
 
 
 def _receive_tensor(fields: bytes) -> Any:
@@ -1154,6 +1173,17 @@ def _method(name: str) -> Any:
 
 
 _methods: dict[str, Any] = {name: _method(name) for name in _replacements}
+"""The methods before the installation."""
+_installed: set[str] = set()
+_replaces_pythons = False
+"""Whether all of `_methods` are Python's own."""
+
+
+def _is_pythons(name: str) -> bool:
+    method = _methods[name]
+    function = getattr(method, "__func__", method)
+    is_of_module = getattr(function, "__globals__", None) is vars(multiprocessing.reduction)
+    return is_of_module or method is getattr(pickle.Pickler, name, None)
 
 
 def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
@@ -1168,7 +1198,7 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
         raise InvalidArgument(
             "InvalidArgument", "install_reducers", f"unopened_seconds is {unopened_seconds}", None, "pass seconds of at least 0"
         )
-    global _unopened_seconds
+    global _unopened_seconds, _replaces_pythons
     _unopened_seconds = unopened_seconds
     with _install_lock:
         for kind, reducer in list(_reducers().items()):
@@ -1176,9 +1206,12 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
                 _replaced[kind] = reducer
                 ForkingPickler.register(kind, _reduce)
         for name, replacement in _replacements.items():
-            if _method(name) is not replacement:
+            # Another library may have wrapped the replacement meanwhile. It then calls it.
+            if name not in _installed:
                 _methods[name] = _method(name)
                 setattr(ForkingPickler, name, replacement)
+                _installed.add(name)
+        _replaces_pythons = all(map(_is_pythons, _replacements))
 
 
 def uninstall_reducers() -> None:
@@ -1196,6 +1229,7 @@ def uninstall_reducers() -> None:
                 delattr(ForkingPickler, name)
             else:
                 setattr(ForkingPickler, name, _methods[name])
+            _installed.discard(name)
 
 
 def _reducers() -> dict[type, Callable[[Any], Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -107,6 +108,16 @@ class Steps:
         """Reads a message that is one tensor."""
         value: list[Any] = ForkingPickler.loads(pickled).tolist()
         return value
+
+    def forward(self, *messages: bytes) -> list[Any]:
+        """Receives tensors, and sends each on to this process."""
+        found: list[Any] = []
+        for tensor in [ForkingPickler.loads(message) for message in messages]:
+            try:
+                found.append(ForkingPickler.loads(ForkingPickler.dumps(tensor)).tolist())
+            except highwater.Error as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
 
     def count_known(self, *messages: bytes) -> int:
         """The number of storages that the process remembers after it has received each message and dropped its tensor."""
@@ -848,6 +859,120 @@ def test_uninstall_restores_the_originals() -> None:
     hwt.uninstall_reducers()
     assert reducers[torch.Tensor] is own
     reducers[torch.Tensor] = reductions.reduce_tensor
+
+
+@pytest.mark.parametrize("steps", ["iwi", "iwui", "iwiwi", "iwiu", "iwuiu"])
+def test_methods_of_another_library_stay_in_each_order(steps: str, workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def wrap() -> None:
+        # As a library that calls the methods that it finds.
+        dump, dumps = ForkingPickler.dump, ForkingPickler.dumps
+
+        def own_dump(self: Any, obj: Any) -> None:
+            seen.append(obj)
+            dump(self, obj)
+
+        monkeypatch.setattr(ForkingPickler, "dump", own_dump)
+        monkeypatch.setattr(ForkingPickler, "dumps", classmethod(lambda kind, obj: dumps(obj)))
+
+    hwt.uninstall_reducers()
+    for step in steps:
+        {"i": hwt.install_reducers, "u": hwt.uninstall_reducers, "w": wrap}[step]()
+    assert pickle.loads(ForkingPickler.dumps([1])) == [1] and [1] in seen
+    if steps[-1] == "i":
+        tensor = cuda([3])
+        pickled = bytes(ForkingPickler.dumps(tensor))
+        assert seen[-1] is tensor and workers[0].ask("read_value", pickled) == [3]
+        assert workers[0].ask("read_values", bytes(ForkingPickler.dumps([tensor]))) == [[3]]
+    seen.clear()
+    hwt.uninstall_reducers()
+    monkeypatch.undo()
+    hwt.uninstall_reducers()
+    assert "dump" not in vars(ForkingPickler) and pickle.loads(ForkingPickler.dumps([1])) == [1] and not seen
+
+
+def test_hooks_of_another_library_see_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = cuda([1])
+    for hook, result in (("reducer_override", (int, ())), ("persistent_id", None)):
+        seen: list[Any] = []
+
+        def own(self: Any, obj: Any, seen: list[Any] = seen, result: Any = result) -> Any:
+            seen.append(obj)
+            return result if obj is tensor else (NotImplemented if result else None)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ForkingPickler, hook, own, raising=False)
+            message = ForkingPickler.dumps(tensor)
+            assert seen[0] is tensor
+            assert ForkingPickler.loads(message) == 0 if result else ForkingPickler.loads(message).tolist() == [1]
+        seen.clear()
+    # A function in place of the class method, from before the installation.
+    hwt.uninstall_reducers()
+    for dumps in (lambda obj: b"own", functools.partial(lambda obj: b"own")):
+        with monkeypatch.context() as patch:
+            patch.setattr(ForkingPickler, "dumps", dumps)
+            hwt.install_reducers()
+            results: list[Any] = [ForkingPickler.dumps(tensor), ForkingPickler.dumps([1])]
+            assert results == [b"own", b"own"]
+            hwt.uninstall_reducers()
+
+
+class _Interrupted(set[int]):
+    """The tokens of an export. The first change in each direction is interrupted."""
+
+    interrupts = [True, True]
+
+    def add(self, token: int) -> None:
+        super().add(token)
+        if self.interrupts[0]:
+            self.interrupts[0] = False
+            raise KeyboardInterrupt
+
+    def discard(self, token: object) -> None:
+        if self.interrupts[1]:
+            self.interrupts[1] = False
+            raise KeyboardInterrupt
+        super().discard(token)
+
+
+def test_an_interrupted_message_keeps_nothing_for_good() -> None:
+    hwt.install_reducers(unopened_seconds=30)
+    tensor, state = cuda([1]), hwt._current()
+    export = state.export_of(tensor.untyped_storage(), 0)
+    export.flights = _Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        ForkingPickler.dumps(tensor)
+    with pytest.raises(KeyboardInterrupt):
+        state.land(list(state.flights))
+    for flight in state.flights.values():
+        flight.until = 0.0
+    del tensor, export, flight
+    until(nothing_is_kept)
+
+
+def test_a_dump_into_a_closed_file_leaves_no_message_open() -> None:
+    file = io.BytesIO()
+    pickler = ForkingPickler(file)
+    file.close()
+    with pytest.raises(ValueError, match="closed file"):
+        pickler.dump([cuda([1])])
+    assert hwt._threads.outgoing is None
+
+
+def test_a_message_with_the_number_of_another_storage_is_not_sent_on_as_that(workers: list[Worker]) -> None:
+    tensors = [cuda([value]) for value in (1, 2)]
+    messages = [bytes(ForkingPickler.dumps(tensor)) for tensor in tensors]
+    begin = len(hwt._BEFORE_TENSOR) + 4
+    fields, other = ([*hwt._TENSOR.unpack_from(message, begin)] for message in messages)
+    fields[5] = other[5]
+    wrong = messages[0][:begin] + hwt._TENSOR.pack(*fields) + messages[0][begin + hwt._TENSOR.size :]
+    read = workers[0].ask("forward", wrong, messages[1])
+    assert read[1] == [2] and (read[0] == [1] or read[0].startswith(("InvalidArgument", "Unsupported"))), read
+    del tensors
+    for message in messages:
+        with contextlib.suppress(highwater.Expired):
+            ForkingPickler.loads(message)
 
 
 def test_other_tensors_go_the_way_of_pytorch() -> None:
