@@ -487,8 +487,6 @@ class _State:
                 storage = self.opened(key, buffer)
                 if storage is None:
                     storage = made
-                    # A wrong ticket may have put another one under the key.
-                    self.forget(key)
                     self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
                     self.received_by_cdata[storage._cdata] = key
                     if len(self.received) > self.most_received:
@@ -501,11 +499,10 @@ class _State:
         if received is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(received.reference.cdata)
-        if storage is None:
-            self.forget(key)
-        elif (storage.data_ptr(), storage.nbytes()) != (buffer.ptr, buffer.nbytes):
-            return None
-        return storage
+        if storage is not None and (storage.data_ptr(), storage.nbytes()) == (buffer.ptr, buffer.nbytes):
+            return storage
+        self.forget(key)
+        return None
 
 
 def _capsule_of(buffer: Buffer) -> Any:
@@ -821,8 +818,8 @@ def _new_maker(layout: _Layout) -> Callable[[Any, int], Any]:
     return make
 
 
-# Tensors have few, and a wrong ticket may name any number of them.
-MOST_DIMENSIONS = 1024
+# Tensors of more go PyTorch's way.
+MOST_DIMENSIONS = 64
 
 
 def _check_layout(layout: _Layout) -> None:
@@ -925,6 +922,8 @@ def _unfit(tensor: Any) -> str | None:
         return "it is no leaf and requires a gradient"
     if tensor.has_names():
         return "its dimensions have names"
+    if len(tensor.size()) > MOST_DIMENSIONS:
+        return f"it has more than {MOST_DIMENSIONS} dimensions"
     return None
 
 

@@ -48,8 +48,8 @@ types! {
 impl DType {
     /// Returns the type that an object names: a string, a type of NumPy or PyTorch, or `float`, `int` or `bool`.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let text = if let Ok(text) = object.cast::<PyString>() {
-            text.to_str()?.to_owned()
+        let text = if object.is_instance_of::<PyString>() {
+            object.to_string()
         } else if let Some(name) = object.getattr_opt("name")?.or(object.getattr_opt("__name__")?) {
             name.to_string()
         } else {

@@ -622,6 +622,18 @@ def test_a_message_has_more_storages_than_a_batch(workers: list[Worker], monkeyp
     until(lambda: not hwt._state.flights)
 
 
+def fields_of(message: bytes) -> dict[str, Any]:
+    """The fixed fields of a message that is one tensor."""
+    names = ("length", "offset", "device", "nbytes", "exporter", "serial", "token")
+    return dict(zip(names, hwt._TENSOR.unpack_from(message, len(hwt._BEFORE_TENSOR) + 4), strict=True))
+
+
+def with_fields(message: bytes, changes: dict[str, Any]) -> bytes:
+    begin = len(hwt._BEFORE_TENSOR) + 4
+    changed: bytes = hwt._TENSOR.pack(*(fields_of(message) | changes).values())
+    return message[:begin] + changed + message[begin + len(changed) :]
+
+
 def test_a_message_that_is_one_tensor_has_its_ticket(workers: list[Worker]) -> None:
     matrix = cuda([[1, 2, 3], [4, 5, 6]])
     received = workers[1].ask("make", [7.0, 8.0])
@@ -644,22 +656,13 @@ def test_a_message_that_is_one_tensor_has_its_ticket(workers: list[Worker]) -> N
 def test_a_message_with_a_wrong_offset_or_size_is_refused() -> None:
     tensor = cuda([1, 2])
     pickled = bytes(ForkingPickler.dumps(tensor))
-    begin = len(hwt._BEFORE_TENSOR) + 4
     # As a message of another process, whose ticket is opened. The original storage of an own message is found by its number.
-    fields = list(hwt._TENSOR.unpack_from(pickled, begin))
-    fields[4] = bytes(16)
-
-    def with_field(place: int, value: int) -> bytes:
-        changed = [*fields[:place], value, *fields[place + 1 :]]
-        wrong: bytes = pickled[:begin] + hwt._TENSOR.pack(*changed) + pickled[begin + hwt._TENSOR.size :]
-        return wrong
-
-    offset, nbytes = 1, 3
+    foreign = {"exporter": bytes(16)}
     with pytest.raises(highwater.InvalidArgument, match="the ticket describes no tensor"):
-        ForkingPickler.loads(with_field(offset, 1))
+        ForkingPickler.loads(with_fields(pickled, foreign | {"offset": 1}))
     with pytest.raises(highwater.InvalidArgument, match="the shape"):
-        ForkingPickler.loads(with_field(nbytes, 7))
-    assert ForkingPickler.loads(with_field(nbytes, fields[nbytes])).tolist() == [1, 2]
+        ForkingPickler.loads(with_fields(pickled, foreign | {"nbytes": 7}))
+    assert ForkingPickler.loads(with_fields(pickled, foreign)).tolist() == [1, 2]
     # This sends the receipt.
     assert ForkingPickler.loads(pickled).tolist() == [1, 2]
 
@@ -921,18 +924,21 @@ def test_hooks_of_another_library_see_each_tensor(monkeypatch: pytest.MonkeyPatc
 class _Interrupted(set[int]):
     """The tokens of an export. The first change in each direction is interrupted."""
 
-    interrupts = [True, True]
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupts = {"add", "discard"}
+
+    def interrupt(self, change: str) -> None:
+        if change in self.interrupts:
+            self.interrupts.remove(change)
+            raise KeyboardInterrupt
 
     def add(self, token: int) -> None:
         super().add(token)
-        if self.interrupts[0]:
-            self.interrupts[0] = False
-            raise KeyboardInterrupt
+        self.interrupt("add")
 
     def discard(self, token: object) -> None:
-        if self.interrupts[1]:
-            self.interrupts[1] = False
-            raise KeyboardInterrupt
+        self.interrupt("discard")
         super().discard(token)
 
 
@@ -963,10 +969,7 @@ def test_a_dump_into_a_closed_file_leaves_no_message_open() -> None:
 def test_a_message_with_the_number_of_another_storage_is_not_sent_on_as_that(workers: list[Worker]) -> None:
     tensors = [cuda([value]) for value in (1, 2)]
     messages = [bytes(ForkingPickler.dumps(tensor)) for tensor in tensors]
-    begin = len(hwt._BEFORE_TENSOR) + 4
-    fields, other = ([*hwt._TENSOR.unpack_from(message, begin)] for message in messages)
-    fields[5] = other[5]
-    wrong = messages[0][:begin] + hwt._TENSOR.pack(*fields) + messages[0][begin + hwt._TENSOR.size :]
+    wrong = with_fields(messages[0], {"serial": fields_of(messages[1])["serial"]})
     read = workers[0].ask("forward", wrong, messages[1])
     assert read[1] == [2] and (read[0] == [1] or read[0].startswith(("InvalidArgument", "Unsupported"))), read
     del tensors
@@ -987,6 +990,18 @@ def test_other_tensors_go_the_way_of_pytorch() -> None:
             ForkingPickler.dumps(shared)
     with pytest.raises(highwater.InvalidArgument, match="no tensor of a CUDA device"):
         hwt.share(shared)
+
+
+def test_a_tensor_of_more_dimensions_than_a_receiver_takes_goes_the_way_of_pytorch() -> None:
+    tensor = cuda([1, 2])
+    most, more = (tensor.as_strided((1,) * count, (1,) * count, 1) for count in (hwt.MOST_DIMENSIONS, hwt.MOST_DIMENSIONS + 1))
+    for opened in (hwt.open(hwt.share(most)), ForkingPickler.loads(ForkingPickler.dumps(most))):
+        assert tuple(opened.size()) == tuple(most.size())
+    with pytest.raises(highwater.InvalidArgument, match="more than 64 dimensions"):
+        hwt.share(more)
+    if not IS_REAL:
+        with pytest.raises(RuntimeError, match="PyTorch's own way"):
+            ForkingPickler.dumps(more)
 
 
 def test_a_wrong_argument_is_refused() -> None:
