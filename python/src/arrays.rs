@@ -58,16 +58,24 @@ where
 
 /// Returns the lengths of the dimensions, from one number or a sequence.
 pub(crate) fn shape_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let lengths = match object.extract::<isize>() {
-        Ok(length) => vec![length],
-        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => return Err(too_long(object)),
-        Err(_) => object.extract::<Vec<isize>>().map_err(|error| {
+    let many = || {
+        object.extract::<Vec<isize>>().map_err(|error| {
             if error.is_instance_of::<PyOverflowError>(object.py()) {
                 return too_long(object);
             }
             let found = short(object);
             PyTypeError::new_err(format!("shape is `{found}`, expected a whole number or a sequence of whole numbers"))
-        })?,
+        })
+    };
+    // The error of a number that is none takes longer than the rest.
+    let lengths = if object.is_instance_of::<PyTuple>() {
+        many()?
+    } else {
+        match object.extract::<isize>() {
+            Ok(length) => vec![length],
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => return Err(too_long(object)),
+            Err(_) => many()?,
+        }
     };
     let checked = lengths.iter().map(|&length| usize::try_from(length));
     checked.collect::<Result<_, _>>().map_err(|_| {

@@ -48,7 +48,8 @@ types! {
 impl DType {
     /// Returns the type that an object names: a string, a type of NumPy or PyTorch, or `float`, `int` or `bool`.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let text = if object.is_instance_of::<PyString>() {
+        let is_text = object.is_instance_of::<PyString>();
+        let text = if is_text {
             object.to_string()
         } else if let Some(name) = object.getattr_opt("name")?.or(object.getattr_opt("__name__")?) {
             name.to_string()
@@ -60,7 +61,9 @@ impl DType {
             "int" => "int64",
             name => name,
         };
-        if object.getattr_opt("isnative")?.is_some_and(|native| native.is_truthy().is_ok_and(|is_native| !is_native)) {
+        // A text has no order of bytes, and the search of a missing attribute takes longer than the rest.
+        let native = if is_text { None } else { object.getattr_opt("isnative")? };
+        if native.is_some_and(|native| native.is_truthy().is_ok_and(|is_native| !is_native)) {
             let message = format!("the type {} has the other byte order", short(object));
             return Err(invalid("dtype", message, "pass the type `dtype.newbyteorder(\"=\")`"));
         }
