@@ -32,7 +32,7 @@ def serve(connection: Any, way: str) -> None:
     torch.cuda.init()
     if way == "Highwater":
         hwt.install_host_allocator()
-    threads = ctypes.CDLL(str(hwt._compiled(pathlib.Path(__file__).with_name("_host_threads.cpp"))))
+    threads = ctypes.CDLL(str(hwt._compiled("torch_host_table", pathlib.Path(__file__).with_name("_host_threads.cpp"))))
     threads.nanoseconds_per_pair.restype = ctypes.c_double
     target = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
 

@@ -39,7 +39,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from . import _highwater
-from ._errors import Expired, Forked, InvalidArgument, InvalidState, OperatingSystem, Unsupported
+from ._errors import Error, Expired, Forked, InvalidArgument, InvalidState, OperatingSystem, Unsupported
 from ._highwater import Buffer, Runtime, Stream, Ticket, TicketBatch
 
 __all__ = [
@@ -198,6 +198,9 @@ class _Received(NamedTuple):
 FIRST_LOOK_SECONDS = 0.02
 LAST_LOOK_SECONDS = 0.5
 UNOPENED_SECONDS = 60.0
+TICKET_BYTES = 136
+# The most segments that are known to be mapped.
+MOST_MAPPED = 4096
 # The most storages of a `TicketBatch`. Further tensors of a message have tickets of their own.
 MOST_STORAGES = 1 << 16
 
@@ -229,6 +232,8 @@ class _State:
         self.received: dict[tuple[bytes, int], _Received] = {}
         self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
         self.most_received = 128
+        self.mapped: set[bytes] = set()
+        """The tickets of segments that stay mapped."""
         # Not a `WeakSet`, whose methods run Python code.
         self.keeps: set[weakref.ref[_Keep]] = set()
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -465,6 +470,27 @@ class _State:
         # The open waits for the work before the share, so it is needed even if the storage is open.
         buffer = self.runtime.open_shared(Ticket(data, (nbytes,), "uint8"))
         return self.received_as((exporter, serial), buffer, lambda: data)
+
+    def segment_of(self, storage: Any, device: int, ticket: bytes, exporter: bytes) -> bytes:
+        """The ticket of the segment of a storage, which receivers keep mapped. Empty if they keep nothing mapped."""
+        is_own = exporter == self.name and ticket
+        found = _highwater.segment_ticket(device, storage.data_ptr(), ticket) if is_own else None
+        return found or b""
+
+    def keep_mapped(self, exporter: bytes, segment: bytes) -> None:
+        """Maps a segment of another process. The mapping stays until that process frees the segment."""
+        if segment in self.mapped or exporter == self.name:
+            return
+        try:
+            # The mapping stays after the drop of the buffer.
+            self.runtime.open_shared(Ticket(segment))
+        except Error:
+            # The open of the tensor maps the segment or fails with the same error.
+            return
+        if len(self.mapped) >= MOST_MAPPED:
+            # Further opens of these segments find the mapping.
+            self.mapped.clear()
+        self.mapped.add(segment)
 
     def original(self, serial: int) -> Any:
         """A storage that this process shares."""
@@ -733,16 +759,27 @@ class _Outgoing:
         until the message is read.
         """
         state = self.state
-        batch = state.runtime.share_all([export.buffer for export in self.exports]).to_bytes()
+        batch = state.runtime.share_all([export.buffer for export in self.exports])
         serials = array.array("Q", [export.serial for export in self.exports]).tobytes()
+        segments = self.segments(batch) if _keeps_mapped else []
         state.fly(self.exports, 1, self.token)
-        fields = _FIELDS.pack(self.token, state.name, len(self.exports))
-        length = (len(fields) + len(serials) + len(batch)).to_bytes(4, "little")
-        return b"".join((_BEFORE_FIELDS, length, fields, serials, batch, _AFTER_FIELDS))
+        fields = _FIELDS.pack(self.token, state.name, len(self.exports), len(segments))
+        content = b"".join((fields, serials, *segments, batch.to_bytes()))
+        return b"".join((_BEFORE_FIELDS, len(content).to_bytes(4, "little"), content, _AFTER_FIELDS))
+
+    def segments(self, batch: TicketBatch) -> list[bytes]:
+        """The tickets of the segments of the storages, each once."""
+        found: dict[bytes, None] = {}
+        for number, storage in enumerate(self.storages):
+            segment = self.state.segment_of(storage, storage.device.index, batch.ticket(number).to_bytes(), self.state.name)
+            if segment:
+                found[segment] = None
+        return list(found)
 
 
-_FIELDS = struct.Struct("<8s16sI")
-"""The token of a message, the name of its exporter, and the number of its storages. Their serial numbers and tickets follow."""
+_FIELDS = struct.Struct("<8s16sII")
+"""The token of a message, the name of its exporter, and the numbers of its storages and of their segments. The serial numbers of the storages, the
+tickets of the segments and the tickets of the storages follow."""
 
 
 # Protocol 3 has no frames, which would hide what follows.
@@ -764,10 +801,13 @@ _threads = _Threads()
 
 def _receive(fields: bytes) -> _Incoming:
     """Opens the storages of a message."""
-    token, exporter, count = _FIELDS.unpack_from(fields)
+    token, exporter, count, segments = _FIELDS.unpack_from(fields)
     serials, end = array.array("Q"), _FIELDS.size + 8 * count
     serials.frombytes(fields[_FIELDS.size : end])
     state = _current()
+    for _ in range(segments):
+        begin, end = end, end + TICKET_BYTES
+        state.keep_mapped(exporter, fields[begin:end])
     incoming = state.open_batch(exporter, serials, TicketBatch(fields[end:]))
     state.acknowledge(exporter, int.from_bytes(token, "little"))
     _threads.incoming[token] = incoming
@@ -1072,6 +1112,8 @@ def _empty(dtype: Any) -> Callable[[Any, int], Any]:
 
 _replaced: dict[type, Callable[[Any], Any]] = {}
 _install_lock = threading.Lock()
+_keeps_mapped = False
+"""Whether messages have the tickets of segments."""
 
 
 def _reduce(tensor: Any) -> Any:
@@ -1117,9 +1159,9 @@ def _dump(pickler: Any, message: Any) -> None:
     file.seek(end + len(header))
 
 
-# The fixed fields of a message that is one tensor: the size of its packed layout, the offset, and the fields of a `_Shared` without its ticket. The
-# packed layout and the ticket follow.
-_TENSOR = struct.Struct("<IQIQ16sQQ")
+# The fixed fields of a message that is one tensor: the sizes of its packed layout and of its ticket, the offset, and the fields of a `_Shared`
+# without its ticket. The packed layout, the ticket and the ticket of the segment follow. The last one is empty if receivers keep nothing mapped.
+_TENSOR = struct.Struct("<IIQIQ16sQQ")
 _BEFORE_TENSOR = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_receive_tensor\n".encode(), pickle.BINBYTES))
 _AFTER_TENSOR = pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
@@ -1133,10 +1175,12 @@ def _dumps(kind: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
     if obj.requires_grad:
         torch.utils.hooks.warn_if_has_hooks(obj)
     layout, offset = _packed(*_seen(obj)), obj.storage_offset()
-    device, nbytes, ticket, exporter, serial, token = _current().share(obj.untyped_storage(), obj.device.index, 1)
-    fields = _TENSOR.pack(len(layout), offset, device, nbytes, exporter, serial, token)
-    length = (len(fields) + len(layout) + len(ticket)).to_bytes(4, "little")
-    return memoryview(bytearray().join((_BEFORE_TENSOR, length, fields, layout, ticket, _AFTER_TENSOR)))
+    state, storage = _current(), obj.untyped_storage()
+    device, nbytes, ticket, exporter, serial, token = state.share(storage, obj.device.index, 1)
+    segment = state.segment_of(storage, device, ticket, exporter) if _keeps_mapped else b""
+    fields = _TENSOR.pack(len(layout), len(ticket), offset, device, nbytes, exporter, serial, token)
+    length = (len(fields) + len(layout) + len(ticket) + len(segment)).to_bytes(4, "little")
+    return memoryview(bytearray().join((_BEFORE_TENSOR, length, fields, layout, ticket, segment, _AFTER_TENSOR)))
 
 
 def _is_unchanged() -> bool:
@@ -1148,10 +1192,13 @@ def _is_unchanged() -> bool:
 
 def _receive_tensor(fields: bytes) -> Any:
     """Opens a message that is one tensor."""
-    length, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
-    end = _TENSOR.size + length
-    make = _unpacked(fields[_TENSOR.size : end])
-    return _opened(make, offset, (device, nbytes, fields[end:], exporter, serial, token))
+    of_layout, of_ticket, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
+    begin = _TENSOR.size + of_layout
+    end = begin + of_ticket
+    make = _unpacked(fields[_TENSOR.size : begin])
+    if len(fields) > end:
+        _current().keep_mapped(exporter, fields[end:])
+    return _opened(make, offset, (device, nbytes, fields[begin:end], exporter, serial, token))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1185,21 +1232,30 @@ def _is_pythons(name: str) -> bool:
     return is_of_module or method is getattr(pickle.Pickler, name, None)
 
 
-def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
+def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS, keep_mapped: bool = False) -> None:
     """Makes `torch.multiprocessing` send CUDA tensors by tickets from this process.
 
     A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A second call
-    only sets `unopened_seconds`. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
+    only sets the arguments. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
+
+    With `keep_mapped`, receivers keep the segments of PyTorch's allocator mapped until PyTorch frees them, as `torch.cuda.empty_cache` does. New
+    tensors arrive faster then, because PyTorch reuses its segments. A free of a segment waits for its receivers, and for a stopped one at most
+    half a second. The call initializes CUDA. The first one on a machine compiles a small C++ file, as `install_host_allocator` does.
 
     Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
+
+    With `keep_mapped`, raises `Unsupported` for a PyTorch other than 2.11 for CUDA, without a compiler, and for `cudaMallocAsync`;
+    `OperatingSystem` if the compiler fails; and the errors of `runtime`.
     """
     if not 0 <= unopened_seconds < float("inf"):
         raise InvalidArgument(
             "InvalidArgument", "install_reducers", f"unopened_seconds is {unopened_seconds}", None, "pass seconds of at least 0"
         )
-    global _unopened_seconds, _replaces_pythons
-    _unopened_seconds = unopened_seconds
+    global _unopened_seconds, _keeps_mapped, _replaces_pythons
     with _install_lock:
+        if keep_mapped:
+            _watch_segments()
+        _unopened_seconds, _keeps_mapped = unopened_seconds, keep_mapped
         for kind, reducer in list(_reducers().items()):
             if reducer is reductions.reduce_tensor:
                 _replaced[kind] = reducer
@@ -1215,7 +1271,9 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS) -> None:
 
 def uninstall_reducers() -> None:
     """Makes `torch.multiprocessing` send CUDA tensors in PyTorch's own way again. Tickets that were sent stay valid."""
+    global _keeps_mapped
     with _install_lock:
+        _keeps_mapped = False
         for kind, reducer in _replaced.items():
             # Another library may have replaced the reducer meanwhile.
             if _reducers().get(kind) is _reduce:
@@ -1282,7 +1340,9 @@ def last_allocation_failure() -> str | None:
 
 
 _HOST_SOURCE = pathlib.Path(__file__).with_name("_torch_host.cpp")
+_SEGMENTS_SOURCE = _HOST_SOURCE.with_name("_torch_segments.cpp")
 _host_library: Any = None
+_segments_library: Any = None
 
 
 def install_host_allocator() -> None:
@@ -1303,30 +1363,57 @@ def install_host_allocator() -> None:
     with _install_lock:
         if _host_library is not None:
             return
-        version = str(torch.__version__)
-        if version.split(".")[:2] != ["2", "11"]:
-            message = f"PyTorch {version} has another interface of host allocators"
-            raise Unsupported("Unsupported", "install_host_allocator", message, None, "use PyTorch 2.11, or its own allocator")
+        operation = "install_host_allocator"
+        version = _checked_version(operation, "use PyTorch 2.11, or its own allocator")
         _highwater.standing_runtime(_backend())
-        library = ctypes.CDLL(str(_compiled(_HOST_SOURCE)))
+        library = ctypes.CDLL(str(_compiled(operation, _HOST_SOURCE)))
         functions = (ctypes.c_void_p * 7)(*_highwater.host_functions())
         library.highwater_install_host_allocator.restype = ctypes.c_bool
         if not library.highwater_install_host_allocator(functions):
             message = f"PyTorch {version} was built without CUDA and ROCm"
-            raise Unsupported("Unsupported", "install_host_allocator", message, None, "use a PyTorch for CUDA or ROCm")
+            raise Unsupported("Unsupported", operation, message, None, "use a PyTorch for CUDA or ROCm")
         _host_library = library
 
 
-def _compiled(source: pathlib.Path) -> pathlib.Path:
-    """Compiles a C++ file against the installed PyTorch. Returns the library, which later processes find."""
+def _checked_version(operation: str, hint: str) -> str:
+    """Returns the version of PyTorch, whose interface of allocators is known."""
+    version = str(torch.__version__)
+    if version.split(".")[:2] != ["2", "11"]:
+        message = f"PyTorch {version} has another interface of allocators"
+        raise Unsupported("Unsupported", operation, message, None, hint)
+    return version
+
+
+def _watch_segments() -> None:
+    """Makes PyTorch report the segments that it frees. The caller must hold the lock of installations."""
+    global _segments_library
+    if _segments_library is not None:
+        return
+    operation, hint = "install_reducers", "use PyTorch 2.11 for CUDA with its default allocator, or omit `keep_mapped`"
+    version = _checked_version(operation, hint)
+    if torch.version.cuda is None:
+        raise Unsupported("Unsupported", operation, f"PyTorch {version} was built without CUDA", None, hint)
+    headers = str(_SEGMENTS_SOURCE.with_name("_cuda"))
+    library = ctypes.CDLL(str(_compiled(operation, _SEGMENTS_SOURCE, "-isystem", headers, "-lc10_cuda")))
+    # PyTorch has its allocator then.
+    _current()
+    library.highwater_watch_segments.restype = ctypes.c_bool
+    freed = _highwater.segment_functions(ctypes.cast(library.highwater_segment_of, ctypes.c_void_p).value or 0)
+    if not library.highwater_watch_segments(ctypes.c_void_p(freed)):
+        raise Unsupported("Unsupported", operation, "PyTorch's allocator does not report the segments that it frees", None, hint)
+    _segments_library = library
+
+
+def _compiled(operation: str, source: pathlib.Path, *further: str) -> pathlib.Path:
+    """Compiles a C++ file against the installed PyTorch, with further options. Returns the library, which later processes find."""
     root = pathlib.Path(torch.__file__).parent
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    options += ["-isystem", str(root / "include"), "-L", str(root / "lib"), "-ltorch_cpu", "-lc10"]
+    options += ["-isystem", str(root / "include"), "-L", str(root / "lib"), "-ltorch_cpu", "-lc10", *further]
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         message = f"there is no C++ compiler {os.environ.get('CXX', 'c++')!r}"
-        raise Unsupported("Unsupported", "install_host_allocator", message, None, "install g++ or clang, or set CXX")
+        raise Unsupported("Unsupported", operation, message, None, "install g++ or clang, or set CXX")
     made_of = "\0".join([torch.__version__, compiler, *options]).encode() + source.read_bytes()
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "highwater"
     library = folder / f"{source.stem}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
@@ -1340,7 +1427,7 @@ def _compiled(source: pathlib.Path) -> pathlib.Path:
         if done.returncode != 0:
             message = f"{compiler} cannot compile {source.name} for PyTorch {torch.__version__}: {done.stderr.strip()[-1000:]}"
             hint = "use a compiler with C++17, and the headers that PyTorch's wheel has"
-            raise OperatingSystem("OperatingSystem", "install_host_allocator", message, done.returncode, hint)
+            raise OperatingSystem("OperatingSystem", operation, message, done.returncode, hint)
         # Another process may do the same.
         made.replace(library)
     return library

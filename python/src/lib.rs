@@ -8,6 +8,7 @@
 //! - `listing`: the processes that share memory
 //! - `waits`: the end of device work, for `asyncio`
 //! - `tensors`: many tensors of PyTorch at once
+//! - `segments`: the segments of PyTorch's allocator that receivers keep mapped
 //! - `torch`: parts of `highwater/torch.py`, and functions that PyTorch finds in this library by their names
 //!
 //! Four rules hold. Each call into the library releases the interpreter's lock, because any of them may wait for a lock that a
@@ -24,6 +25,7 @@ mod listing;
 mod memory;
 mod rows;
 mod runtime;
+mod segments;
 mod statistics;
 mod stream;
 mod tensors;
@@ -70,6 +72,8 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
     module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
+    module.add_function(wrap_pyfunction!(segments::segment_functions, module)?)?;
+    module.add_function(wrap_pyfunction!(segments::segment_ticket, module)?)?;
     module.add_function(wrap_pyfunction!(listing::processes, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::open, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::survey, module)?)

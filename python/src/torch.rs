@@ -21,27 +21,27 @@ use crate::error::{invalid, not_opened, raised};
 use crate::runtime::Runtime;
 
 /// No code panics under these locks.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The runtime that the tensors of this process use. It lives as long as the process.
-struct Standing {
-    generation: Generation,
+pub(crate) struct Standing {
+    pub(crate) generation: Generation,
     name: String,
-    runtime: highwater::Runtime,
+    pub(crate) runtime: highwater::Runtime,
     /// Wrapped streams by device and raw handle. Those of PyTorch live as long as the process.
     streams: Mutex<HashMap<(u32, u64), Arc<Stream>>>,
     /// The allocations of PyTorch's pools, by address.
     segments: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
 }
 
-static STANDING: OnceLock<Standing> = OnceLock::new();
+pub(crate) static STANDING: OnceLock<Standing> = OnceLock::new();
 /// The last error of the allocator, which has no other way to report it.
 static FAILURE: Mutex<Option<String>> = Mutex::new(None);
 
 impl Standing {
-    fn get(operation: &'static str) -> Result<&'static Self> {
+    pub(crate) fn get(operation: &'static str) -> Result<&'static Self> {
         let standing = STANDING.get().ok_or_else(|| {
             Error::new(ErrorKind::InvalidState, operation, "no runtime is open for PyTorch")
                 .with_hint("make the pool with `highwater.torch.MemPool`")
@@ -97,7 +97,7 @@ pub(crate) fn standing_runtime(py: Python<'_>, name: &str) -> PyResult<Runtime> 
 }
 
 /// Calls a function for PyTorch's allocator. An error becomes `None` and is kept for `last_failure`.
-fn allocating<R>(work: impl FnOnce() -> Result<R>) -> Option<R> {
+pub(crate) fn allocating<R>(work: impl FnOnce() -> Result<R>) -> Option<R> {
     let failure = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
         Ok(Ok(done)) => return Some(done),
         Ok(Err(error)) => error.to_string(),

@@ -21,14 +21,15 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/pytorch.md").read_
 
 
 def test_the_page_has_its_examples() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_the_examples_of_the_page_run(number: int) -> None:
     if "MemPool" in EXAMPLES[number] and not IS_REAL:
         pytest.skip("the stand-in for PyTorch has no MemPool")
-    if "install_host_allocator" in EXAMPLES[number] and not IS_REAL:
+    needs_version = "install_host_allocator" in EXAMPLES[number] or "keep_mapped" in EXAMPLES[number]
+    if needs_version and not IS_REAL:
         with pytest.raises(highwater.Unsupported, match=r"use PyTorch 2\.11"):
             exec(compile(EXAMPLES[number], f"docs/pytorch.md, example {number}", "exec"), {})
         return

@@ -43,7 +43,7 @@ from highwater import _highwater
 hwt.install_host_allocator()
 hwt.install_host_allocator()
 source = pathlib.Path(sys.argv[1])
-calls = ctypes.CDLL(str(hwt._compiled(source)))
+calls = ctypes.CDLL(str(hwt._compiled("test", source)))
 for name in ("allocate", "address"):
     getattr(calls, name).restype = ctypes.c_void_p
 calls.allocate.argtypes = [ctypes.c_size_t]

@@ -109,6 +109,13 @@ class Steps:
         value: list[Any] = ForkingPickler.loads(pickled).tolist()
         return value
 
+    def read_first(self, pickled: bytes) -> Any:
+        """The first value of a message that is one tensor."""
+        return ForkingPickler.loads(pickled)[0:1].tolist()[0]
+
+    def read_firsts(self, pickled: bytes) -> Any:
+        return [tensor[0:1].tolist()[0] for tensor in ForkingPickler.loads(pickled)]
+
     def forward(self, *messages: bytes) -> list[Any]:
         """Receives tensors, and sends each on to this process."""
         found: list[Any] = []
@@ -118,6 +125,9 @@ class Steps:
             except highwater.Error as error:
                 found.append(f"{type(error).__name__}: {error}")
         return found
+
+    def mappings(self) -> int:
+        return int(hwt.runtime().statistics().sharing.mappings)
 
     def count_known(self, *messages: bytes) -> int:
         """The number of storages that the process remembers after it has received each message and dropped its tensor."""
@@ -624,7 +634,7 @@ def test_a_message_has_more_storages_than_a_batch(workers: list[Worker], monkeyp
 
 def fields_of(message: bytes) -> dict[str, Any]:
     """The fixed fields of a message that is one tensor."""
-    names = ("length", "offset", "device", "nbytes", "exporter", "serial", "token")
+    names = ("of_layout", "of_ticket", "offset", "device", "nbytes", "exporter", "serial", "token")
     return dict(zip(names, hwt._TENSOR.unpack_from(message, len(hwt._BEFORE_TENSOR) + 4), strict=True))
 
 

@@ -1,0 +1,319 @@
+"""Segments of PyTorch's allocator that receivers keep mapped. Needs the simulated CUDA, or PyTorch and a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+import highwater
+from conftest import BACKEND
+from highwater import _highwater
+from test_sharing import until
+from test_torch_reducers import LENGTH, Worker, fields_of, hwt, nothing_is_kept
+from torch_here import IS_REAL, torch
+
+pytestmark = pytest.mark.skipif(BACKEND != "cuda", reason="the mock has no memory that a receiver must unmap before it is freed")
+
+HALF = (12 if IS_REAL else 1) << 20
+DRIVER = ctypes.CDLL("libcuda.so.1") if BACKEND == "cuda" else None
+
+segments_of_stand_in: set[int] = set()
+
+
+def segment_of(address: int) -> int:
+    return next((base for base in segments_of_stand_in if base <= address < base + 2 * HALF), 0)
+
+
+# As the library has them that `install_reducers` compiles.
+segment_of_stand_in = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64)(segment_of)
+
+
+def freed_in_stand_in() -> Any:
+    segment_of = ctypes.cast(segment_of_stand_in, ctypes.c_void_p).value
+    assert segment_of is not None
+    return ctypes.CFUNCTYPE(None, ctypes.c_uint64)(_highwater.segment_functions(segment_of))
+
+
+def call_driver(name: str, *arguments: Any) -> None:
+    context = ctypes.c_void_p()
+    assert DRIVER is not None
+    hwt.runtime()
+    assert DRIVER.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert DRIVER.cuCtxPushCurrent_v2(context) == 0
+    assert getattr(DRIVER, name)(*arguments) == 0
+    assert DRIVER.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+
+
+def allocate_past_pytorch() -> int:
+    address = ctypes.c_uint64()
+    call_driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(2 * HALF))
+    return address.value
+
+
+class Segment:
+    """A segment of two tensors. On the simulated CUDA, the test allocates and frees it as PyTorch does."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        if IS_REAL:
+            torch.cuda.empty_cache()
+            torch.empty(2 * HALF, dtype=torch.uint8, device="cuda")
+            self.tensors = [torch.full((HALF // 4,), float(place), device="cuda") for place in range(2)]
+            assert self.tensors[1].data_ptr() - self.tensors[0].data_ptr() == HALF
+            return
+        self.address = allocate_past_pytorch()
+        segments_of_stand_in.add(self.address)
+        for place in range(2):
+            buffer = hwt.runtime().device(0).adopt(self.address + place * HALF, HALF, "uint8", None)
+            storage = torch.UntypedStorage(HALF, buffer)
+            self.tensors.append(torch.Tensor(storage, torch.float32, (HALF // 4,), (1,), 0).fill_(float(place)))
+
+    def message(self, place: int) -> bytes:
+        return bytes(ForkingPickler.dumps(self.tensors[place]))
+
+    def free(self) -> float:
+        """Frees the segment. Returns the seconds that it took."""
+        begin = time.monotonic()
+        if IS_REAL:
+            torch.cuda.empty_cache()
+        else:
+            freed_in_stand_in()(self.address)
+        end = time.monotonic()
+        if not IS_REAL:
+            segments_of_stand_in.remove(self.address)
+            call_driver("cuMemFree_v2", ctypes.c_uint64(self.address))
+        return end - begin
+
+
+def drop(*segments: Segment) -> None:
+    """Drops the tensors of segments, and waits until nothing uses them."""
+    for segment in segments:
+        segment.tensors.clear()
+    until(nothing_is_kept)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    found = Worker()
+    yield found
+    found.kill()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not IS_REAL:
+        freed_in_stand_in()
+        monkeypatch.setattr(hwt, "_segments_library", object())
+    hwt.install_reducers(keep_mapped=True)
+    yield
+    hwt.uninstall_reducers()
+
+
+def test_another_version_of_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hwt, "_segments_library", None)
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    with pytest.raises(highwater.Unsupported, match="PyTorch 2.10.0 has another interface") as caught:
+        hwt.install_reducers(keep_mapped=True, unopened_seconds=7)
+    assert "keep_mapped" in str(caught.value)
+    # Nothing has changed.
+    assert hwt._keeps_mapped and hwt._unopened_seconds == 60
+
+
+def first(worker: Worker, message: bytes) -> Any:
+    """The first value of the tensor of a message, which the receiver drops again."""
+    return worker.ask("read_first", message)
+
+
+def test_a_mapping_stays_until_the_segment_is_freed(worker: Worker) -> None:
+    segment = Segment()
+    assert worker.ask("mappings") == 0
+    # The first tensor and its segment, and the second tensor in the same one.
+    assert first(worker, segment.message(0)) == 0.0
+    assert worker.ask("mappings") == 2
+    assert first(worker, segment.message(1)) == 1.0
+    assert worker.ask("mappings") == 3
+    # The tensors have ended, and the mapping of the segment stays.
+    drop(segment)
+    until(lambda: worker.ask("mappings") == 1)
+    segment.free()
+    # The free has waited for it.
+    assert worker.ask("mappings") == 0
+
+
+def test_without_the_argument_nothing_stays_mapped(worker: Worker) -> None:
+    hwt.install_reducers()
+    segment = Segment()
+    message = segment.message(0)
+    assert segment_at(message) == len(message) - len(hwt._AFTER_TENSOR)
+    assert first(worker, message) == 0.0
+    assert worker.ask("mappings") == 1
+    drop(segment)
+    until(lambda: worker.ask("mappings") == 0)
+    segment.free()
+
+
+def test_the_next_segment_at_an_address_is_mapped_anew(worker: Worker) -> None:
+    for _ in range(3):
+        segment = Segment()
+        for place in (0, 1, 0):
+            assert first(worker, segment.message(place)) == float(place)
+        drop(segment)
+        segment.free()
+        assert worker.ask("mappings") == 0
+
+
+def test_uninstall_leaves_the_mappings_until_the_free(worker: Worker) -> None:
+    segment = Segment()
+    assert first(worker, segment.message(1)) == 1.0
+    hwt.uninstall_reducers()
+    drop(segment)
+    until(lambda: worker.ask("mappings") == 1)
+    segment.free()
+    assert worker.ask("mappings") == 0
+
+
+def test_a_stopped_receiver_delays_a_free_for_a_limited_time(worker: Worker) -> None:
+    stopped = Worker()
+    try:
+        segments = [Segment() for _ in range(6)]
+        for segment in segments:
+            # Real segments have the tensors of both.
+            assert first(stopped, segment.message(0)) == 0.0
+            assert first(worker, segment.message(0)) == 0.0
+        drop(*segments)
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        took = [segment.free() for segment in segments]
+        assert sum(took) < 1.5, took
+        assert worker.ask("mappings") == 0
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        until(lambda: stopped.ask("mappings") == 0)
+    finally:
+        stopped.kill()
+
+
+def test_a_killed_receiver_delays_no_free(worker: Worker) -> None:
+    killed = Worker()
+    segment = Segment()
+    assert first(killed, segment.message(0)) == 0.0
+    killed.kill()
+    until(lambda: hwt.runtime().statistics().sharing.lost_peers > 0)
+    drop(segment)
+    assert segment.free() < 0.4
+
+
+def segment_at(message: bytes) -> int:
+    """The place of a segment's ticket in a message."""
+    fields = fields_of(message)
+    return len(hwt._BEFORE_TENSOR) + 4 + int(hwt._TENSOR.size + fields["of_layout"] + fields["of_ticket"])
+
+
+def test_a_message_with_a_ticket_of_no_segment_opens(worker: Worker) -> None:
+    segment, freed = Segment(), Segment()
+    message, other = segment.message(0), freed.message(1)
+    assert first(worker, other) == 1.0
+    freed.tensors.clear()
+    until(lambda: hwt.kept_bytes() == HALF or hwt.collect())
+    freed.free()
+    begin, end = len(hwt._BEFORE_TENSOR), segment_at(message)
+    # The segment of a message only saves time.
+    for ticket in (other[segment_at(other) : -len(hwt._AFTER_TENSOR)], os.urandom(136), b"x", b""):
+        body = message[begin + 4 : end] + ticket
+        changed = message[:begin] + struct.pack("<I", len(body)) + body + hwt._AFTER_TENSOR
+        assert first(worker, changed) == 0.0
+    assert worker.ask("mappings") == 1
+    drop(segment)
+    segment.free()
+
+
+def test_memory_of_another_library_is_not_kept_mapped(worker: Worker) -> None:
+    address = allocate_past_pytorch()
+    buffer = hwt.runtime().device(0).adopt(address, HALF, "uint8", None)
+    if IS_REAL:
+        tensor = torch.from_dlpack(buffer)
+    else:
+        tensor = torch.Tensor(torch.UntypedStorage(HALF, buffer), torch.uint8, (HALF,), (1,), 0)
+    message = bytes(ForkingPickler.dumps(tensor))
+    assert segment_at(message) == len(message) - len(hwt._AFTER_TENSOR)
+    first(worker, message)
+    assert worker.ask("mappings") == 1
+    del tensor, buffer
+    until(nothing_is_kept)
+    until(lambda: worker.ask("mappings") == 0)
+    call_driver("cuMemFree_v2", ctypes.c_uint64(address))
+
+
+def test_memory_that_may_be_freed_under_a_mapping_is_not_kept_mapped(worker: Worker) -> None:
+    if IS_REAL:
+        with torch.cuda.use_mem_pool(hwt.MemPool()):
+            tensor = torch.zeros(LENGTH, device="cuda")
+    else:
+        # The memory has a descriptor, which keeps it.
+        tensor = torch.tensor([0.0] * LENGTH, device="cuda")
+        segments_of_stand_in.add(tensor.data_ptr())
+    message = bytes(ForkingPickler.dumps(tensor))
+    assert segment_at(message) == len(message) - len(hwt._AFTER_TENSOR)
+    assert first(worker, message) == 0.0
+    segments_of_stand_in.discard(tensor.data_ptr())
+
+
+def test_the_segments_of_a_message_of_many_tensors_stay_mapped(worker: Worker) -> None:
+    segments = [Segment() for _ in range(3)]
+    tensors = [tensor for segment in segments for tensor in segment.tensors]
+    for _ in range(2):
+        message = bytes(ForkingPickler.dumps([*tensors, tensors[0]]))
+        assert worker.ask("read_firsts", message) == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+        assert worker.ask("mappings") == 9
+    del tensors
+    drop(*segments)
+    until(lambda: worker.ask("mappings") == 3)
+    for segment in segments:
+        segment.free()
+    assert worker.ask("mappings") == 0
+
+
+def test_threads_send_tensors_of_new_segments_at_once(worker: Worker) -> None:
+    segments = [Segment() for _ in range(4)]
+    messages: list[bytes] = []
+
+    def send(number: int) -> None:
+        for place in (0, 1):
+            for segment in segments:
+                messages.append(segment.message(place if number % 2 else 1 - place))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for message in messages:
+        first(worker, message)
+    # Each of the segments once, beside each of the tensors.
+    assert worker.ask("mappings") == 12
+    drop(*segments)
+    for segment in segments:
+        segment.free()
+    assert worker.ask("mappings") == 0
+
+
+def test_a_free_in_a_child_of_fork_touches_nothing(worker: Worker) -> None:
+    segment = Segment()
+    assert first(worker, segment.message(0)) == 0.0
+    child = os.fork()
+    if child == 0:
+        address = segment.tensors[0].data_ptr()
+        freed_in_stand_in()(address)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert worker.ask("mappings") == 2
+    drop(segment)
+    segment.free()
+    assert worker.ask("mappings") == 0
