@@ -2,7 +2,7 @@
 
     python python/bench/torch_table.py [--rounds 300] [--tensors 1000] [--views 19500] [--consumers 1,4,8] [--keep-mapped]
 
-Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. The bytes are those that
+`--keep-mapped` installs the reducers with `keep_mapped=True`. Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. The bytes are those that
 stay allocated after each process has dropped the tensors of a scenario or was killed.
 """
 
@@ -29,10 +29,10 @@ SETTLE_SECONDS = 1.5
 keeps_mapped = False
 
 
-def use(way: str) -> None:
+def use(way: str, keep_mapped: bool | None = None) -> None:
     """Installs the reducers of a way."""
     if way == "Highwater":
-        hwt.install_reducers(keep_mapped=keeps_mapped)
+        hwt.install_reducers(keep_mapped=keeps_mapped if keep_mapped is None else keep_mapped)
     else:
         hwt.uninstall_reducers()
 
@@ -77,8 +77,8 @@ def serve(connection: Any, queue: Any) -> None:
             kept = None
             connection.send("dropped")
         elif step == "produce":
-            way, number = argument
-            use(way)
+            way, number, keep_mapped = argument
+            use(way, keep_mapped)
             kept = separate(number)
             torch.cuda.synchronize()
             connection.send_bytes(ForkingPickler.dumps(kept))
@@ -182,7 +182,7 @@ def views(number: int) -> list[Any]:
 
 def queued(number: int, make: Callable[[int], list[Any]]) -> dict[str, str]:
     """`number` tensors of 1 MiB through a queue, whose consumer reads one value of each and drops it: the time for one, from the first
-    `put` to the last drop. Five times, in memory that PyTorch's allocator has from the second time on."""
+    `put` to the last drop. Repeats this five times. PyTorch's allocator may reuse the segments of earlier times."""
     consumers = dict(zip(WAYS, pool, strict=False))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(5):
@@ -286,7 +286,7 @@ def killed_producer(number: int) -> dict[str, str]:
     found = {}
     for way in WAYS:
         producer = victims.pop()
-        producer.ask("produce", (way, number))
+        producer.ask("produce", (way, number, keeps_mapped))
         tensors = ForkingPickler.loads(producer.connection.recv_bytes())
         assert tensors[-1][0].item() == 1.0
         producer.kill()

@@ -10,7 +10,7 @@
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-// Returns the start of the segment in which the memory of a storage begins. Returns 0 for memory that is not PyTorch's.
+// Returns the start of the segment in which the block of PyTorch at an address lies. Returns 0 if no block begins there.
 EXPORT uint64_t highwater_segment_of(uint64_t address) {
   try {
     size_t size = 0;
@@ -20,8 +20,8 @@ EXPORT uint64_t highwater_segment_of(uint64_t address) {
   }
 }
 
-// Calls `freed` with the start of each segment, before its memory is freed, for the rest of the process. PyTorch holds a lock meanwhile, so `freed`
-// must not call PyTorch. Returns whether the allocator reports segments.
+// Until the process ends, calls `freed` with the start of each segment before PyTorch frees it. PyTorch holds a lock meanwhile, so `freed` must not
+// call PyTorch, and must not take Python's lock. Returns whether the allocator reports segments.
 EXPORT bool highwater_watch_segments(void (*freed)(uint64_t address)) {
   try {
     allocator::attachAllocatorTraceTracker([freed](const allocator::TraceEntry& entry) {

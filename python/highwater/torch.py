@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -26,6 +27,7 @@ import operator
 import os
 import pathlib
 import pickle
+import shlex
 import shutil
 import struct
 import subprocess
@@ -199,8 +201,9 @@ FIRST_LOOK_SECONDS = 0.02
 LAST_LOOK_SECONDS = 0.5
 UNOPENED_SECONDS = 60.0
 TICKET_BYTES = 136
-# The most segments that are known to be mapped.
+# The most tickets of opened segments that a process remembers, and for how long. Their mappings may have ended meanwhile.
 MOST_MAPPED = 4096
+MAPPED_SECONDS = 10.0
 # The most storages of a `TicketBatch`. Further tensors of a message have tickets of their own.
 MOST_STORAGES = 1 << 16
 
@@ -209,6 +212,8 @@ class _State:
     """What this process shares and has open."""
 
     def __init__(self) -> None:
+        # First, because its errors have remedies.
+        self.runtime = _highwater.standing_runtime(_backend())
         torch.cuda.init()
         for name in ("_storage_Use_Count", "_construct_CUDA_Tensor_From_Storage_And_Metadata"):
             if not hasattr(torch._C, name):
@@ -219,7 +224,6 @@ class _State:
         self.from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
         self.functions = _tensor_functions()
         self.pid = os.getpid()
-        self.runtime = _highwater.standing_runtime(_backend())
         self.device = functools.cache(self.runtime.device)
         self.receipts = _highwater.Receipts(os.urandom(16))
         self.name = self.receipts.name
@@ -233,7 +237,8 @@ class _State:
         self.received_by_cdata: dict[int, tuple[bytes, int]] = {}
         self.most_received = 128
         self.mapped: set[bytes] = set()
-        """The tickets of segments that stay mapped."""
+        """The tickets of segments that this process has opened."""
+        self.mapped_until = 0.0
         # Not a `WeakSet`, whose methods run Python code.
         self.keeps: set[weakref.ref[_Keep]] = set()
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -410,7 +415,7 @@ class _State:
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
         try:
             stored = list(map(torch.Tensor.untyped_storage, tensors))
-            places, of_storages, of_layouts, is_plain = _places(tensors, stored, self.functions)
+            places, of_storages, layout_sizes, is_plain = _places(tensors, stored, self.functions)
         except (AttributeError, TypeError, RuntimeError):
             # One of them has no storage, or no shape.
             for place, tensor in enumerate(tensors):
@@ -418,7 +423,7 @@ class _State:
             raise
         # Nothing is shared before all are checked. A checked storage and a checked layout determine the rest: the device and the type.
         firsts = set(of_storages)
-        for place in sorted(firsts.union(of_layouts)) if is_plain else range(len(tensors)):
+        for place in sorted(firsts.union(layout_sizes)) if is_plain else range(len(tensors)):
             _check_tensor("share_all", f"tensor {place}", tensors[place])
             if place in firsts and (stored[place].nbytes() == 0 or self.forwarded(stored[place]) is not None):
                 message = f"tensor {place} is empty or came from another process"
@@ -430,7 +435,7 @@ class _State:
             self.stream(device).note_device_use(export.buffer)
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
-        described = tuple(_layout(*_seen(tensors[place])) for place in of_layouts)
+        described = tuple(_layout(*_seen(tensors[place])) for place in layout_sizes)
         token = self.fly(exports, opens, _new_token())
         return TensorBatch(described, places, batch, self.name, serials, token)
 
@@ -471,25 +476,27 @@ class _State:
         buffer = self.runtime.open_shared(Ticket(data, (nbytes,), "uint8"))
         return self.received_as((exporter, serial), buffer, lambda: data)
 
-    def segment_of(self, storage: Any, device: int, ticket: bytes, exporter: bytes) -> bytes:
+    def segment_ticket(self, storage: Any, device: int, ticket: bytes, exporter: bytes) -> bytes:
         """The ticket of the segment of a storage, which receivers keep mapped. Empty if they keep nothing mapped."""
-        is_own = exporter == self.name and ticket
-        found = _highwater.segment_ticket(device, storage.data_ptr(), ticket) if is_own else None
+        has_own_ticket = exporter == self.name and bool(ticket)
+        found = _highwater.segment_ticket(device, storage.data_ptr(), ticket) if has_own_ticket else None
         return found or b""
 
     def keep_mapped(self, exporter: bytes, segment: bytes) -> None:
-        """Maps a segment of another process. The mapping stays until that process frees the segment."""
+        """Maps a segment of another process. The mapping stays until that process frees the segment or ends, or this runtime is trimmed."""
+        now = time.monotonic()
+        if now >= self.mapped_until or len(self.mapped) >= MOST_MAPPED:
+            # A further open finds the mapping, or maps what was trimmed.
+            self.mapped.clear()
+            self.mapped_until = now + MAPPED_SECONDS
         if segment in self.mapped or exporter == self.name:
             return
         try:
             # The mapping stays after the drop of the buffer.
             self.runtime.open_shared(Ticket(segment))
         except Error:
-            # The open of the tensor maps the segment or fails with the same error.
+            # A mapping only saves time. The open of the tensor reports its own errors.
             return
-        if len(self.mapped) >= MOST_MAPPED:
-            # Further opens of these segments find the mapping.
-            self.mapped.clear()
         self.mapped.add(segment)
 
     def original(self, serial: int) -> Any:
@@ -761,17 +768,17 @@ class _Outgoing:
         state = self.state
         batch = state.runtime.share_all([export.buffer for export in self.exports])
         serials = array.array("Q", [export.serial for export in self.exports]).tobytes()
-        segments = self.segments(batch) if _keeps_mapped else []
+        segments = self.segment_tickets(batch) if _keeps_mapped else []
         state.fly(self.exports, 1, self.token)
         fields = _FIELDS.pack(self.token, state.name, len(self.exports), len(segments))
         content = b"".join((fields, serials, *segments, batch.to_bytes()))
         return b"".join((_BEFORE_FIELDS, len(content).to_bytes(4, "little"), content, _AFTER_FIELDS))
 
-    def segments(self, batch: TicketBatch) -> list[bytes]:
+    def segment_tickets(self, batch: TicketBatch) -> list[bytes]:
         """The tickets of the segments of the storages, each once."""
         found: dict[bytes, None] = {}
         for number, storage in enumerate(self.storages):
-            segment = self.state.segment_of(storage, storage.device.index, batch.ticket(number).to_bytes(), self.state.name)
+            segment = self.state.segment_ticket(storage, storage.device.index, batch.ticket(number).to_bytes(), self.state.name)
             if segment:
                 found[segment] = None
         return list(found)
@@ -801,11 +808,11 @@ _threads = _Threads()
 
 def _receive(fields: bytes) -> _Incoming:
     """Opens the storages of a message."""
-    token, exporter, count, segments = _FIELDS.unpack_from(fields)
+    token, exporter, count, segment_count = _FIELDS.unpack_from(fields)
     serials, end = array.array("Q"), _FIELDS.size + 8 * count
     serials.frombytes(fields[_FIELDS.size : end])
     state = _current()
-    for _ in range(segments):
+    for _ in range(segment_count):
         begin, end = end, end + TICKET_BYTES
         state.keep_mapped(exporter, fields[begin:end])
     incoming = state.open_batch(exporter, serials, TicketBatch(fields[end:]))
@@ -884,7 +891,7 @@ def _check_layout(layout: _Layout) -> None:
 
 def _wrong_layout(found: str) -> InvalidArgument:
     message = f"the ticket describes no tensor: {found}"
-    return InvalidArgument("InvalidArgument", "open", message, None, "pass a ticket as `share` returned it")
+    return InvalidArgument("InvalidArgument", "open", message, None, "pass a ticket as `share` or `share_all` returned it")
 
 
 def _finished(tensor: Any, kind: str, requires_grad: bool, signs: tuple[bool, bool]) -> Any:
@@ -948,12 +955,15 @@ def runtime() -> Runtime:
     return _current().runtime
 
 
+NO_CUDA_TENSOR = "it is no tensor of a CUDA device"
+
+
 def _unfit(tensor: Any) -> str | None:
     """Returns why a tensor cannot be shared. `None` if it can."""
     kind = type(tensor)
     is_known = kind is torch.Tensor or kind is torch.nn.Parameter
     if not (is_known or isinstance(tensor, torch.Tensor)) or not tensor.is_cuda:
-        return "it is no tensor of a CUDA device"
+        return NO_CUDA_TENSOR
     if not is_known:
         return f"its class is {kind.__name__}, expected Tensor or Parameter"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -971,7 +981,8 @@ def _check_tensor(operation: str, name: str, tensor: Any) -> None:
     reason = _unfit(tensor)
     if reason is not None:
         message = f"{name} cannot be shared: {reason}"
-        raise InvalidArgument("InvalidArgument", operation, message, None, "pass a plain tensor, such as `tensor.detach()`")
+        hint = "move it by `tensor.cuda()`" if reason == NO_CUDA_TENSOR else "pass a plain tensor, such as `tensor.detach()`"
+        raise InvalidArgument("InvalidArgument", operation, message, None, hint)
 
 
 def _check_opens(operation: str, opens: int) -> None:
@@ -1006,6 +1017,8 @@ def open(ticket: TensorTicket) -> Any:
     Raises `Expired` or `PeerLost` if the memory was released, `DeviceMissing` if its device is not visible here, `InvalidArgument`
     if the shape of the ticket exceeds its storage, and `Forked` in a child of `fork`.
     """
+    if not isinstance(ticket, TensorTicket):
+        raise _wrong_layout(f"an object of the type {type(ticket).__name__}")
     kind, dtype, size, stride, offset, requires_grad, signs = ticket[:7]
     return _opened(_maker((dtype, size, stride, (kind, requires_grad, signs))), offset, ticket[7:])
 
@@ -1159,8 +1172,8 @@ def _dump(pickler: Any, message: Any) -> None:
     file.seek(end + len(header))
 
 
-# The fixed fields of a message that is one tensor: the sizes of its packed layout and of its ticket, the offset, and the fields of a `_Shared`
-# without its ticket. The packed layout, the ticket and the ticket of the segment follow. The last one is empty if receivers keep nothing mapped.
+# The fixed fields of a message that is one tensor: the sizes of its packed layout and its ticket, the offset, and the fields of a `_Shared` without
+# its ticket. After the fixed fields come the packed layout, the ticket, and the ticket of the segment, which may be empty.
 _TENSOR = struct.Struct("<IIQIQ16sQQ")
 _BEFORE_TENSOR = b"".join((pickle.PROTO, b"\x03", pickle.GLOBAL, f"{__name__}\n_receive_tensor\n".encode(), pickle.BINBYTES))
 _AFTER_TENSOR = pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
@@ -1177,7 +1190,7 @@ def _dumps(kind: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
     layout, offset = _packed(*_seen(obj)), obj.storage_offset()
     state, storage = _current(), obj.untyped_storage()
     device, nbytes, ticket, exporter, serial, token = state.share(storage, obj.device.index, 1)
-    segment = state.segment_of(storage, device, ticket, exporter) if _keeps_mapped else b""
+    segment = state.segment_ticket(storage, device, ticket, exporter) if _keeps_mapped else b""
     fields = _TENSOR.pack(len(layout), len(ticket), offset, device, nbytes, exporter, serial, token)
     length = (len(fields) + len(layout) + len(ticket) + len(segment)).to_bytes(4, "little")
     return memoryview(bytearray().join((_BEFORE_TENSOR, length, fields, layout, ticket, segment, _AFTER_TENSOR)))
@@ -1192,9 +1205,9 @@ def _is_unchanged() -> bool:
 
 def _receive_tensor(fields: bytes) -> Any:
     """Opens a message that is one tensor."""
-    of_layout, of_ticket, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
-    begin = _TENSOR.size + of_layout
-    end = begin + of_ticket
+    layout_size, ticket_size, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
+    begin = _TENSOR.size + layout_size
+    end = begin + ticket_size
     make = _unpacked(fields[_TENSOR.size : begin])
     if len(fields) > end:
         _current().keep_mapped(exporter, fields[end:])
@@ -1235,21 +1248,21 @@ def _is_pythons(name: str) -> bool:
 def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS, keep_mapped: bool = False) -> None:
     """Makes `torch.multiprocessing` send CUDA tensors by tickets from this process.
 
-    A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A second call
-    only sets the arguments. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
+    A process needs the call to send, and not to receive. Other tensors, such as those of the CPU, go PyTorch's way. A later call
+    only changes the arguments. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
 
     With `keep_mapped`, receivers keep the segments of PyTorch's allocator mapped until PyTorch frees them, as `torch.cuda.empty_cache` does. New
-    tensors arrive faster then, because PyTorch reuses its segments. A free of a segment waits for its receivers, and for a stopped one at most
-    half a second. The call initializes CUDA. The first one on a machine compiles a small C++ file, as `install_host_allocator` does.
+    tensors arrive faster then, because PyTorch reuses its segments. A free of a segment waits until receivers have unmapped it, at most half a
+    second. The call initializes CUDA and opens the runtime. The first one on a machine compiles a small C++ file, as `install_host_allocator` does.
 
     Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
 
-    With `keep_mapped`, raises `Unsupported` for a PyTorch other than 2.11 for CUDA, without a compiler, and for `cudaMallocAsync`;
-    `OperatingSystem` if the compiler fails; and the errors of `runtime`.
+    With `keep_mapped`, raises `Unsupported` without PyTorch 2.11 for CUDA, its default allocator, or a compiler. Raises `OperatingSystem` if the
+    compiler fails, and the errors of `runtime`.
     """
     if not 0 <= unopened_seconds < float("inf"):
         raise InvalidArgument(
-            "InvalidArgument", "install_reducers", f"unopened_seconds is {unopened_seconds}", None, "pass seconds of at least 0"
+            "InvalidArgument", "install_reducers", f"unopened_seconds is {unopened_seconds}", None, "pass a finite number, at least 0"
         )
     global _unopened_seconds, _keeps_mapped, _replaces_pythons
     with _install_lock:
@@ -1296,9 +1309,10 @@ def _reducers() -> dict[type, Callable[[Any], Any]]:
 
 def collect() -> None:
     """Releases the memory of sent tensors that no process needs. A thread of this module does the same regularly."""
-    state = _current()
-    state.land(state.receipts.take(0.0))
-    state.sweep()
+    if _state is not None:
+        state = _current()
+        state.land(state.receipts.take(0.0))
+        state.sweep()
 
 
 def kept_bytes() -> int:
@@ -1350,8 +1364,8 @@ def install_host_allocator() -> None:
 
     The allocator stays until the process ends. Tensors that were allocated before keep PyTorch's allocator. It also allocates tensors of more
     than one registration of the device, which is 64 MiB with CUDA. The first call on a machine compiles a small C++ file for the installed
-    PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17 compiler: `c++`, or the one that the
-    variable `CXX` names. No other thread may allocate page-locked memory during the call.
+    PyTorch, and keeps the result in `~/.cache/highwater`, or under `XDG_CACHE_HOME`. It needs a C++17 compiler: `c++`, or the command in the
+    variable `CXX`. No other thread may allocate page-locked memory during the call.
 
     `torch.cuda.host_memory_stats` then has the pool's counts. Memory that a CUDA graph of PyTorch copies from or to is not reused before
     the process ends.
@@ -1366,7 +1380,7 @@ def install_host_allocator() -> None:
         operation = "install_host_allocator"
         version = _checked_version(operation, "use PyTorch 2.11, or its own allocator")
         _highwater.standing_runtime(_backend())
-        library = ctypes.CDLL(str(_compiled(operation, _HOST_SOURCE)))
+        library = _loaded(operation, _HOST_SOURCE)
         functions = (ctypes.c_void_p * 7)(*_highwater.host_functions())
         library.highwater_install_host_allocator.restype = ctypes.c_bool
         if not library.highwater_install_host_allocator(functions):
@@ -1376,7 +1390,7 @@ def install_host_allocator() -> None:
 
 
 def _checked_version(operation: str, hint: str) -> str:
-    """Returns the version of PyTorch, whose interface of allocators is known."""
+    """Returns the version of PyTorch. Raises `Unsupported` unless it is 2.11, whose interface of allocators this module knows."""
     version = str(torch.__version__)
     if version.split(".")[:2] != ["2", "11"]:
         message = f"PyTorch {version} has another interface of allocators"
@@ -1385,7 +1399,7 @@ def _checked_version(operation: str, hint: str) -> str:
 
 
 def _watch_segments() -> None:
-    """Makes PyTorch report the segments that it frees. The caller must hold the lock of installations."""
+    """Makes PyTorch report the segments that it frees. The caller must hold `_install_lock`."""
     global _segments_library
     if _segments_library is not None:
         return
@@ -1394,14 +1408,23 @@ def _watch_segments() -> None:
     if torch.version.cuda is None:
         raise Unsupported("Unsupported", operation, f"PyTorch {version} was built without CUDA", None, hint)
     headers = str(_SEGMENTS_SOURCE.with_name("_cuda"))
-    library = ctypes.CDLL(str(_compiled(operation, _SEGMENTS_SOURCE, "-isystem", headers, "-lc10_cuda")))
-    # PyTorch has its allocator then.
+    library = _loaded(operation, _SEGMENTS_SOURCE, "-isystem", headers, "-lc10_cuda")
+    # This initializes CUDA, so PyTorch's allocator exists.
     _current()
     library.highwater_watch_segments.restype = ctypes.c_bool
-    freed = _highwater.segment_functions(ctypes.cast(library.highwater_segment_of, ctypes.c_void_p).value or 0)
+    freed = _highwater.segment_freed_function(ctypes.cast(library.highwater_segment_of, ctypes.c_void_p).value or 0)
     if not library.highwater_watch_segments(ctypes.c_void_p(freed)):
         raise Unsupported("Unsupported", operation, "PyTorch's allocator does not report the segments that it frees", None, hint)
     _segments_library = library
+
+
+def _loaded(operation: str, source: pathlib.Path, *further: str) -> ctypes.CDLL:
+    """Loads the library of a C++ file. Compiles the file again if its library is damaged."""
+    path = _compiled(operation, source, *further)
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(path))
+    path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compiled(operation, source, *further)))
 
 
 def _compiled(operation: str, source: pathlib.Path, *further: str) -> pathlib.Path:
@@ -1410,24 +1433,29 @@ def _compiled(operation: str, source: pathlib.Path, *further: str) -> pathlib.Pa
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     options += ["-isystem", str(root / "include"), "-L", str(root / "lib"), "-ltorch_cpu", "-lc10", *further]
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        message = f"there is no C++ compiler {os.environ.get('CXX', 'c++')!r}"
-        raise Unsupported("Unsupported", operation, message, None, "install g++ or clang, or set CXX")
-    made_of = "\0".join([torch.__version__, compiler, *options]).encode() + source.read_bytes()
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    if not command or shutil.which(command[0]) is None:
+        message = f"there is no C++ compiler {' '.join(command)!r}"
+        raise Unsupported("Unsupported", operation, message, None, "install g++ or clang, or set CXX to a compiler")
+    made_of = "\0".join([torch.__version__, *command, *options]).encode() + source.read_bytes()
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "highwater"
     library = folder / f"{source.stem}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = pathlib.Path(scratch) / library.name
-        # The libraries come after the source that needs them.
-        done = subprocess.run([compiler, str(source), *options, "-o", str(made)], capture_output=True, text=True)
-        if done.returncode != 0:
-            message = f"{compiler} cannot compile {source.name} for PyTorch {torch.__version__}: {done.stderr.strip()[-1000:]}"
-            hint = "use a compiler with C++17, and the headers that PyTorch's wheel has"
-            raise OperatingSystem("OperatingSystem", operation, message, done.returncode, hint)
-        # Another process may do the same.
-        made.replace(library)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if library.exists():
+            return library
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = pathlib.Path(scratch) / library.name
+            # The libraries come after the source that needs them.
+            done = subprocess.run([*command, str(source), *options, "-o", str(made)], capture_output=True, text=True)
+            if done.returncode != 0:
+                printed = done.stderr.strip()[-1000:] or "it printed nothing"
+                message = f"{' '.join(command)} cannot compile {source.name} for PyTorch {torch.__version__}: {printed}"
+                hint = "use a compiler with C++17, and the headers that PyTorch's wheel has"
+                raise OperatingSystem("OperatingSystem", operation, message, done.returncode, hint)
+            # Another process may do the same.
+            made.replace(library)
+    except OSError as error:
+        message, hint = f"the folder {folder} cannot be used: {error}", "set XDG_CACHE_HOME to a folder that can be written to"
+        raise OperatingSystem("OperatingSystem", operation, message, error.errno, hint) from error
     return library

@@ -58,7 +58,7 @@ where
 
 /// Returns the lengths of the dimensions, from one number or a sequence.
 pub(crate) fn shape_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let many = || {
+    let sequence = || {
         object.extract::<Vec<isize>>().map_err(|error| {
             if error.is_instance_of::<PyOverflowError>(object.py()) {
                 return too_long(object);
@@ -67,14 +67,14 @@ pub(crate) fn shape_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
             PyTypeError::new_err(format!("shape is `{found}`, expected a whole number or a sequence of whole numbers"))
         })
     };
-    // The error of a number that is none takes longer than the rest.
+    // A tuple is no number. The error of the attempt would take longer than the rest.
     let lengths = if object.is_instance_of::<PyTuple>() {
-        many()?
+        sequence()?
     } else {
         match object.extract::<isize>() {
             Ok(length) => vec![length],
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => return Err(too_long(object)),
-            Err(_) => many()?,
+            Err(_) => sequence()?,
         }
     };
     let checked = lengths.iter().map(|&length| usize::try_from(length));

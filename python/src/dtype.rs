@@ -61,7 +61,7 @@ impl DType {
             "int" => "int64",
             name => name,
         };
-        // A text has no order of bytes, and the search of a missing attribute takes longer than the rest.
+        // A string has no `isnative`. The lookup of a missing attribute takes longer than the rest.
         let native = if is_text { None } else { object.getattr_opt("isnative")? };
         if native.is_some_and(|native| native.is_truthy().is_ok_and(|is_native| !is_native)) {
             let message = format!("the type {} has the other byte order", short(object));

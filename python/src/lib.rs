@@ -72,7 +72,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
     module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
-    module.add_function(wrap_pyfunction!(segments::segment_functions, module)?)?;
+    module.add_function(wrap_pyfunction!(segments::segment_freed_function, module)?)?;
     module.add_function(wrap_pyfunction!(segments::segment_ticket, module)?)?;
     module.add_function(wrap_pyfunction!(listing::processes, module)?)?;
     module.add_function(wrap_pyfunction!(runtime::open, module)?)?;

@@ -1,9 +1,9 @@
 //! Segments of PyTorch's allocator that receivers keep mapped.
 //!
-//! To map a segment takes several times as long as to send a tensor of it. A mapping stays in a receiver while the sender shares the memory. So
-//! the sender also shares one byte of the segment itself, for as long as the segment exists. Receivers open it once. PyTorch reports that it
-//! frees a segment before it does so (`_torch_segments.cpp`). The share of the segment ends then, and the free waits until each receiver has
-//! unmapped it, because a free under a mapping is undefined.
+//! The map and the unmap of a segment take about as long as the rest of a tensor's way through a queue. A mapping stays in a receiver while the
+//! sender shares the memory. So the sender also shares one byte of the segment, for as long as the segment exists. Receivers open it once. PyTorch
+//! reports that it frees a segment before it does so (`_torch_segments.cpp`). The share of the segment ends then. The free waits until each
+//! receiver has unmapped the segment, at most half a second. NVIDIA leaves a free under a mapping undefined.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,22 +18,26 @@ use pyo3::types::PyBytes;
 
 use crate::torch::{STANDING, Standing, allocating, lock};
 
-/// The bytes of a ticket with its transport, and with the offset of its range in the allocation.
+/// The bytes of a ticket with its transport.
 const TRANSPORT: Range<usize> = 12..16;
-const OFFSET: Range<usize> = 96..104;
+/// The transport of legacy handles.
 const LEGACY: [u8; 4] = [0; 4];
+/// The bytes of a ticket with the offset of its range in the allocation.
+const OFFSET: Range<usize> = 96..104;
 
-/// The time that a free waits for receivers. Each free that waits in vain halves it, so that a stopped receiver does not hold up PyTorch.
+/// The longest time that a free waits for receivers.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
+/// The limit of the next wait. A wait in vain halves it, down to `SHORTEST_WAIT`. A wait that succeeds restores it. So a stopped receiver delays
+/// many frees only briefly.
 static WAIT_MICROSECONDS: AtomicU64 = AtomicU64::new(LONGEST_WAIT.as_micros() as u64);
 
-/// Whether no receiver has a segment mapped any more.
+/// Whether no receiver has a segment mapped.
 #[derive(Default)]
 struct Unmapped(Mutex<bool>, Condvar);
 
 impl Unmapped {
-    /// Waits until no receiver has the segment mapped.
+    /// Waits until no receiver has the segment mapped, at most the current limit.
     fn wait(&self) {
         // Relaxed: the waits of two threads may share a limit.
         let limit = Duration::from_micros(WAIT_MICROSECONDS.load(Ordering::Relaxed));
@@ -69,11 +73,11 @@ struct Segment {
     unmapped: Arc<Unmapped>,
 }
 
-/// Returns the start of the segment in which the memory of a storage begins. Returns 0 for memory that is not PyTorch's.
+/// Returns the start of the segment in which the block of PyTorch at an address lies. Returns 0 if no block begins there.
 type SegmentOf = extern "C" fn(u64) -> u64;
 static SEGMENT_OF: OnceLock<SegmentOf> = OnceLock::new();
 
-/// By address. Lives as long as the runtime, which is the process.
+/// The segments that receivers keep mapped, by their start.
 static KEPT: Mutex<BTreeMap<u64, Segment>> = Mutex::new(BTreeMap::new());
 
 impl Segment {
@@ -81,15 +85,15 @@ impl Segment {
         let unmapped = Arc::<Unmapped>::default();
         let keep = Keep(Arc::clone(&unmapped));
         // SAFETY: The caller has a tensor at the address, so the segment exists now. `segment_freed` ends the share before the segment is freed.
-        // Nothing uses the byte.
+        // Nothing reads or writes the byte through this buffer.
         let byte = unsafe { standing.runtime.device(device)?.adopt::<u8>(DevicePtr::new(address), 1, keep) }?;
         let ticket = byte.share()?.to_bytes().into();
         Ok(Self { byte, ticket, unmapped })
     }
 }
 
-/// Returns the ticket of the segment in which a storage begins, whose own ticket is `ticket`. Returns `None` for memory that receivers do not keep
-/// mapped: it has no legacy handle, PyTorch does not report its free, or the share of the segment fails.
+/// Returns the ticket of the segment that has the storage at `address`. `ticket` is the ticket of the storage. Returns `None` if the ticket has no
+/// legacy handle, PyTorch does not report the free, or the share fails.
 #[pyfunction]
 pub(crate) fn segment_ticket<'py>(
     py: Python<'py>,
@@ -114,17 +118,18 @@ pub(crate) fn segment_ticket<'py>(
         let mut kept = lock(&KEPT);
         let is_first = !kept.contains_key(&base);
         let ticket = Arc::clone(&if is_first { &made } else { &kept[&base] }.ticket);
-        let second = if is_first { kept.insert(base, made) } else { Some(made) };
-        // Dropped after the lock.
+        let duplicate = if is_first { kept.insert(base, made) } else { Some(made) };
+        // Outside of the lock.
         drop(kept);
-        drop(second);
+        drop(duplicate);
         Some(ticket)
     };
     let found = known().or_else(|| py.detach(make))?;
     Some(PyBytes::new(py, &found))
 }
 
-/// Ends the share of a segment, and waits until no receiver has it mapped. PyTorch calls it before it frees a segment.
+/// Ends the share of a segment. Waits until no receiver has it mapped, at most [`LONGEST_WAIT`]. PyTorch's allocator calls it before it frees a
+/// segment, with a lock held.
 extern "C" fn segment_freed(address: u64) {
     allocating(|| {
         let Some(standing) = STANDING.get() else { return Ok(()) };
@@ -140,15 +145,15 @@ extern "C" fn segment_freed(address: u64) {
     });
 }
 
-/// Takes the address of `highwater_segment_of`, and returns the one of the function that `highwater_watch_segments` takes.
+/// Takes the address of `highwater_segment_of`. Returns the address of `segment_freed`, for `highwater_watch_segments`.
 ///
 /// # Safety
-/// The caller must pass the address of such a function, which exists as long as the process.
+/// The caller must pass the address of a [`SegmentOf`] function that exists until the process ends.
 #[pyfunction]
-pub(crate) unsafe fn segment_functions(segment_of: usize) -> usize {
+pub(crate) unsafe fn segment_freed_function(segment_of: usize) -> usize {
     // SAFETY: As the caller promises.
     let function = unsafe { std::mem::transmute::<usize, SegmentOf>(segment_of) };
-    // A second installation passes the same one.
+    // A retry passes the same address.
     let _ = SEGMENT_OF.set(function);
     segment_freed as *const () as usize
 }

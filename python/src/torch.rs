@@ -33,7 +33,7 @@ pub(crate) struct Standing {
     /// Wrapped streams by device and raw handle. Those of PyTorch live as long as the process.
     streams: Mutex<HashMap<(u32, u64), Arc<Stream>>>,
     /// The allocations of PyTorch's pools, by address.
-    segments: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
+    pool_allocations: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
 }
 
 pub(crate) static STANDING: OnceLock<Standing> = OnceLock::new();
@@ -83,7 +83,7 @@ pub(crate) fn standing_runtime(py: Python<'_>, name: &str) -> PyResult<Runtime> 
             name: name.to_owned(),
             runtime,
             streams: Mutex::default(),
-            segments: Mutex::default(),
+            pool_allocations: Mutex::default(),
         };
         // If another thread was faster, this runtime is dropped.
         py.detach(|| drop(STANDING.set(made)));
@@ -140,7 +140,7 @@ pub(crate) unsafe extern "C" fn highwater_torch_alloc(bytes: isize, device: c_in
         // Covers all kernels of this stream until the free.
         stream.note_device_use(&buffer, Access::Write)?;
         let address = buffer.ptr().get();
-        lock(&standing.segments).insert(address, buffer);
+        lock(&standing.pool_allocations).insert(address, buffer);
         Ok(address)
     });
     address.unwrap_or_default() as *mut c_void
@@ -162,7 +162,7 @@ pub(crate) unsafe extern "C" fn highwater_torch_free(
         return;
     }
     allocating(|| {
-        let freed = lock(&Standing::get(OPERATION)?.segments).remove(&(address as u64));
+        let freed = lock(&Standing::get(OPERATION)?.pool_allocations).remove(&(address as u64));
         freed.map(drop).ok_or_else(|| {
             let message = format!("{address:p} is not the start of live memory of this allocator");
             Error::new(ErrorKind::InvalidPointer, OPERATION, message)

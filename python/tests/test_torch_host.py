@@ -158,3 +158,17 @@ def test_another_version_and_a_missing_compiler_are_refused_with_the_remedy(tmp_
     assert "set CXX" in run(program.format(""), tmp_path, CXX="no-such-compiler")
     assert "cannot compile" in run(program.format(""), tmp_path, CXX="false")
     assert not list(tmp_path.glob("highwater/*"))
+    # A compiler that is killed prints nothing.
+    assert "it printed nothing" in run(program.format(""), tmp_path, CXX="sh -c 'kill -9 $$'")
+    file = tmp_path / "file"
+    file.touch()
+    assert "set XDG_CACHE_HOME" in run(program.format(""), tmp_path, XDG_CACHE_HOME=str(file))
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path) -> None:
+    program = "import highwater.torch as hwt\nhwt.install_host_allocator()\nprint('done')"
+    for _ in range(2):
+        assert run(program, tmp_path, CXX="env c++") == "done"
+        library, *others = (tmp_path / "highwater").iterdir()
+        assert not others
+        library.write_bytes(b"damaged")

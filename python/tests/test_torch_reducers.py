@@ -126,6 +126,13 @@ class Steps:
                 found.append(f"{type(error).__name__}: {error}")
         return found
 
+    def trim(self) -> None:
+        hwt.runtime().trim()
+
+    def forget_mapped(self) -> None:
+        """As after `MAPPED_SECONDS`."""
+        hwt._current().mapped_until = 0.0
+
     def mappings(self) -> int:
         return int(hwt.runtime().statistics().sharing.mappings)
 
@@ -634,7 +641,7 @@ def test_a_message_has_more_storages_than_a_batch(workers: list[Worker], monkeyp
 
 def fields_of(message: bytes) -> dict[str, Any]:
     """The fixed fields of a message that is one tensor."""
-    names = ("of_layout", "of_ticket", "offset", "device", "nbytes", "exporter", "serial", "token")
+    names = ("layout_size", "ticket_size", "offset", "device", "nbytes", "exporter", "serial", "token")
     return dict(zip(names, hwt._TENSOR.unpack_from(message, len(hwt._BEFORE_TENSOR) + 4), strict=True))
 
 
@@ -1015,8 +1022,12 @@ def test_a_tensor_of_more_dimensions_than_a_receiver_takes_goes_the_way_of_pytor
 
 
 def test_a_wrong_argument_is_refused() -> None:
-    with pytest.raises(highwater.InvalidArgument):
+    with pytest.raises(highwater.InvalidArgument, match=r"tensor\.cuda\(\)"):
         hwt.share("tensor")
+    with pytest.raises(highwater.InvalidArgument, match="an object of the type int"):
+        hwt.open(3)
+    with pytest.raises(highwater.InvalidArgument, match="share_all"):
+        hwt.open_all([])
     with pytest.raises(highwater.InvalidArgument):
         hwt.share(cuda([1]), opens=0)
     for seconds in (-1.0, float("nan"), float("inf")):

@@ -26,21 +26,14 @@ pytestmark = pytest.mark.skipif(BACKEND != "cuda", reason="the mock has no memor
 HALF = (12 if IS_REAL else 1) << 20
 DRIVER = ctypes.CDLL("libcuda.so.1") if BACKEND == "cuda" else None
 
-segments_of_stand_in: set[int] = set()
+def load_shim() -> Any:
+    library = ctypes.CDLL(os.path.join(os.environ["HIGHWATER_STANDIN"], "lib", "libtorch_cpu.so"))
+    library.standin_add_segment.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    library.standin_free_segment.argtypes = [ctypes.c_uint64]
+    return library
 
 
-def segment_of(address: int) -> int:
-    return next((base for base in segments_of_stand_in if base <= address < base + 2 * HALF), 0)
-
-
-# As the library has them that `install_reducers` compiles.
-segment_of_stand_in = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64)(segment_of)
-
-
-def freed_in_stand_in() -> Any:
-    segment_of = ctypes.cast(segment_of_stand_in, ctypes.c_void_p).value
-    assert segment_of is not None
-    return ctypes.CFUNCTYPE(None, ctypes.c_uint64)(_highwater.segment_functions(segment_of))
+SHIM: Any = None if IS_REAL or BACKEND != "cuda" else load_shim()
 
 
 def call_driver(name: str, *arguments: Any) -> None:
@@ -71,7 +64,7 @@ class Segment:
             assert self.tensors[1].data_ptr() - self.tensors[0].data_ptr() == HALF
             return
         self.address = allocate_past_pytorch()
-        segments_of_stand_in.add(self.address)
+        SHIM.standin_add_segment(self.address, 2 * HALF)
         for place in range(2):
             buffer = hwt.runtime().device(0).adopt(self.address + place * HALF, HALF, "uint8", None)
             storage = torch.UntypedStorage(HALF, buffer)
@@ -86,10 +79,9 @@ class Segment:
         if IS_REAL:
             torch.cuda.empty_cache()
         else:
-            freed_in_stand_in()(self.address)
+            SHIM.standin_free_segment(self.address)
         end = time.monotonic()
         if not IS_REAL:
-            segments_of_stand_in.remove(self.address)
             call_driver("cuMemFree_v2", ctypes.c_uint64(self.address))
         return end - begin
 
@@ -111,8 +103,10 @@ def worker() -> Iterator[Worker]:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not IS_REAL:
-        freed_in_stand_in()
-        monkeypatch.setattr(hwt, "_segments_library", object())
+        monkeypatch.setattr(hwt, "_segments_library", None)
+        monkeypatch.setattr(hwt, "_loaded", lambda *_: SHIM)
+        monkeypatch.setattr(torch, "__version__", "2.11.0")
+        monkeypatch.setattr(torch.version, "cuda", "13.0", raising=False)
     hwt.install_reducers(keep_mapped=True)
     yield
     hwt.uninstall_reducers()
@@ -136,12 +130,12 @@ def first(worker: Worker, message: bytes) -> Any:
 def test_a_mapping_stays_until_the_segment_is_freed(worker: Worker) -> None:
     segment = Segment()
     assert worker.ask("mappings") == 0
-    # The first tensor and its segment, and the second tensor in the same one.
+    # The first tensor maps itself and its segment. The second adds one mapping.
     assert first(worker, segment.message(0)) == 0.0
     assert worker.ask("mappings") == 2
     assert first(worker, segment.message(1)) == 1.0
     assert worker.ask("mappings") == 3
-    # The tensors have ended, and the mapping of the segment stays.
+    # The mappings of the tensors have ended. That of the segment stays.
     drop(segment)
     until(lambda: worker.ask("mappings") == 1)
     segment.free()
@@ -181,6 +175,22 @@ def test_uninstall_leaves_the_mappings_until_the_free(worker: Worker) -> None:
     assert worker.ask("mappings") == 0
 
 
+def test_a_segment_that_was_trimmed_is_mapped_again_after_a_time(worker: Worker) -> None:
+    segment = Segment()
+    worker.ask("forget_mapped")
+    assert first(worker, segment.message(0)) == 0.0
+    worker.ask("trim")
+    assert worker.ask("mappings") == 0
+    assert first(worker, segment.message(0)) == 0.0
+    assert worker.ask("mappings") == 1
+    worker.ask("forget_mapped")
+    assert first(worker, segment.message(0)) == 0.0
+    assert worker.ask("mappings") == 2
+    drop(segment)
+    segment.free()
+    assert worker.ask("mappings") == 0
+
+
 def test_a_stopped_receiver_delays_a_free_for_a_limited_time(worker: Worker) -> None:
     stopped = Worker()
     try:
@@ -213,7 +223,7 @@ def test_a_killed_receiver_delays_no_free(worker: Worker) -> None:
 def segment_at(message: bytes) -> int:
     """The place of a segment's ticket in a message."""
     fields = fields_of(message)
-    return len(hwt._BEFORE_TENSOR) + 4 + int(hwt._TENSOR.size + fields["of_layout"] + fields["of_ticket"])
+    return len(hwt._BEFORE_TENSOR) + 4 + int(hwt._TENSOR.size + fields["layout_size"] + fields["ticket_size"])
 
 
 def test_a_message_with_a_ticket_of_no_segment_opens(worker: Worker) -> None:
@@ -224,7 +234,7 @@ def test_a_message_with_a_ticket_of_no_segment_opens(worker: Worker) -> None:
     until(lambda: hwt.kept_bytes() == HALF or hwt.collect())
     freed.free()
     begin, end = len(hwt._BEFORE_TENSOR), segment_at(message)
-    # The segment of a message only saves time.
+    # A wrong ticket of a segment is ignored, because the mapping only saves time.
     for ticket in (other[segment_at(other) : -len(hwt._AFTER_TENSOR)], os.urandom(136), b"x", b""):
         body = message[begin + 4 : end] + ticket
         changed = message[:begin] + struct.pack("<I", len(body)) + body + hwt._AFTER_TENSOR
@@ -258,11 +268,15 @@ def test_memory_that_may_be_freed_under_a_mapping_is_not_kept_mapped(worker: Wor
     else:
         # The memory has a descriptor, which keeps it.
         tensor = torch.tensor([0.0] * LENGTH, device="cuda")
-        segments_of_stand_in.add(tensor.data_ptr())
+        SHIM.standin_add_segment(tensor.data_ptr(), 4 * LENGTH)
     message = bytes(ForkingPickler.dumps(tensor))
     assert segment_at(message) == len(message) - len(hwt._AFTER_TENSOR)
     assert first(worker, message) == 0.0
-    segments_of_stand_in.discard(tensor.data_ptr())
+    if not IS_REAL:
+        SHIM.standin_free_segment(tensor.data_ptr())
+    del tensor
+    until(nothing_is_kept)
+    until(lambda: worker.ask("mappings") == 0)
 
 
 def test_the_segments_of_a_message_of_many_tensors_stay_mapped(worker: Worker) -> None:
@@ -309,8 +323,9 @@ def test_a_free_in_a_child_of_fork_touches_nothing(worker: Worker) -> None:
     assert first(worker, segment.message(0)) == 0.0
     child = os.fork()
     if child == 0:
-        address = segment.tensors[0].data_ptr()
-        freed_in_stand_in()(address)
+        hwt.install_reducers(keep_mapped=True)
+        freed = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(_highwater.segment_freed_function(1))
+        freed(segment.tensors[0].data_ptr())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert worker.ask("mappings") == 2

@@ -87,3 +87,42 @@ int32_t aoti_torch_delete_tensor_object(Tensor *tensor) {
     free(tensor);
     return 0;
 }
+
+// The functions that `highwater/torch.py` compiles for a PyTorch with an allocator, and segments that a test allocates and frees.
+
+enum { MOST_SEGMENTS = 64 };
+
+static struct {
+    uint64_t address;
+    uint64_t bytes;
+} segments[MOST_SEGMENTS];
+static void (*report)(uint64_t address);
+
+void standin_add_segment(uint64_t address, uint64_t bytes) {
+    int place = 0;
+    while (segments[place].bytes != 0) {
+        if (++place == MOST_SEGMENTS) abort();
+    }
+    segments[place].address = address;
+    segments[place].bytes = bytes;
+}
+
+// Forgets a segment, as a free does, after the report.
+void standin_free_segment(uint64_t address) {
+    if (report != NULL) report(address);
+    for (int place = 0; place < MOST_SEGMENTS; place++) {
+        if (segments[place].address == address) segments[place].bytes = 0;
+    }
+}
+
+uint64_t highwater_segment_of(uint64_t address) {
+    for (int place = 0; place < MOST_SEGMENTS; place++) {
+        if (address - segments[place].address < segments[place].bytes) return segments[place].address;
+    }
+    return 0;
+}
+
+_Bool highwater_watch_segments(void (*freed)(uint64_t address)) {
+    report = freed;
+    return 1;
+}
