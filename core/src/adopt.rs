@@ -152,6 +152,10 @@ impl SharedMemory for Adopted {
     fn range(&self) -> Range<u64> {
         self.range.clone()
     }
+
+    fn export(&self) -> Option<(Runtime, ExportKey)> {
+        self.key.get().map(|key| (self.runtime.clone(), *key))
+    }
 }
 
 fn invalid(operation: &'static str, message: String, hint: &'static str) -> Error {

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::capture::thread::refuse_in_capture;
 use crate::device_block::{DeviceBlock, Origin};
@@ -241,6 +242,37 @@ impl<T: Element> DeviceBuffer<T> {
     /// - Otherwise the backend's error.
     pub fn share(&self) -> Result<Ticket> {
         DeviceSlice::from(self).share()
+    }
+
+    /// Drops a buffer whose memory other code frees next, and waits until no other process holds its allocation. Returns whether none does.
+    ///
+    /// A process holds an allocation while it has a buffer of it open. It also holds a block of `cudaMalloc` or `hipMalloc` while it has it
+    /// mapped, which it does until the owner drops the last shared buffer. CUDA leaves a free of such a block under a mapping
+    /// undefined. A process unmaps in a thread of its own, and the driver may wait for that process's device work.
+    ///
+    /// The call waits at most `limit`, and not for a stopped process. In a child of `fork`, it waits for nothing and returns `false`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use highwater_core::{Runtime, Ticket, Transport};
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let gpu = MockGpu::open(MockOptions::new())?;
+    /// # let (runtime, other) = (Runtime::new(gpu.clone())?, Runtime::new(gpu)?);
+    /// let buffer = runtime.device(0)?.adopt_allocated::<f32>(1000, Transport::Descriptor)?;
+    /// let ticket = buffer.share()?;
+    ///
+    /// let opened = other.open_shared::<f32>(&ticket)?; // as in another process
+    /// drop(opened);
+    /// assert!(buffer.unshare_within(Duration::from_secs(5)));
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn unshare_within(self, limit: Duration) -> bool {
+        let export = self.block.export();
+        drop(self);
+        let Some((runtime, key)) = export else { return true };
+        let sharing = runtime.inner.check("unshare_within").ok().and(runtime.inner.sharing.get());
+        sharing.is_some_and(|sharing| sharing.wait_unheld(key, limit))
     }
 
     /// Returns the process that owns the memory of a buffer which [`Runtime::open_shared`](crate::Runtime::open_shared) opened.

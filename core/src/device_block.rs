@@ -12,8 +12,9 @@ use crate::pool::completion_events::{CompletionEvent, never_recorded};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::stream_memory::{Lot, Placed, StreamMemory, Waiting};
 use crate::pool::stream_use::{StreamUse, UseEnd};
+use crate::runtime::Runtime;
 use crate::services::Services;
-use crate::sharing::{Owner, Revocation, Ticket};
+use crate::sharing::{ExportKey, Owner, Revocation, Ticket};
 use crate::stream::core::StreamCore;
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result, Transport};
 
@@ -104,6 +105,10 @@ pub(crate) trait SharedMemory: Send + Sync {
     fn transport(&self, device: u32) -> Result<Transport>;
     /// Returns the bytes of the shared allocation that the block has.
     fn range(&self) -> Range<u64>;
+    /// Returns the runtime that exports the allocation, and its key there. `None` if it was not shared, and for memory of another process.
+    fn export(&self) -> Option<(Runtime, ExportKey)> {
+        None
+    }
     /// Returns the state of memory that is revoked when its owner dies. `None` for all other memory.
     fn revocation(&self) -> Option<&Revocation> {
         None
@@ -232,6 +237,14 @@ impl DeviceBlock {
     pub(crate) fn owner(&self) -> Option<Owner> {
         match &self.origin {
             Origin::Shared(memory) => memory.owner(),
+            Origin::Own | Origin::Ordered(_) => None,
+        }
+    }
+
+    /// Returns the runtime that exports the allocation of the block, and its key there.
+    pub(crate) fn export(&self) -> Option<(Runtime, ExportKey)> {
+        match &self.origin {
+            Origin::Shared(memory) => memory.export(),
             Origin::Own | Origin::Ordered(_) => None,
         }
     }

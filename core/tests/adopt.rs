@@ -688,3 +688,35 @@ fn a_child_and_an_exit_leak_what_keeps_the_memory() {
     let exited = run("exit");
     assert!(exited.contains("late") && !exited.contains("dropped"), "{exited}");
 }
+
+#[test]
+fn a_share_ends_once_no_importer_has_the_memory_open() {
+    const LONG: Duration = Duration::from_secs(20);
+    let rig = Rig::new();
+    let importer = Runtime::new(rig.gpu.clone()).unwrap();
+    let make = || rig.device.adopt_allocated::<u32>(1000, Transport::Descriptor).unwrap();
+
+    // Never shared, and shared without an importer.
+    assert!(make().unshare_within(Duration::ZERO));
+    let buffer = make();
+    buffer.share().unwrap();
+    assert!(buffer.unshare_within(Duration::ZERO));
+
+    let buffer = make();
+    let opened = importer.open_shared::<u32>(&buffer.share().unwrap()).unwrap();
+    let begin = Instant::now();
+    assert!(!buffer.unshare_within(Duration::from_millis(50)));
+    assert!(begin.elapsed() >= Duration::from_millis(50));
+    drop(opened);
+
+    let buffer = make();
+    let opened = importer.open_shared::<u32>(&buffer.share().unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(30));
+            drop(opened);
+        });
+        assert!(buffer.unshare_within(Duration::MAX));
+    });
+    assert!(begin.elapsed() < LONG);
+}

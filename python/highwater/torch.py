@@ -482,22 +482,26 @@ class _State:
         found = _highwater.segment_ticket(device, storage.data_ptr(), ticket) if has_own_ticket else None
         return found or b""
 
-    def keep_mapped(self, exporter: bytes, segment: bytes) -> None:
-        """Maps a segment of another process. The mapping stays until that process frees the segment or ends, or this runtime is trimmed."""
+    def keep_mapped(self, exporter: bytes, segment: bytes) -> bool:
+        """Maps a segment of another process. Returns whether it is mapped.
+
+        The mapping stays until that process frees the segment or ends, or this runtime is trimmed.
+        """
         now = time.monotonic()
         if now >= self.mapped_until or len(self.mapped) >= MOST_MAPPED:
             # A further open finds the mapping, or maps what was trimmed.
             self.mapped.clear()
             self.mapped_until = now + MAPPED_SECONDS
         if segment in self.mapped or exporter == self.name:
-            return
+            return True
         try:
             # The mapping stays after the drop of the buffer.
             self.runtime.open_shared(Ticket(segment))
         except Error:
-            # A mapping only saves time. The open of the tensor reports its own errors.
-            return
+            # A mapping only saves time.
+            return False
         self.mapped.add(segment)
+        return True
 
     def original(self, serial: int) -> Any:
         """A storage that this process shares."""
@@ -812,11 +816,13 @@ def _receive(fields: bytes) -> _Incoming:
     serials, end = array.array("Q"), _FIELDS.size + 8 * count
     serials.frombytes(fields[_FIELDS.size : end])
     state = _current()
-    for _ in range(segment_count):
-        begin, end = end, end + TICKET_BYTES
-        state.keep_mapped(exporter, fields[begin:end])
+    begin, end = end, end + segment_count * TICKET_BYTES
     incoming = state.open_batch(exporter, serials, TicketBatch(fields[end:]))
     state.acknowledge(exporter, int.from_bytes(token, "little"))
+    # After the opens, which fail if the exporter does not answer.
+    for place in range(begin, end, TICKET_BYTES):
+        if not state.keep_mapped(exporter, fields[place : place + TICKET_BYTES]):
+            break
     _threads.incoming[token] = incoming
     return incoming
 
@@ -1209,9 +1215,11 @@ def _receive_tensor(fields: bytes) -> Any:
     begin = _TENSOR.size + layout_size
     end = begin + ticket_size
     make = _unpacked(fields[_TENSOR.size : begin])
+    tensor = _opened(make, offset, (device, nbytes, fields[begin:end], exporter, serial, token))
+    # After the open, which fails if the exporter does not answer.
     if len(fields) > end:
         _current().keep_mapped(exporter, fields[end:])
-    return _opened(make, offset, (device, nbytes, fields[begin:end], exporter, serial, token))
+    return tensor
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1252,8 +1260,8 @@ def install_reducers(*, unopened_seconds: float = UNOPENED_SECONDS, keep_mapped:
     only changes the arguments. A message that no process receives keeps the memory of its tensors for `unopened_seconds`.
 
     With `keep_mapped`, receivers keep the segments of PyTorch's allocator mapped until PyTorch frees them, as `torch.cuda.empty_cache` does. New
-    tensors arrive faster then, because PyTorch reuses its segments. A free of a segment waits until receivers have unmapped it, at most half a
-    second. The call initializes CUDA and opens the runtime. The first one on a machine compiles a small C++ file, as `install_host_allocator` does.
+    tensors arrive faster then, because PyTorch reuses its segments. A free of a segment waits until running receivers have unmapped it, at most 10
+    seconds. The call initializes CUDA and opens the runtime. The first one on a machine compiles a small C++ file, as `install_host_allocator` does.
 
     Start processes with `spawn` or `forkserver`. In a child of `fork`, tensors raise `Forked`.
 
@@ -1453,6 +1461,9 @@ def _compiled(operation: str, source: pathlib.Path, *further: str) -> pathlib.Pa
                 message = f"{' '.join(command)} cannot compile {source.name} for PyTorch {torch.__version__}: {printed}"
                 hint = "use a compiler with C++17, and the headers that PyTorch's wheel has"
                 raise OperatingSystem("OperatingSystem", operation, message, done.returncode, hint)
+            # A crash of the system must not leave a file that is cut.
+            with made.open("rb") as file:
+                os.fsync(file)
             # Another process may do the same.
             made.replace(library)
     except OSError as error:

@@ -3,12 +3,11 @@
 //! The map and the unmap of a segment take about as long as the rest of a tensor's way through a queue. A mapping stays in a receiver while the
 //! sender shares the memory. So the sender also shares one byte of the segment, for as long as the segment exists. Receivers open it once. PyTorch
 //! reports that it frees a segment before it does so (`_torch_segments.cpp`). The share of the segment ends then. The free waits until each
-//! receiver has unmapped the segment, at most half a second. NVIDIA leaves a free under a mapping undefined.
+//! running receiver has unmapped the segment, at most 10 seconds. NVIDIA leaves a free under a mapping undefined.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use highwater::hal::DevicePtr;
@@ -25,52 +24,19 @@ const LEGACY: [u8; 4] = [0; 4];
 /// The bytes of a ticket with the offset of its range in the allocation.
 const OFFSET: Range<usize> = 96..104;
 
-/// The longest time that a free waits for receivers.
-const LONGEST_WAIT: Duration = Duration::from_millis(500);
-const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-/// The limit of the next wait. A wait in vain halves it, down to `SHORTEST_WAIT`. A wait that succeeds restores it. So a stopped receiver delays
-/// many frees only briefly.
-static WAIT_MICROSECONDS: AtomicU64 = AtomicU64::new(LONGEST_WAIT.as_micros() as u64);
-
-/// Whether no receiver has a segment mapped.
-#[derive(Default)]
-struct Unmapped(Mutex<bool>, Condvar);
-
-impl Unmapped {
-    /// Waits until no receiver has the segment mapped, at most the current limit.
-    fn wait(&self) {
-        // Relaxed: the waits of two threads may share a limit.
-        let limit = Duration::from_micros(WAIT_MICROSECONDS.load(Ordering::Relaxed));
-        let end = Instant::now() + limit;
-        let mut is_unmapped = lock(&self.0);
-        while !*is_unmapped {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            is_unmapped = self.1.wait_timeout(is_unmapped, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        let next = if *is_unmapped { LONGEST_WAIT } else { (limit / 2).max(SHORTEST_WAIT) };
-        WAIT_MICROSECONDS.store(next.as_micros() as u64, Ordering::Relaxed);
-    }
-}
-
-/// Dropped once no receiver has a segment mapped.
-struct Keep(Arc<Unmapped>);
-
-impl Drop for Keep {
-    fn drop(&mut self) {
-        *lock(&self.0.0) = true;
-        self.0.1.notify_all();
-    }
-}
+/// The longest time that a free waits for running receivers. The device of one may be busy, and the driver unmaps only then.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
+/// The same, for `SHORT_FOR` after a wait in vain. So a receiver that hangs does not stop PyTorch for long.
+const SHORT_WAIT: Duration = Duration::from_millis(100);
+const SHORT_FOR: Duration = Duration::from_secs(60);
+/// The time of the last wait in vain.
+static LAST_IN_VAIN: Mutex<Option<Instant>> = Mutex::new(None);
 
 /// A segment that receivers keep mapped.
 struct Segment {
     /// A byte of it, whose share keeps the mappings.
     byte: DeviceBuffer<u8>,
     ticket: Arc<[u8]>,
-    unmapped: Arc<Unmapped>,
 }
 
 /// Returns the start of the segment in which the block of PyTorch at an address lies. Returns 0 if no block begins there.
@@ -82,13 +48,21 @@ static KEPT: Mutex<BTreeMap<u64, Segment>> = Mutex::new(BTreeMap::new());
 
 impl Segment {
     fn new(standing: &Standing, device: u32, address: u64) -> Result<Self> {
-        let unmapped = Arc::<Unmapped>::default();
-        let keep = Keep(Arc::clone(&unmapped));
         // SAFETY: The caller has a tensor at the address, so the segment exists now. `segment_freed` ends the share before the segment is freed.
         // Nothing reads or writes the byte through this buffer.
-        let byte = unsafe { standing.runtime.device(device)?.adopt::<u8>(DevicePtr::new(address), 1, keep) }?;
+        let byte = unsafe { standing.runtime.device(device)?.adopt::<u8>(DevicePtr::new(address), 1, ()) }?;
         let ticket = byte.share()?.to_bytes().into();
-        Ok(Self { byte, ticket, unmapped })
+        Ok(Self { byte, ticket })
+    }
+
+    /// Ends the share, and waits until no running receiver has the segment mapped.
+    fn end(self) {
+        let is_short = lock(&LAST_IN_VAIN).is_some_and(|last| last.elapsed() < SHORT_FOR);
+        let (limit, begin) = (if is_short { SHORT_WAIT } else { LONGEST_WAIT }, Instant::now());
+        // The call does not wait for stopped receivers.
+        if !self.byte.unshare_within(limit) && begin.elapsed() >= limit {
+            *lock(&LAST_IN_VAIN) = Some(Instant::now());
+        }
     }
 }
 
@@ -128,17 +102,16 @@ pub(crate) fn segment_ticket<'py>(
     Some(PyBytes::new(py, &found))
 }
 
-/// Ends the share of a segment. Waits until no receiver has it mapped, at most [`LONGEST_WAIT`]. PyTorch's allocator calls it before it frees a
-/// segment, with a lock held.
+/// Ends the share of a segment. Waits until no running receiver has it mapped, at most [`LONGEST_WAIT`]. PyTorch's allocator calls it before it
+/// frees a segment, with a lock held.
 extern "C" fn segment_freed(address: u64) {
     allocating(|| {
         let Some(standing) = STANDING.get() else { return Ok(()) };
         // A child must not reach a lock that a thread of the parent may hold.
         if standing.generation.is_current() {
             let freed = lock(&KEPT).remove(&address);
-            if let Some(Segment { byte, unmapped, .. }) = freed {
-                drop(byte);
-                unmapped.wait();
+            if let Some(segment) = freed {
+                segment.end();
             }
         }
         Ok(())

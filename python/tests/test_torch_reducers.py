@@ -133,6 +133,17 @@ class Steps:
         """As after `MAPPED_SECONDS`."""
         hwt._current().mapped_until = 0.0
 
+    def make_busy(self) -> None:
+        """Enqueues device work of about a second."""
+        if IS_REAL:
+            self.kept += [copy_out(torch.zeros(LENGTH, device="cuda")) for _ in range(20)]
+            return
+        device = hwt.runtime().device(0)
+        stream, source, target = device.create_stream(), *(device.allocate(1024, "uint8") for _ in range(2))
+        for _ in range(25):
+            stream.copy(source, target)
+        self.kept += [stream, source, target]
+
     def mappings(self) -> int:
         return int(hwt.runtime().statistics().sharing.mappings)
 

@@ -507,6 +507,15 @@ impl Exporter {
         Ok(ExportKey { index, serial })
     }
 
+    /// Returns the importers that hold an allocation.
+    pub(crate) fn holders(&self, key: ExportKey) -> Vec<Arc<Peer>> {
+        let state = self.state.lock();
+        let Some(export) = state.export(key) else { return Vec::new() };
+        let or_maps = export.freed_after_unmap();
+        let books = export.peers.iter().filter_map(|peer| state.peers.get(peer));
+        books.filter(|book| book.holds(key.index, key.serial, or_maps)).map(|book| Arc::clone(&book.peer)).collect()
+    }
+
     /// Returns the secret of an allocation, if it has one.
     pub(crate) fn secret(&self, key: ExportKey) -> Option<Secret> {
         let state = self.state.lock();

@@ -75,6 +75,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -104,6 +105,7 @@ use crate::pool::host_files::HostFiles;
 use crate::services::Services;
 use desk::Desk;
 use exporter::{Exporter, Grant, Memory};
+use heir::Pause;
 use heirs::Heirs;
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use identity::Process;
@@ -121,6 +123,11 @@ use segment::Progress;
 use service::Service;
 use system::{Bell, WaitForService};
 use ticket::Secret;
+
+/// The shortest and the longest pause between two looks for importers that hold an allocation.
+const UNHELD_LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
+/// The time between two checks for stopped importers.
+const STOPPED_LOOKS_EVERY: Duration = Duration::from_millis(10);
 
 /// The shared and opened memory of a runtime. The first share or open creates it.
 pub(crate) struct Sharing {
@@ -540,6 +547,30 @@ impl Sharing {
     /// Closes a shared allocation that its owner drops. Returns the free to run now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         self.exporter.close(key, Some(free))
+    }
+
+    /// Waits until no importer holds an allocation that was closed, at most `limit`. Waits only for processes that run. Returns whether no
+    /// importer holds it.
+    pub(crate) fn wait_unheld(&self, key: ExportKey, limit: Duration) -> bool {
+        let [shortest, longest] = UNHELD_LOOKS;
+        let (began, mut pause, mut next_check) = (Instant::now(), Pause::between(shortest, longest), Duration::ZERO);
+        loop {
+            let holders = self.exporter.holders(key);
+            if holders.is_empty() {
+                return true;
+            }
+            let waited = began.elapsed();
+            if waited >= limit {
+                return false;
+            }
+            if waited >= next_check {
+                if holders.iter().all(|peer| peer.process.is_stopped()) {
+                    return false;
+                }
+                next_check = waited + STOPPED_LOOKS_EVERY;
+            }
+            std::thread::sleep(pause.next().min(limit - waited));
+        }
     }
 
     /// Closes shared page-locked memory that its owner drops. The system frees it.

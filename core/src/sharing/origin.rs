@@ -42,6 +42,10 @@ impl SharedMemory for Exported {
         0..self.bytes as u64
     }
 
+    fn export(&self) -> Option<(Runtime, ExportKey)> {
+        self.key.get().map(|key| (self.runtime.clone(), *key))
+    }
+
     fn release(&self, block: &mut DeviceBlock) {
         let free = block.deferred_free();
         // Other processes may have the memory open. Then the free waits in limbo.
