@@ -57,10 +57,10 @@ def serve(connection: Any, queue: Any) -> None:
             end = time.perf_counter()
             connection.send((end - begin, value))
         elif step == "queue":
-            total = 0.0
-            for _ in range(argument):
+            total, (number, reads) = 0.0, argument
+            for _ in range(number):
                 tensor = queue.get()
-                total += tensor[0].item()
+                total += tensor[0].item() if reads else 1.0
                 del tensor
             connection.send(total)
         elif step == "hold":
@@ -180,9 +180,9 @@ def views(number: int) -> list[Any]:
     return [storage[place] for place in range(number)]
 
 
-def queued(number: int, make: Callable[[int], list[Any]]) -> dict[str, str]:
-    """`number` tensors of 1 MiB through a queue, whose consumer reads one value of each and drops it: the time for one, from the first
-    `put` to the last drop. Repeats this five times. PyTorch's allocator may reuse the segments of earlier times."""
+def queued(number: int, make: Callable[[int], list[Any]], reads: bool) -> dict[str, str]:
+    """`number` tensors of 1 MiB through a queue, whose consumer reads one value of each if `reads`, and drops it: the time for one, from the
+    first `put` to the last drop. Repeats this five times. PyTorch's allocator may reuse the segments of earlier times."""
     consumers = dict(zip(WAYS, pool, strict=False))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(5):
@@ -191,7 +191,7 @@ def queued(number: int, make: Callable[[int], list[Any]]) -> dict[str, str]:
             tensors = make(number)
             torch.cuda.synchronize()
             consumer = consumers[way]
-            consumer.ask("queue", number)
+            consumer.ask("queue", (number, reads))
             time.sleep(0.05)
             begin = time.perf_counter()
             for tensor in tensors:
@@ -320,7 +320,9 @@ def main() -> None:
         ("a new tensor of 1 MiB each time", lambda: one_tensor(options.rounds, True)),
     ]
     for make, name in ((separate, "tensors, two in each allocation,"), (of_one_segment, "storages of one allocation"), (views, "views of one storage")):
-        scenarios.append((f"{2 * options.tensors} {name} through a queue, each", lambda make=make: queued(2 * options.tensors, make)))  # type: ignore[misc]
+        for reads in (True, False):
+            what = f"{2 * options.tensors} {name} through a queue, each" + ("" if reads else ", no value read")
+            scenarios.append((what, lambda make=make, reads=reads: queued(2 * options.tensors, make, reads)))  # type: ignore[misc]
     for consumers in counts:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"
         scenarios.append((name, lambda consumers=consumers: many_tensors(options.tensors, consumers)))  # type: ignore[misc]

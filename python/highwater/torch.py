@@ -473,7 +473,7 @@ class _State:
         if exporter == self.name:
             return self.original(serial)
         # The open waits for the work before the share, so it is needed even if the storage is open.
-        buffer = self.runtime.open_shared(Ticket(data, (nbytes,), "uint8"))
+        buffer = _highwater.open_storage(self.runtime, data, nbytes)
         return self.received_as((exporter, serial), buffer, lambda: data)
 
     def segment_ticket(self, storage: Any, device: int, ticket: bytes, exporter: bytes) -> bytes:
@@ -542,9 +542,7 @@ class _State:
         return None
 
 
-def _capsule_of(buffer: Buffer) -> Any:
-    """Returns the DLPack capsule of a buffer. It orders no stream, because `open_shared` has waited for the work before the share."""
-    return buffer.__dlpack__(stream=-1, max_version=(1, 0))
+_capsule_of: Callable[[Buffer], Any] = _highwater.capsule_of
 
 
 def _raw_stream(device: int) -> int:

@@ -69,8 +69,10 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensors::TensorFunctions>()?;
     module.add_class::<torch::Receipts>()?;
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::capsule_of, module)?)?;
     module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::open_storage, module)?)?;
     module.add_function(wrap_pyfunction!(torch::standing_runtime, module)?)?;
     module.add_function(wrap_pyfunction!(segments::segment_freed_function, module)?)?;
     module.add_function(wrap_pyfunction!(segments::segment_ticket, module)?)?;

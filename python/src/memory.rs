@@ -298,7 +298,7 @@ impl Buffer {
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
-    fn __dlpack__<'py>(
+    pub(crate) fn __dlpack__<'py>(
         &self,
         py: Python<'py>,
         stream: Option<i64>,

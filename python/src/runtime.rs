@@ -189,7 +189,7 @@ impl Runtime {
     /// Raises `Expired` or `PeerLost` if the memory is gone, `DeviceMissing` if its device is not visible here, and
     /// `PermissionDenied`, `Unsupported`, `InvalidState` or `OperatingSystem` otherwise.
     #[pyo3(signature = (ticket, *, owner_death="keep"))]
-    fn open_shared(&self, py: Python<'_>, ticket: &Ticket, owner_death: &str) -> PyResult<Buffer> {
+    pub(crate) fn open_shared(&self, py: Python<'_>, ticket: &Ticket, owner_death: &str) -> PyResult<Buffer> {
         let runtime = self.get()?;
         let options = import_options("open_shared", owner_death)?;
         let (dtype, named) = (ticket.dtype, &ticket.ticket);

@@ -29,23 +29,11 @@ impl Ticket {
         Self { ticket, dtype, shape }
     }
 
-    fn parts(&self) -> (Vec<u8>, &'static str, &[usize]) {
-        (self.ticket.to_bytes().to_vec(), self.dtype.name(), &self.shape)
-    }
-}
-
-#[pymethods]
-impl Ticket {
-    #[new]
-    #[pyo3(signature = (data, shape=None, dtype=None))]
-    fn new(data: &[u8], shape: Option<&Bound<'_, PyAny>>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+    /// Reads the bytes of a ticket whose values are of the type and the shape.
+    pub(crate) fn of_bytes(data: &[u8], dtype: DType, shape: Option<Vec<usize>>) -> PyResult<Self> {
         let ticket = highwater::Ticket::from_bytes(data).map_err(raised)?;
-        let dtype = dtype.map_or(Ok(DType::UInt8), DType::of)?;
         let size = dtype.bytes();
-        let shape = match shape {
-            Some(shape) => shape_of(shape)?,
-            None => vec![usize::try_from(ticket.bytes()).unwrap_or(usize::MAX) / size],
-        };
+        let shape = shape.unwrap_or_else(|| vec![usize::try_from(ticket.bytes()).unwrap_or(usize::MAX) / size]);
         let bytes = count(&shape, dtype)? * size;
         if bytes as u64 != ticket.bytes() {
             let message = format!(
@@ -57,6 +45,20 @@ impl Ticket {
             return Err(invalid("ticket", message, "pass the shape and the type of the buffer that was shared"));
         }
         Ok(Self { ticket, dtype, shape })
+    }
+
+    fn parts(&self) -> (Vec<u8>, &'static str, &[usize]) {
+        (self.ticket.to_bytes().to_vec(), self.dtype.name(), &self.shape)
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    #[new]
+    #[pyo3(signature = (data, shape=None, dtype=None))]
+    fn new(data: &[u8], shape: Option<&Bound<'_, PyAny>>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let dtype = dtype.map_or(Ok(DType::UInt8), DType::of)?;
+        Self::of_bytes(data, dtype, shape.map(shape_of).transpose()?)
     }
 
     /// Returns the ticket as 136 bytes, without the shape and the type. Programs in Rust use the same bytes. The text of the C library is

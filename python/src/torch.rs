@@ -17,8 +17,11 @@ use highwater::{Access, DeviceBuffer, Error, ErrorKind, PinnedBuffer, Result, St
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::dtype::DType;
 use crate::error::{invalid, not_opened, raised};
+use crate::memory::Buffer;
 use crate::runtime::Runtime;
+use crate::ticket::Ticket;
 
 /// No code panics under these locks.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -315,6 +318,19 @@ pub(crate) fn host_functions() -> [usize; 7] {
         host_statistics as *const () as usize,
         host_failure as *const () as usize,
     ]
+}
+
+/// Opens the bytes of a storage. As `Runtime.open_shared` of a `Ticket`, by one call.
+#[pyfunction]
+pub(crate) fn open_storage(py: Python<'_>, runtime: &Runtime, data: &[u8], nbytes: usize) -> PyResult<Buffer> {
+    let ticket = Ticket::of_bytes(data, DType::UInt8, Some(vec![nbytes]))?;
+    runtime.open_shared(py, &ticket, "keep")
+}
+
+/// Returns the DLPack capsule of a buffer. It orders no stream, because `open_storage` has waited for the work before the share.
+#[pyfunction]
+pub(crate) fn capsule_of<'py>(buffer: &Bound<'py, Buffer>) -> PyResult<Bound<'py, PyAny>> {
+    buffer.get().__dlpack__(buffer.py(), Some(-1), Some((1, 0)), None, None)
 }
 
 /// The most receipts that wait for `take`. Further receipts are lost, like those of a killed process.
