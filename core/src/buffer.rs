@@ -247,10 +247,11 @@ impl<T: Element> DeviceBuffer<T> {
     /// Drops a buffer whose memory other code frees next, and waits until no other process holds its allocation. Returns whether none does.
     ///
     /// A process holds an allocation while it has a buffer of it open. It also holds a block of `cudaMalloc` or `hipMalloc` while it has it
-    /// mapped, which it does until the owner drops the last shared buffer. CUDA leaves a free of such a block under a mapping
-    /// undefined. A process unmaps in a thread of its own, and the driver may wait for that process's device work.
+    /// mapped, which may last until the owner drops the buffer. CUDA leaves a free of such a block under a mapping undefined. A process
+    /// unmaps in a thread of its own, and the driver may wait for that process's device work.
     ///
-    /// The call waits at most `limit`, and not for a stopped process. In a child of `fork`, it waits for nothing and returns `false`.
+    /// The call waits at most `limit`, and not for a stopped process. It does not wait for the work of this runtime's streams. In a child of
+    /// `fork`, it waits for nothing and returns `false`.
     ///
     /// ```
     /// # use std::time::Duration;

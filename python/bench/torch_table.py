@@ -2,8 +2,8 @@
 
     python python/bench/torch_table.py [--rounds 300] [--tensors 1000] [--views 19500] [--consumers 1,4,8] [--keep-mapped]
 
-`--keep-mapped` installs the reducers with `keep_mapped=True`. Prints a table in Markdown, with the device, the driver, the versions and the date. Times are medians. The bytes are those that
-stay allocated after each process has dropped the tensors of a scenario or was killed.
+`--keep-mapped` installs the reducers with `keep_mapped=True`. Prints a table in Markdown, with the device, the driver, the versions and the
+date. Times are medians. The bytes are those that stay allocated after each process has dropped the tensors of a scenario or was killed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ SETTLE_SECONDS = 1.5
 keeps_mapped = False
 
 
-def use(way: str, keep_mapped: bool | None = None) -> None:
+def use(way: str) -> None:
     """Installs the reducers of a way."""
     if way == "Highwater":
-        hwt.install_reducers(keep_mapped=keeps_mapped if keep_mapped is None else keep_mapped)
+        hwt.install_reducers(keep_mapped=keeps_mapped)
     else:
         hwt.uninstall_reducers()
 
 
-def serve(connection: Any, queue: Any) -> None:
+def serve(connection: Any, queue: Any, keep_mapped: bool) -> None:
     """A consumer, or a producer that sends tensors of its own."""
+    global keeps_mapped
+    keeps_mapped = keep_mapped
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     kept: Any = None
@@ -77,8 +79,8 @@ def serve(connection: Any, queue: Any) -> None:
             kept = None
             connection.send("dropped")
         elif step == "produce":
-            way, number, keep_mapped = argument
-            use(way, keep_mapped)
+            way, number = argument
+            use(way)
             kept = separate(number)
             torch.cuda.synchronize()
             connection.send_bytes(ForkingPickler.dumps(kept))
@@ -89,7 +91,7 @@ class Process:
         context: Any = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.queue = context.Queue()
-        self.process = context.Process(target=serve, args=(other, self.queue), daemon=True)
+        self.process = context.Process(target=serve, args=(other, self.queue, keeps_mapped), daemon=True)
         self.process.start()
         other.close()
 
@@ -203,6 +205,28 @@ def queued(number: int, make: Callable[[int], list[Any]], reads: bool) -> dict[s
     return {way: f"{statistics.median(times) * 1e6:.0f} us (first time {times[0] * 1e6:.0f} us)" for way, times in found.items()}
 
 
+def freed_segments(number: int) -> dict[str, str]:
+    """A consumer receives `number` tensors, reads one value of each and drops them. Then this process frees their segments: the time of
+    `empty_cache`."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(5):
+        for way, consumer in zip(WAYS, pool, strict=False):
+            use(way)
+            torch.cuda.empty_cache()
+            before, tensors = torch.cuda.memory_allocated(), separate(number)
+            torch.cuda.synchronize()
+            consumer.ask("queue", (number, True))
+            for tensor in tensors:
+                consumer.queue.put(tensor)
+            assert consumer.wait() == number
+            del tensors, tensor
+            settled(lambda before=before: torch.cuda.memory_allocated() - before)  # type: ignore[misc]
+            begin = time.perf_counter()
+            torch.cuda.empty_cache()
+            found[way].append(time.perf_counter() - begin)
+    return {way: f"{statistics.median(times) * 1e3:.0f} ms" for way, times in found.items()}
+
+
 def many_tensors(number: int, consumers: int) -> dict[str, str]:
     """`number` tensors of 1 MiB to each consumer: the time until each has read one value of each; and the bytes left."""
     processes = pool[:consumers]
@@ -286,7 +310,7 @@ def killed_producer(number: int) -> dict[str, str]:
     found = {}
     for way in WAYS:
         producer = victims.pop()
-        producer.ask("produce", (way, number, keeps_mapped))
+        producer.ask("produce", (way, number))
         tensors = ForkingPickler.loads(producer.connection.recv_bytes())
         assert tensors[-1][0].item() == 1.0
         producer.kill()
@@ -323,6 +347,8 @@ def main() -> None:
         for reads in (True, False):
             what = f"{2 * options.tensors} {name} through a queue, each" + ("" if reads else ", no value read")
             scenarios.append((what, lambda make=make, reads=reads: queued(2 * options.tensors, make, reads)))  # type: ignore[misc]
+    name = f"`empty_cache()` after {options.tensors} tensors, two in each allocation"
+    scenarios.append((name, lambda: freed_segments(options.tensors)))
     for consumers in counts:
         name = f"{options.tensors} tensors of 1 MiB, {consumers} consumers"
         scenarios.append((name, lambda consumers=consumers: many_tensors(options.tensors, consumers)))  # type: ignore[misc]

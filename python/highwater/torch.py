@@ -415,7 +415,7 @@ class _State:
     def share_all(self, tensors: list[Any], opens: int) -> TensorBatch:
         try:
             stored = list(map(torch.Tensor.untyped_storage, tensors))
-            places, of_storages, layout_sizes, is_plain = _places(tensors, stored, self.functions)
+            places, of_storages, of_layouts, is_plain = _places(tensors, stored, self.functions)
         except (AttributeError, TypeError, RuntimeError):
             # One of them has no storage, or no shape.
             for place, tensor in enumerate(tensors):
@@ -423,7 +423,7 @@ class _State:
             raise
         # Nothing is shared before all are checked. A checked storage and a checked layout determine the rest: the device and the type.
         firsts = set(of_storages)
-        for place in sorted(firsts.union(layout_sizes)) if is_plain else range(len(tensors)):
+        for place in sorted(firsts.union(of_layouts)) if is_plain else range(len(tensors)):
             _check_tensor("share_all", f"tensor {place}", tensors[place])
             if place in firsts and (stored[place].nbytes() == 0 or self.forwarded(stored[place]) is not None):
                 message = f"tensor {place} is empty or came from another process"
@@ -435,7 +435,7 @@ class _State:
             self.stream(device).note_device_use(export.buffer)
         batch = self.runtime.share_all([export.buffer for export in exports])
         serials = tuple(export.serial for export in exports)
-        described = tuple(_layout(*_seen(tensors[place])) for place in layout_sizes)
+        described = tuple(_layout(*_seen(tensors[place])) for place in of_layouts)
         token = self.fly(exports, opens, _new_token())
         return TensorBatch(described, places, batch, self.name, serials, token)
 

@@ -553,7 +553,8 @@ impl Sharing {
     /// importer holds it.
     pub(crate) fn wait_unheld(&self, key: ExportKey, limit: Duration) -> bool {
         let [shortest, longest] = UNHELD_LOOKS;
-        let (began, mut pause, mut next_check) = (Instant::now(), Pause::between(shortest, longest), Duration::ZERO);
+        let (began, mut pause) = (Instant::now(), Pause::between(shortest, longest));
+        let (mut next_check, mut before) = (Duration::ZERO, 0);
         loop {
             let holders = self.exporter.holders(key);
             if holders.is_empty() {
@@ -563,12 +564,14 @@ impl Sharing {
             if waited >= limit {
                 return false;
             }
-            if waited >= next_check {
+            // The rest may be stopped once one has let go.
+            if waited >= next_check || holders.len() < before {
                 if holders.iter().all(|peer| peer.process.is_stopped()) {
                     return false;
                 }
                 next_check = waited + STOPPED_LOOKS_EVERY;
             }
+            before = holders.len();
             std::thread::sleep(pause.next().min(limit - waited));
         }
     }
