@@ -1,6 +1,6 @@
 //! Segments of PyTorch's allocator that receivers keep mapped.
 //!
-//! The map and the unmap of a segment take about as long as the rest of a tensor's way through a queue. A mapping stays in a receiver while the
+//! The map and the unmap of a segment take a good part of the time of a tensor through a queue. A mapping stays in a receiver while the
 //! sender shares the memory. So the sender also shares one byte of the segment, for as long as the segment exists. Receivers open it once. PyTorch
 //! reports that it frees a segment before it does so (`_torch_segments.cpp`). The share of the segment ends then. The free waits until each
 //! running receiver has unmapped the segment, at most 10 seconds. NVIDIA leaves a free under a mapping undefined.
