@@ -195,11 +195,11 @@ impl<'b> Operands<'b> {
     /// The largest size, in units of 2 MiB.
     const MOST: usize = 32;
     const ONE: FillPattern = FillPattern::U32(1.0_f32.to_bits());
-    /// The distance of two rows.
-    const PITCH: usize = 4096;
-    /// The rows end before the next row begins.
-    const WIDTH: usize = Self::PITCH - 64;
-    /// The bytes that show whether the work is done: in the last row, or of the last elements of a product.
+    /// More work has longer rows: a backend may copy each row by a call of its own, and the last of more calls would be as short.
+    const ROWS: usize = 512;
+    /// The bytes between the end of a row and the next row.
+    const GAP: usize = 64;
+    /// The bytes that show whether the work is done: the end of the last row, or the last elements of a product.
     const SEEN: usize = 256;
 
     fn on(backend: &'b dyn Backend, device: u32, load: usize) -> Result<Self> {
@@ -275,8 +275,9 @@ impl<'b> Operands<'b> {
             (work, ..) => {
                 let (dst, src) = self.sides(work)?;
                 if work.is_rows() {
-                    let rows = CopyShape::new(Self::WIDTH, self.bytes / Self::PITCH);
-                    stream.copy_rows(dst, src, rows.with_src_pitch(Self::PITCH).with_dst_pitch(Self::PITCH))?;
+                    let pitch = self.bytes / Self::ROWS;
+                    let rows = CopyShape::new(pitch - Self::GAP, Self::ROWS);
+                    stream.copy_rows(dst, src, rows.with_src_pitch(pitch).with_dst_pitch(pitch))?;
                 } else {
                     stream.copy(dst, src)?;
                 }
@@ -289,7 +290,7 @@ impl<'b> Operands<'b> {
     fn end(&self, work: Work) -> (usize, f32) {
         match work.shape(self.load) {
             Some(shape) => (shape.m * shape.n * shape.batch_count() * 4 - Self::SEEN, shape.k as f32),
-            None => (self.bytes - Self::PITCH, 1.0),
+            None => (self.bytes - Self::GAP - Self::SEEN, 1.0),
         }
     }
 
