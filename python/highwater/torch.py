@@ -13,7 +13,6 @@ import array
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -160,21 +159,27 @@ def _uses_of_idle() -> tuple[int, int]:
     return _Keep(torch.UntypedStorage(1)).uses()
 
 
-# With slots, because every object that Python's garbage collector scans brings its next full collection forward, and PyTorch's modules make
-# that one long.
-@dataclasses.dataclass(eq=False, slots=True)
+# A full collection of Python's garbage collector takes tens of milliseconds with PyTorch's modules, and comes after a number of new objects that it
+# scans. So a message that is one tensor makes few of them: no list, no set and no function.
 class _Flight:
     """A message that is on its way."""
 
-    opens: int
-    until: float
-    exports: list[_Export]
+    __slots__ = ("named", "opens", "until")
+
+    def __init__(self, opens: int, until: float, named: _Export | list[_Export]) -> None:
+        self.opens = opens
+        self.until = until
+        self.named = named
+        """The storages that it names."""
+
+    def exports(self) -> list[_Export]:
+        return self.named if isinstance(self.named, list) else [self.named]
 
 
 class _Export:
     """A storage that this process shares."""
 
-    __slots__ = ("address", "buffer", "flights", "keep", "nbytes", "serial")
+    __slots__ = ("address", "buffer", "flight", "further", "keep", "nbytes", "serial")
 
     def __init__(self, keep: _Keep, buffer: Buffer, serial: int, address: int, nbytes: int) -> None:
         self.keep = keep
@@ -182,19 +187,39 @@ class _Export:
         self.serial = serial
         self.address = address
         self.nbytes = nbytes
-        self.flights: set[int] = set()
-        """The tokens of the messages that name it and are on their way."""
+        self.flight = 0
+        self.further: set[int] | None = None
+        """The tokens of the messages that name it and are on their way: one, or 0, and further ones."""
 
     def is_of(self, storage: Any) -> bool:
         return bool(storage.data_ptr() == self.address and storage.nbytes() == self.nbytes)
 
+    def tokens(self) -> set[int]:
+        return {token for token in (self.flight, *(self.further or ())) if token}
 
-class _Received(NamedTuple):
-    """A storage that this process has opened."""
+    def is_flying(self) -> bool:
+        return self.flight != 0 or bool(self.further)
 
-    reference: Any
-    ticket: Callable[[], bytes]
-    """Returns the bytes of the ticket by which it goes on to other processes."""
+    def add(self, token: int) -> None:
+        """Notes a message on its way."""
+        if self.flight == 0:
+            self.flight = token
+        elif self.further is None:
+            self.further = {token}
+        else:
+            self.further.add(token)
+
+    def discard(self, token: int) -> None:
+        """Forgets a message. A second call does nothing."""
+        if self.flight == token:
+            self.flight = 0
+        elif self.further is not None:
+            self.further.discard(token)
+
+
+# A storage that this process has opened: its address, to which the record has a weak reference, and the ticket by which it goes on to other
+# processes. Plain tuples of such values need no scans of the garbage collector.
+_Received = tuple[int, bytes | tuple[TicketBatch, int]]
 
 
 FIRST_LOOK_SECONDS = 0.02
@@ -215,9 +240,11 @@ class _State:
         # First, because its errors have remedies.
         self.runtime = _highwater.standing_runtime(_backend())
         torch.cuda.init()
-        for name in ("_storage_Use_Count", "_construct_CUDA_Tensor_From_Storage_And_Metadata"):
-            if not hasattr(torch._C, name):
-                message = f"PyTorch {torch.__version__} has no torch._C.{name}"
+        needed = [(torch._C, name) for name in ("_storage_Use_Count", "_construct_CUDA_Tensor_From_Storage_And_Metadata")]
+        needed += [(torch.UntypedStorage, name) for name in ("_weak_ref", "_expired", "_free_weak_ref", "_new_with_weak_ptr")]
+        for owner, name in needed:
+            if not hasattr(owner, name):
+                message = f"PyTorch {torch.__version__} has no {owner.__name__}.{name}"
                 raise Unsupported("Unsupported", "torch", message, None, "use PyTorch 2.11, or another one with this function")
         # The public functions run more Python code in each call.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
@@ -241,6 +268,7 @@ class _State:
         self.mapped_until = 0.0
         # Not a `WeakSet`, whose methods run Python code.
         self.keeps: set[weakref.ref[_Keep]] = set()
+        self.forget_keep = self.keeps.discard
         self.streams: dict[tuple[int, int], Stream] = {}
         self.idle_uses = _uses_of_idle()
         self.is_looking = False
@@ -294,9 +322,9 @@ class _State:
         return arrived
 
     def end_flight(self, token: int) -> list[_Export]:
-        exports = self.flights[token].exports
+        exports = self.flights[token].exports()
         for export in exports:
-            export.flights.discard(token)
+            export.discard(token)
         # Last, so that an interrupt leaves nothing that no search ends.
         del self.flights[token]
         return exports
@@ -319,7 +347,7 @@ class _State:
         with self.lock:
             for export in exports:
                 is_shared = self.by_serial.get(export.serial) is export
-                if is_shared and not export.flights and self.is_idle(export):
+                if is_shared and not export.is_flying() and self.is_idle(export):
                     del self.exports[export.keep.storage._cdata], self.by_serial[export.serial]
                     ended.append(export)
         exports.clear()
@@ -333,16 +361,20 @@ class _State:
         return found[0] <= self.idle_uses[0] and found[1] <= self.idle_uses[1]
 
     def forget_received(self) -> None:
-        for key, received in list(self.received.items()):
-            if received.reference.expired():
-                self.forget(key)
+        """Removes the records of storages that no tensor has. The caller must hold the lock."""
+        is_expired = torch.UntypedStorage._expired
+        for key in [key for key, (cdata, _) in self.received.items() if is_expired(cdata)]:
+            self.forget(key)
         self.most_received = max(128, 2 * len(self.received))
 
     def forget(self, key: tuple[bytes, int]) -> None:
         """Removes the records of a received storage. The caller must hold the lock."""
         received = self.received.pop(key, None)
-        if received is not None and self.received_by_cdata.get(received.reference.cdata) == key:
-            del self.received_by_cdata[received.reference.cdata]
+        if received is not None:
+            cdata = received[0]
+            if self.received_by_cdata.get(cdata) == key:
+                del self.received_by_cdata[cdata]
+            torch.UntypedStorage._free_weak_ref(cdata)
 
     def stream(self, device: int) -> Stream:
         """The stream to which PyTorch enqueues this thread's work."""
@@ -368,7 +400,7 @@ class _State:
             if known is not None:
                 self.drop(known)
             self.exports[key] = self.by_serial[made.serial] = made
-            self.keeps.add(weakref.ref(keep, self.keeps.discard))
+            self.keeps.add(weakref.ref(keep, self.forget_keep))
             # A send that fails later leaves it to the thread.
             self.start_to_look()
         return made
@@ -381,8 +413,9 @@ class _State:
 
     def drop(self, export: _Export) -> None:
         """Forgets the share of a storage whose memory has changed."""
-        for token in export.flights:
-            self.flights[token].exports.remove(export)
+        for token in export.tokens():
+            flight = self.flights[token]
+            flight.named = [other for other in flight.exports() if other is not export]
         del self.by_serial[export.serial]
 
     def share(self, storage: Any, device: int, opens: int) -> _Shared:
@@ -398,17 +431,17 @@ class _State:
         export = self.export_of(storage, device)
         self.stream(device).note_device_use(export.buffer)
         data = export.buffer.share().to_bytes()
-        return device, nbytes, data, self.name, export.serial, self.fly([export], opens, _new_token())
+        return device, nbytes, data, self.name, export.serial, self.fly(export, opens, _new_token())
 
-    def fly(self, exports: list[_Export], opens: int, name: bytes) -> int:
+    def fly(self, named: _Export | list[_Export], opens: int, name: bytes) -> int:
         """Keeps storages until a message has arrived. Returns the number of its receipts, whose bytes are `name`."""
         token = int.from_bytes(name, "little")
-        flight = _Flight(opens, time.monotonic() + _unopened_seconds, list(exports))
+        flight = _Flight(opens, time.monotonic() + _unopened_seconds, named)
         with self.lock:
             # First, so that an interrupt leaves nothing that no search ends.
             self.flights[token] = flight
-            for export in exports:
-                export.flights.add(token)
+            for export in flight.exports():
+                export.add(token)
             self.start_to_look()
         return token
 
@@ -461,20 +494,26 @@ class _State:
         # Needs no lock: no thread removes the records of a storage that the caller has.
         key = self.received_by_cdata.get(storage._cdata)
         received = None if key is None else self.received.get(key)
-        if key is None or received is None or received.reference.cdata != storage._cdata or received.reference.expired():
+        if key is None or received is None or received[0] != storage._cdata:
             return None
-        return key, received.ticket()
+        ticket = received[1]
+        return key, ticket if isinstance(ticket, bytes) else ticket[0].ticket(ticket[1]).to_bytes()
 
-    def open(self, shared: _Shared) -> Any:
-        """The storage of a ticket: the original, one that is open already, or a new one."""
+    def open(self, shared: _Shared, maker: _Maker, offset: int) -> Any:
+        """A tensor over the storage of a ticket: the original, one that is open already, or a new one."""
         device, nbytes, data, exporter, serial, _ = shared
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).untyped_storage()
-        if exporter == self.name:
-            return self.original(serial)
-        # The open waits for the work before the share, so it is needed even if the storage is open.
-        buffer = _highwater.open_storage(self.runtime, data, nbytes)
-        return self.received_as((exporter, serial), buffer, lambda: data)
+            storage = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).untyped_storage()
+        elif exporter == self.name:
+            storage = self.original(serial)
+        else:
+            # The open waits for the work before the share, so it is needed even if the storage is open.
+            buffer = _highwater.open_storage(self.runtime, data, nbytes)
+            whole = maker.whole if offset == 0 and maker.nbytes == nbytes else None
+            storage, tensor = self.received_as((exporter, serial), buffer, data, whole)
+            if tensor is not None and whole is not None:
+                return tensor
+        return maker.make(storage, offset)
 
     def segment_ticket(self, storage: Any, device: int, ticket: bytes, exporter: bytes) -> bytes:
         """The ticket of the segment of a storage, which receivers keep mapped. Empty if they keep nothing mapped."""
@@ -511,38 +550,47 @@ class _State:
             raise Expired("Expired", "open", "the memory of the ticket was released", None, "keep the tensor until it is opened")
         return export.keep.storage
 
-    def received_as(self, key: tuple[bytes, int], buffer: Buffer, ticket: Callable[[], bytes]) -> Any:
-        """The storage over a buffer of another process. If one is open already, returns that one."""
-        storage = None
+    def received_as(
+        self, key: tuple[bytes, int], buffer: Buffer, ticket: bytes | tuple[TicketBatch, int], whole: _Whole | None = None
+    ) -> tuple[Any, Any]:
+        """The storage over a buffer of another process. If one is open already, returns that one.
+
+        Also returns the tensor over a new storage, which is as `whole` describes.
+        """
         if key in self.received:
             with self.lock:
                 storage = self.opened(key, buffer)
-        if storage is None:
-            made = self.from_dlpack(_capsule_of(buffer)).untyped_storage()
-            with self.lock:
-                # Another thread may have opened it meanwhile.
-                storage = self.opened(key, buffer)
-                if storage is None:
-                    storage = made
-                    self.received[key] = _Received(reductions.StorageWeakRef(storage), ticket)
-                    self.received_by_cdata[storage._cdata] = key
-                    if len(self.received) > self.most_received:
-                        self.forget_received()
-        return storage
+            if storage is not None:
+                return storage, None
+        tensor = self.from_dlpack(_capsule_of(buffer, whole))
+        made = tensor.untyped_storage()
+        with self.lock:
+            # Another thread may have opened it meanwhile.
+            storage = self.opened(key, buffer)
+            if storage is not None:
+                return storage, None
+            cdata = made._weak_ref()
+            self.received[key] = (cdata, ticket)
+            self.received_by_cdata[cdata] = key
+            if len(self.received) > self.most_received:
+                self.forget_received()
+        return made, tensor
 
     def opened(self, key: tuple[bytes, int], buffer: Buffer) -> Any:
         """The storage over a buffer, if one is open. A wrong ticket may have put another one under its key."""
         received = self.received.get(key)
         if received is None:
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(received.reference.cdata)
+        storage = torch.UntypedStorage._new_with_weak_ptr(received[0])
         if storage is not None and (storage.data_ptr(), storage.nbytes()) == (buffer.ptr, buffer.nbytes):
             return storage
         self.forget(key)
         return None
 
 
-_capsule_of: Callable[[Buffer], Any] = _highwater.capsule_of
+# The name of a type and the lengths of the dimensions.
+_Whole = tuple[str, tuple[int, ...]]
+_capsule_of: Callable[[Buffer, _Whole | None], Any] = _highwater.capsule_of
 
 
 def _raw_stream(device: int) -> int:
@@ -691,8 +739,8 @@ class _Incoming:
     def storage(self, number: int) -> Any:
         storage = self.storages[number]
         if storage is None:
-            batch, key = self.batch, (self.exporter, self.serials[number])
-            storage = self.state.received_as(key, self.buffers[number], lambda: batch.ticket(number).to_bytes())
+            key = self.exporter, self.serials[number]
+            storage, _ = self.state.received_as(key, self.buffers[number], (self.batch, number))
             self.storages[number] = storage
         return storage
 
@@ -836,11 +884,42 @@ def _storage_of(token: bytes, number: int) -> Any:
 
 def _view(storage: Any, layout: _Layout, offset: int) -> Any:
     """Makes a tensor over a storage."""
-    return _maker(layout)(storage, offset)
+    return _maker(layout).make(storage, offset)
 
 
-def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
-    """Returns a function that makes a tensor of a layout, from a storage and an offset."""
+class _Maker:
+    """Makes tensors of a layout."""
+
+    __slots__ = ("dtype", "extent", "nbytes", "rest", "size", "stride", "whole")
+
+    def __init__(self, layout: _Layout) -> None:
+        _check_layout(layout)
+        self.dtype, self.size, self.stride, self.rest = layout
+        is_empty = 0 in self.size
+        self.extent = 0 if is_empty else 1 + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+        """The elements from the first to the last one."""
+        self.nbytes = self.extent * self.dtype.itemsize
+        name = str(self.dtype).removeprefix("torch.")
+        is_whole = not is_empty and self.rest is None and self.stride == _row_major(self.size) and name in _highwater.dtype_names()
+        self.whole: _Whole | None = (name, self.size) if is_whole else None
+        """What DLPack has to state for a tensor over a whole storage. `None` if DLPack makes no such tensor."""
+
+    def make(self, storage: Any, offset: int) -> Any:
+        # PyTorch does not check the range. A tensor without elements may have any offset that is not negative.
+        if offset < 0 or (self.extent > 0 and (offset + self.extent) * self.dtype.itemsize > storage.nbytes()):
+            raise _wrong_layout(f"{self.extent} elements of {self.dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
+        metadata = {"dtype": self.dtype, "size": self.size, "stride": self.stride, "storage_offset": offset}
+        tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+        return tensor if self.rest is None else _finished(tensor, *self.rest)
+
+
+def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of values that follow each other."""
+    return tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
+
+
+def _maker(layout: _Layout) -> _Maker:
+    """Returns the maker of a layout."""
     try:
         return _new_maker(layout)
     except TypeError:
@@ -850,23 +929,7 @@ def _maker(layout: _Layout) -> Callable[[Any, int], Any]:
 
 
 # The tensors of a program have few layouts, and the check of one takes longer than the making of a tensor.
-@functools.lru_cache(maxsize=1024)
-def _new_maker(layout: _Layout) -> Callable[[Any, int], Any]:
-    _check_layout(layout)
-    dtype, size, stride, rest = layout
-    # The elements from the first to the last one.
-    extent = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    itemsize = dtype.itemsize
-    construct = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
-
-    def make(storage: Any, offset: int) -> Any:
-        # PyTorch does not check the range. A tensor without elements may have any offset that is not negative.
-        if offset < 0 or (extent > 0 and (offset + extent) * itemsize > storage.nbytes()):
-            raise _wrong_layout(f"{extent} elements of {dtype} from {offset}, in a storage of {storage.nbytes()} bytes")
-        tensor = construct({"dtype": dtype, "size": size, "stride": stride, "storage_offset": offset}, storage)
-        return tensor if rest is None else _finished(tensor, *rest)
-
-    return make
+_new_maker = functools.lru_cache(maxsize=1024)(_Maker)
 
 
 # Tensors of more go PyTorch's way.
@@ -1027,9 +1090,9 @@ def open(ticket: TensorTicket) -> Any:
     return _opened(_maker((dtype, size, stride, (kind, requires_grad, signs))), offset, ticket[7:])
 
 
-def _opened(make: Callable[[Any, int], Any], offset: int, shared: _Shared) -> Any:
+def _opened(maker: _Maker, offset: int, shared: _Shared) -> Any:
     state = _current()
-    tensor = make(state.open(shared), offset)
+    tensor = state.open(shared, maker, offset)
     state.acknowledge(shared[3], shared[5])
     return tensor
 
@@ -1056,12 +1119,12 @@ def open_all(batch: TensorBatch) -> list[Any]:
     tensors = None
     with _no_collection:
         if state.functions is not None:
-            tensors = _views(state.functions, batch.places, batch.layouts, storages, lambda storage, dtype: _empty(dtype)(storage, 0))
+            tensors = _views(state.functions, batch.places, batch.layouts, storages, lambda storage, dtype: _empty(dtype).make(storage, 0))
         if tensors is None:
             makers = [_maker(layout) for layout in batch.layouts]
             _check_places(batch.places, len(storages), len(makers))
             rows = iter(array.array("q", batch.places))
-            tensors = [makers[layout](storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
+            tensors = [makers[layout].make(storages[number], offset) for number, layout, offset in zip(rows, rows, rows, strict=True)]
     state.acknowledge(batch.exporter, batch.token)
     return tensors
 
@@ -1123,7 +1186,7 @@ def _check_places(places: bytes, storages: int, layouts: int) -> None:
         raise _wrong_layout(f"its places are cut, or a number in them is negative or exceeds the {storages} storages or the {layouts} layouts")
 
 
-def _empty(dtype: Any) -> Callable[[Any, int], Any]:
+def _empty(dtype: Any) -> _Maker:
     return _maker((dtype, (0,), (1,), None))
 
 
@@ -1212,8 +1275,8 @@ def _receive_tensor(fields: bytes) -> Any:
     layout_size, ticket_size, offset, device, nbytes, exporter, serial, token = _TENSOR.unpack_from(fields)
     begin = _TENSOR.size + layout_size
     end = begin + ticket_size
-    make = _unpacked(fields[_TENSOR.size : begin])
-    tensor = _opened(make, offset, (device, nbytes, fields[begin:end], exporter, serial, token))
+    maker = _unpacked(fields[_TENSOR.size : begin])
+    tensor = _opened(maker, offset, (device, nbytes, fields[begin:end], exporter, serial, token))
     # After the open, which fails if the exporter does not answer.
     if len(fields) > end:
         _current().keep_mapped(exporter, fields[end:])
@@ -1226,7 +1289,7 @@ def _packed(*seen: Any) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _unpacked(layout: bytes) -> Callable[[Any, int], Any]:
+def _unpacked(layout: bytes) -> _Maker:
     return _maker(pickle.loads(layout))
 
 

@@ -67,11 +67,21 @@ impl DType {
             let message = format!("the type {} has the other byte order", short(object));
             return Err(invalid("dtype", message, "pass the type `dtype.newbyteorder(\"=\")`"));
         }
-        Self::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|dtype| dtype.name()).collect();
-            let message = format!("`{}` is no type of elements; expected one of {}", short(object), names.join(", "));
+        Self::named(name).ok_or_else(|| {
+            let expected = Self::names().join(", ");
+            let message = format!("`{}` is no type of elements; expected one of {expected}", short(object));
             invalid("dtype", message, "pass a name such as \"float32\", or a type of NumPy or PyTorch")
         })
+    }
+
+    /// Returns the names of all types.
+    pub(crate) fn names() -> Vec<&'static str> {
+        Self::ALL.iter().map(|dtype| dtype.name()).collect()
+    }
+
+    /// Returns the type of a name.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
     /// Returns the type with these fields in DLPack.

@@ -70,6 +70,7 @@ fn _highwater(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<torch::Receipts>()?;
     module.add_function(wrap_pyfunction!(torch::acknowledge, module)?)?;
     module.add_function(wrap_pyfunction!(torch::capsule_of, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::dtype_names, module)?)?;
     module.add_function(wrap_pyfunction!(torch::host_functions, module)?)?;
     module.add_function(wrap_pyfunction!(torch::last_failure, module)?)?;
     module.add_function(wrap_pyfunction!(torch::open_storage, module)?)?;

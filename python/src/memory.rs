@@ -184,6 +184,12 @@ impl Memory {
     pub(crate) fn export(&self) {
         self.is_exported.store(true, Ordering::Relaxed);
     }
+
+    /// Returns the memory as a tensor of DLPack. The caller must pass a type and a shape of at most its bytes.
+    pub(crate) fn exported(self: &Arc<Self>, device: (i32, u32), dtype: DType, shape: Vec<usize>) -> Export {
+        self.export();
+        Export { address: self.address(), device, dtype, shape, keeps: Box::new(Arc::clone(self)) }
+    }
 }
 
 impl Drop for Memory {
@@ -310,15 +316,7 @@ impl Buffer {
         let device = self.__dlpack_device__(py)?;
         dlpack::check_request(device, dl_device, copy)?;
         dlpack::hand_over(py, memory, device.0, stream)?;
-        memory.export();
-        let export = Export {
-            address: memory.address(),
-            device,
-            dtype: memory.dtype,
-            shape: memory.shape.clone(),
-            keeps: Box::new(Arc::clone(memory)),
-        };
-        export.into_capsule(py, max_version)
+        memory.exported(device, memory.dtype, memory.shape.clone()).into_capsule(py, max_version)
     }
 
     #[getter]

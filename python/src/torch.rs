@@ -11,12 +11,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use highwater::hal::HostPtr;
 use highwater::hal::fork::Generation;
+use highwater::hal::{HostPtr, counted};
 use highwater::{Access, DeviceBuffer, Error, ErrorKind, PinnedBuffer, Result, Stream};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
+use crate::arrays::count;
+use crate::dlpack;
 use crate::dtype::DType;
 use crate::error::{invalid, not_opened, raised};
 use crate::memory::Buffer;
@@ -327,10 +330,37 @@ pub(crate) fn open_storage(py: Python<'_>, runtime: &Runtime, data: &[u8], nbyte
     runtime.open_shared(py, &ticket, "keep")
 }
 
-/// Returns the DLPack capsule of a buffer. It orders no stream, because `open_storage` has waited for the work before the share.
+/// Returns the DLPack capsule of a buffer, or of its bytes as values of another type and shape: `whole`. It orders no stream, because
+/// `open_storage` has waited for the work before the share.
 #[pyfunction]
-pub(crate) fn capsule_of<'py>(buffer: &Bound<'py, Buffer>) -> PyResult<Bound<'py, PyAny>> {
-    buffer.get().__dlpack__(buffer.py(), Some(-1), Some((1, 0)), None, None)
+#[pyo3(signature = (buffer, whole=None))]
+pub(crate) fn capsule_of<'py>(
+    buffer: &Bound<'py, Buffer>,
+    whole: Option<(PyBackedStr, Vec<usize>)>,
+) -> PyResult<Bound<'py, PyAny>> {
+    const OPERATION: &str = "capsule_of";
+    let memory = &buffer.get().0;
+    let (dtype, shape) = match whole {
+        None => (memory.dtype, memory.shape.clone()),
+        Some((name, shape)) => (
+            DType::named(&name)
+                .ok_or_else(|| invalid(OPERATION, format!("`{name}` is no type"), "pass one of `dtype_names`"))?,
+            shape,
+        ),
+    };
+    if count(&shape, dtype)? * dtype.bytes() != memory.bytes() {
+        let message =
+            format!("the shape {shape:?} of {} does not cover {}", dtype.name(), counted(memory.bytes(), "byte"));
+        return Err(invalid(OPERATION, message, "pass a type and a shape of all bytes of the buffer"));
+    }
+    let device = (dlpack::kind_of(buffer.py(), memory)?, dlpack::ordinal_of(memory)?);
+    memory.exported(device, dtype, shape).into_capsule(buffer.py(), Some((1, 0)))
+}
+
+/// Returns the names of the types of elements.
+#[pyfunction]
+pub(crate) fn dtype_names() -> Vec<&'static str> {
+    DType::names()
 }
 
 /// The most receipts that wait for `take`. Further receipts are lost, like those of a killed process.

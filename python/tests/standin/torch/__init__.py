@@ -5,6 +5,7 @@ It has no arithmetic. Tests use it where PyTorch or a CUDA device is missing, ov
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 import math
@@ -50,6 +51,8 @@ class device:
 _device = device
 _storages: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+weak_references: collections.Counter[int] = collections.Counter()
+"""The weak references to storages, which the caller must free."""
 
 
 class UntypedStorage:
@@ -82,8 +85,24 @@ class UntypedStorage:
         # Less the references of this function.
         return 0 if held is None else sys.getrefcount(held) - 2
 
+    def _weak_ref(self) -> int:
+        weak_references[self._cdata] += 1
+        return self._cdata
+
+    @staticmethod
+    def _expired(cdata: int) -> bool:
+        # PyTorch reads freed memory without a weak reference.
+        assert weak_references[cdata] > 0
+        return cdata not in _storages
+
+    @staticmethod
+    def _free_weak_ref(cdata: int) -> None:
+        assert weak_references[cdata] > 0
+        weak_references[cdata] -= 1
+
     @staticmethod
     def _new_with_weak_ptr(cdata: int) -> UntypedStorage | None:
+        assert weak_references[cdata] > 0
         return _storages.get(cdata)
 
 
@@ -307,8 +326,13 @@ def zeros(length: int, device: Any = "cpu") -> Tensor:
     return Tensor(UntypedStorage(length * float32.itemsize), float32, (length,), (1,), 0)
 
 
-def _from_dlpack(buffer: Any) -> Tensor:
-    return Tensor(UntypedStorage(buffer.nbytes, buffer), uint8, (buffer.nbytes,), (1,), 0)
+def _from_dlpack(capsule: Any) -> Tensor:
+    buffer, whole = capsule
+    name, size = whole or ("uint8", (buffer.nbytes,))
+    stride = [math.prod(size[place + 1 :]) for place in range(len(size))]
+    kind = next(kind for kind in globals().values() if isinstance(kind, dtype) and kind.name == name)
+    assert math.prod(size) * kind.itemsize == buffer.nbytes
+    return Tensor(UntypedStorage(buffer.nbytes, buffer), kind, size, stride, 0)
 
 
 utils = types.SimpleNamespace(
@@ -342,7 +366,7 @@ def _init() -> None:
     """The mock gives no capsule of opened memory, so tensors take the buffer."""
     import highwater.torch
 
-    highwater.torch._capsule_of = lambda buffer: buffer
+    highwater.torch._capsule_of = lambda buffer, whole: (buffer, whole)
 
 
 cuda = types.SimpleNamespace(init=_init, is_available=lambda: False, current_stream=_Stream)
