@@ -95,7 +95,7 @@ step() { printf '=== %s (%s s)\n' "$1" "$SECONDS" >&2; }
 step "build"
 # The program as its test has it: with other features it would be another program in the same place, and the profiles of the
 # first one lost.
-add_objects -p highwater-cli --test simulated
+add_objects -p highwater-cli --test program
 program=$CARGO_TARGET_DIR/debug/highwater
 objects+=("$program")
 add_objects -p highwater-driver --lib
@@ -122,7 +122,7 @@ for vendor in cuda rocm; do
   done
 done
 step "whole and broken installations"
-instrumented test -p highwater-cli --test simulated -- "${skipped[@]}" >&2
+instrumented test -p highwater-cli --test program -- simulated:: "${skipped[@]}" >&2
 
 # --- the figures
 

@@ -25,7 +25,7 @@ cargo mutants --version >/dev/null 2>&1 || { echo "cargo-mutants is missing: car
 case $part in
   example)
     mutated=(--package highwater-example-backend)
-    package=highwater-cli tests=(--test own_backends the_backend_in_rust_conforms)
+    package=highwater-cli tests=(--test program the_backend_in_rust_conforms)
     ;;
   mock)
     mutated=(--package highwater-mock)

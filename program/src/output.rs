@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn objects_say_the_same_without_characters_that_a_terminal_obeys() {
-        // The tests in tests/finding.rs read the output.
+        // The tests in tests/program/finding.rs read the output.
         let value = json!({ "name": "a\u{1b}[2J\u{9b}1m\u{202e}\u{e0041}é", "quote": "\"\n" });
         let text = super::to_json(&value);
         assert!(text.is_ascii() || text.contains('é'), "{text}");

@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::started::Process;
-use super::{command_on, highwater, highwater_on, run_to_its_end, scratch_folder, wait_until};
+use crate::output::{command_on, highwater, highwater_on, run_to_its_end, scratch_folder, wait_until};
+use crate::started::Process;
 
 #[test]
 fn conformance_counts_its_cases() {

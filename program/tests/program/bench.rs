@@ -1,7 +1,5 @@
 //! `highwater bench` from outside, on the mock.
 
-#![forbid(unsafe_code)]
-
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};

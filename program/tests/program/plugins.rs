@@ -1,15 +1,10 @@
 //! The mock's plugin reports the same results as the built-in mock.
 
-#![forbid(unsafe_code)]
-
-mod built;
-mod started;
-
 use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
-use started::plugin_says_the_same;
+use crate::started::plugin_says_the_same;
 
 fn conformance(arguments: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
@@ -26,7 +21,7 @@ fn result(child: Child) -> Value {
 
 #[test]
 fn the_plugin_says_what_the_built_in_mock_says() {
-    let plugin = built::plugin("mock");
+    let plugin = crate::built::plugin("mock");
     plugin_says_the_same(&["--backend", "mock"], &["--plugin", plugin.to_str().unwrap()], |which| {
         let report = result(conformance(which));
         assert_eq!(report["failed"], 0, "{}", report["failures"]);

@@ -1,11 +1,5 @@
 //! The program from outside: what it prints, where, and with which exit code.
 
-#![forbid(unsafe_code)]
-
-#[path = "program/conformance.rs"]
-mod conformance;
-mod started;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
@@ -19,13 +13,13 @@ use rustix::process::Signal;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 
-use started::{Process, Run};
+use crate::started::{Process, Run};
 
 /// A run that takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The program with the mock as `mock` describes it. It takes the mock by default, also on a machine with a GPU.
-fn command_on(mock: &str, arguments: &[&str]) -> Command {
+pub(crate) fn command_on(mock: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
     command.args(arguments).env("HIGHWATER_MOCK", mock).env("HIGHWATER_BACKEND", "mock");
     command.env_remove("CUBLAS_WORKSPACE_CONFIG").env_remove("CUBLASLT_WORKSPACE_SIZE");
@@ -34,7 +28,7 @@ fn command_on(mock: &str, arguments: &[&str]) -> Command {
 }
 
 /// Runs the program with the mock as `mock` describes it, in a folder for temporary files that must stay empty.
-fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
+pub(crate) fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
     run_whole(command_on(mock, arguments), mock, arguments)
 }
 
@@ -57,7 +51,7 @@ fn run_whole(mut command: Command, mock: &str, arguments: &[&str]) -> Run {
     run
 }
 
-fn run_to_its_end(mut child: Child, arguments: &[&str], where_: &str) -> Run {
+pub(crate) fn run_to_its_end(mut child: Child, arguments: &[&str], where_: &str) -> Run {
     let collect = |mut pipe: Box<dyn Read + Send>| {
         thread::spawn(move || {
             let mut text = String::new();
@@ -87,12 +81,12 @@ fn run_to_its_end(mut child: Child, arguments: &[&str], where_: &str) -> Run {
     }
 }
 
-fn highwater(arguments: &[&str]) -> Run {
+pub(crate) fn highwater(arguments: &[&str]) -> Run {
     highwater_on("", arguments)
 }
 
 /// An empty folder of this process.
-fn scratch_folder(purpose: &str) -> PathBuf {
+pub(crate) fn scratch_folder(purpose: &str) -> PathBuf {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -286,7 +280,7 @@ const MEMORY: &str = "highwater-mock-block";
 const ENDLESS: [&str; 4] = ["--backend", "mock", "--repeat", "1000000"];
 
 /// Waits until a condition holds.
-fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
     let started = Instant::now();
     while !condition() {
         assert!(started.elapsed() < limit, "{what}: not within {limit:?}");

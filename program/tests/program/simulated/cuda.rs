@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Simulated;
-use super::started::Process;
+use crate::started::Process;
 
 const CUDA: Simulated = Simulated { libraries: "cuda", backend: "cuda" };
 

@@ -3,14 +3,8 @@
 //!
 //! `scripts/simulated.sh` builds the libraries at the first run. CI runs the whole suite over them: `scripts/conformance-simulated.sh`.
 
-#![forbid(unsafe_code)]
-
-#[path = "../built/mod.rs"]
-mod built;
 mod cuda;
 mod rocm;
-#[path = "../started/mod.rs"]
-mod started;
 
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +12,7 @@ use std::process::Command;
 use highwater_simulated_harness::script::script;
 use serde_json::Value;
 
-use started::{Run, plugin_says_the_same};
+use crate::started::{Run, plugin_says_the_same};
 
 /// What describes devices and libraries to the program, so that a test says it all.
 const VARIABLES: [&str; 10] = [
@@ -130,7 +124,7 @@ impl Simulated {
     /// Checks that the backend's plugin says of itself what the built-in backend says.
     #[track_caller]
     fn says_the_same_as_plugin(self) {
-        let plugin = built::plugin(self.backend);
+        let plugin = crate::built::plugin(self.backend);
         // Some users build with files that are writable by a group, by their umask, and have such plugins too.
         let through = ["--plugin", plugin.to_str().unwrap(), "--allow-insecure-plugins"];
         plugin_says_the_same(&["--backend", self.backend], &through, |which| self.conformance(which));

@@ -3,10 +3,6 @@
 //! The stand-in is a shell script first on PATH. Its daemon is this test program once more, which listens on the sockets of
 //! the pipe directory.
 
-#![forbid(unsafe_code)]
-
-mod started;
-
 use std::env;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -21,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use started::{Process, Run};
+use crate::started::{Process, Run};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -43,7 +39,7 @@ case "$1" in
   slow) sleep 0.5 ;;
   unusable) rm "$STAND_IN_HOME/libcuda.so.1" ;;
   esac
-  STAND_IN_DAEMON=1 setsid "$STAND_IN_PROGRAM" --exact the_daemon_of_the_stand_in --nocapture >/dev/null 2>&1 </dev/null &
+  STAND_IN_DAEMON=1 setsid "$STAND_IN_PROGRAM" --exact mps::the_daemon_of_the_stand_in --nocapture >/dev/null 2>&1 </dev/null &
   while [ ! -s "$id" ]; do sleep 0.01; done
   ;;
 '')

@@ -1,7 +1,5 @@
 //! The examples and the main job under the mock's race finder: no program of this repository has a race.
 
-#![forbid(unsafe_code)]
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;

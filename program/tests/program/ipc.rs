@@ -1,9 +1,5 @@
 //! `highwater ipc ls`, over real processes on the mock: this binary runs itself again.
 
-#![forbid(unsafe_code)]
-
-mod started;
-
 use std::io::{BufRead, BufReader, IoSliceMut, Write};
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;
@@ -23,7 +19,7 @@ use rustix::net::{
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::Value;
 
-use started::Run;
+use crate::started::Run;
 
 const PEER: &str = "HIGHWATER_IPC_PEER";
 const ANSWER: &str = "answer: ";
@@ -43,7 +39,7 @@ impl Peer {
 
     fn start_as(change: impl FnOnce(&mut Command)) -> std::io::Result<Self> {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "obey", "--nocapture", "--test-threads=1"]).env(PEER, "1");
+        command.args(["--exact", "ipc::obey", "--nocapture", "--test-threads=1"]).env(PEER, "1");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         change(&mut command);
         let mut child = command.spawn()?;

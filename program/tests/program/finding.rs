@@ -1,10 +1,5 @@
 //! Finding plugins, from outside: what the program says where there are none, and of those that are broken.
 
-#![forbid(unsafe_code)]
-
-mod built;
-mod started;
-
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -14,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use started::Run;
+use crate::started::Run;
 
 const NO_DRIVER: &str = "/nowhere/libdriver.so";
 
@@ -271,7 +266,7 @@ fn a_process_whose_loader_is_blocked_says_so_and_opens_nothing() {
     let home = Home::new();
     home.library("hangs", "#include <unistd.h>\n__attribute__((constructor)) void c(void) { for (;;) pause(); }", &[]);
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "child_opens_a_plugin_whose_constructor_hangs", "--nocapture", "--ignored"]);
+    child.args(["--exact", "finding::child_opens_a_plugin_whose_constructor_hangs", "--nocapture", "--ignored"]);
     child.env_remove("HIGHWATER_BACKEND").env(HANGING, home.plugins().join("hangs.so"));
     let mut child = child.spawn().unwrap();
     let started = Instant::now();
@@ -459,7 +454,7 @@ fn a_plugin_that_works_is_usable_by_name_by_path_and_by_the_variable() {
 fn workers_open_the_plugin_of_their_owner() {
     let home = Home::new();
     let library = home.plugins().join("mock.so");
-    fs::copy(built::plugin("mock"), &library).unwrap();
+    fs::copy(crate::built::plugin("mock"), &library).unwrap();
     home.manifest("mock", "mock.so");
     let manifest = home.plugins().join("mock.toml").display().to_string();
     // Also where others could change it, which was allowed to the owner.
